@@ -1,0 +1,90 @@
+# Every command of the project. The targets that need packages install them into .venv on first use.
+# Paths are relative throughout, so a checkout path with spaces works.
+
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+# The tests and the demo choose between a GPU, the CPU and Triton's interpreter; a setting left over in the
+# caller's shell must not choose for them.
+unexport TRITON_INTERPRET
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint gpu codegen bench clean gpu-check
+
+help: ## list the targets
+	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARGS go to the demo
+	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
+
+test: .venv/.test ## run all tests (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
+	@$(VENV_PYTHON) -m pytest -n 2 --maxfail=0 --durations=10 $(ARGS)
+
+lint: .venv/.test ## ruff check, ruff format --check and mypy
+	@status=0; \
+	$(VENV_PYTHON) -m ruff check . || status=1; \
+	$(VENV_PYTHON) -m ruff format --check . || status=1; \
+	$(VENV_PYTHON) -m mypy || status=1; \
+	exit $$status
+
+gpu: gpu-check ## on a machine with a GPU: tests, then timings; runs $(PYTHON) as it is, installs nothing
+	@"$(PYTHON)" -m pytest $(PYTEST_WORKERS) --maxfail=0 --durations=10 tests
+	@"$(PYTHON)" -m bench.first_timing
+
+codegen: .venv/.test ## compile the kernels for every target GPU and report on the machine code (no GPU needed)
+	@$(VENV_PYTHON) -m bench.codegen $(ARGS)
+
+bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/
+	@"$(PYTHON)" -m bench.first_timing $(ARGS)
+
+clean: ## remove caches and build outputs (.venv stays; delete it to install afresh)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find fusedattn kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Each stamp is newer than what it was installed from, or the install runs again. The test extra contains
+# the demo extra, so installing the first satisfies the second.
+.venv/.demo: .venv/.created pyproject.toml constraints.txt
+	@echo "installing fusedattn[demo] into .venv (the first time downloads torch: some minutes)"
+	@$(INSTALL) -e '.[demo]'
+	@touch $@
+
+.venv/.test: .venv/.created pyproject.toml constraints.txt
+	@echo "installing fusedattn[test] into .venv (the first time downloads torch: some minutes)"
+	@$(INSTALL) -e '.[test]'
+	@touch $@ .venv/.demo
+
+# Not .venv/bin/python: an interrupted `python -m venv` leaves that file behind without pip.
+.venv/.created:
+	@$(CHECK_PYTHON)
+	@"$(PYTHON)" -m venv .venv || \
+	    { echo "error: '$(PYTHON)' cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; \
+	      exit 1; }
+	@touch $@
+
+CHECK_PYTHON = command -v "$(PYTHON)" >/dev/null || \
+    { echo "error: there is no '$(PYTHON)'; name a Python >= 3.10 with PYTHON=/path/to/python3" >&2; exit 1; }; \
+    "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+    { echo "error: fusedattn needs Python >= 3.10, but '$(PYTHON)' is" \
+           "$$("$(PYTHON)" --version 2>&1); name another with PYTHON=/path/to/python3" >&2; exit 1; }
+
+# A machine with a GPU often has its own torch and no package registry, and not always pytest-xdist.
+PYTEST_WORKERS = $$("$(PYTHON)" -c 'import xdist' 2>/dev/null && echo -n 4)
+
+define GPU_CHECK
+import sys
+try:
+    import torch, triton
+except ImportError as error:
+    sys.exit(f"error: {sys.executable} has no torch and triton ({error}); name one that has with PYTHON=...")
+if not torch.cuda.is_available():
+    sys.exit(f"error: no CUDA device for the torch {torch.__version__} of {sys.executable}; this target needs a GPU")
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+endef
+export GPU_CHECK
+
+gpu-check:
+	@$(CHECK_PYTHON)
+	@"$(PYTHON)" -c "$$GPU_CHECK"

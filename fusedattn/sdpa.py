@@ -1,0 +1,52 @@
+"""The ``torch`` backend: ``F.scaled_dot_product_attention`` composed to this package's contract.
+
+What torch leaves open is closed here: rotary embedding, bottom-right causal masks, rows that see nothing, and
+NaN or Inf behind a mask. Gradients are torch's own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedattn import reference
+from fusedattn.masks import Mask
+from fusedattn.rope import Rope
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, scale: float) -> Tensor:
+    """The output of :func:`fusedattn.attention`; arguments likewise, already checked."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    # torch's function multiplies 0 by a masked NaN, and has no answer for empty inputs.
+    if q.numel() == 0 or seqlen_k == 0 or not (mask.is_full or _finite(k, v)):
+        return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
+
+    if rope is not None:
+        q, k = rope.rotate(q, k)
+    enable_gqa = q.shape[1] != k.shape[1]
+    diagonal = mask.diagonal(seqlen_q, seqlen_k)
+    only_causal = mask.valid is None and mask.allowed is None
+    if only_causal and diagonal in (None, 0):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=diagonal == 0, scale=scale, enable_gqa=enable_gqa)
+
+    visible = mask.dense(seqlen_q, seqlen_k, device=q.device)
+    if torch.compiler.is_compiling():
+        # Keys hidden from every query, at least, are made harmless without looking at them.
+        hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    if only_causal and diagonal is not None and diagonal > 0:  # every query sees the first key
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=enable_gqa)
+
+    # A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the
+    # zero gradient that it gets back makes all of its gradients exactly 0.
+    empty = ~visible.any(dim=-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=enable_gqa)
+    return out.masked_fill(empty, 0.0)
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all values are finite; taken for granted under a compiler, which cannot branch on data."""
+    if torch.compiler.is_compiling():
+        return True
+    return all(bool(torch.isfinite(bound)) for x in tensors for bound in torch.aminmax(x.detach()))

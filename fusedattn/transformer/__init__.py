@@ -1,0 +1,52 @@
+"""The reference Transformer: textbook models in eager PyTorch.
+
+Every attention layer here computes its attention in a :class:`ScaledDotProductAttention`, and
+nowhere else; ``fusedattn.fuse(model)`` replaces exactly those.
+"""
+
+from fusedattn.transformer.attention import (
+    MultiHeadAttention,
+    ScaledDotProductAttention,
+    SelfAttention,
+    scaled_dot_product_attention,
+)
+from fusedattn.transformer.blocks import DecoderLayer, EncoderLayer, Residual, TransformerBlock
+from fusedattn.transformer.cache import KVCache, LayerCache
+from fusedattn.transformer.embedding import TokenEmbedding
+from fusedattn.transformer.encoder_decoder import (
+    Decoder,
+    Encoder,
+    Transformer,
+    TransformerEncoder,
+)
+from fusedattn.transformer.feed_forward import FeedForward, SwiGLU
+from fusedattn.transformer.gpt import GPTModel
+from fusedattn.transformer.positions import (
+    LearnedPositionalEncoding,
+    PositionalEncoding,
+    RotaryPositionalEmbedding,
+)
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
+    "GPTModel",
+    "KVCache",
+    "LayerCache",
+    "LearnedPositionalEncoding",
+    "MultiHeadAttention",
+    "PositionalEncoding",
+    "Residual",
+    "RotaryPositionalEmbedding",
+    "ScaledDotProductAttention",
+    "SelfAttention",
+    "SwiGLU",
+    "TokenEmbedding",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerEncoder",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,314 @@
+"""Scaled dot-product attention and the layers built on it.
+
+Heads are laid out ``(batch, heads, seqlen, head_dim)``; in masks, True means "may attend".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedattn.masks import Mask, as_mask
+from fusedattn.rope import Rope
+from fusedattn.transformer.cache import LayerCache
+from fusedattn.transformer.positions import RotaryPositionalEmbedding
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T, masked) v`` (Vaswani et al., 2017, equation 1).
+
+    Args:
+        q: ``(batch, heads, seqlen_q, head_dim)``, or ``(batch, seqlen_q, head_dim)`` for one head.
+        k, v: ``(batch, kv_heads, seqlen_k, head_dim)``, or without heads as q. ``kv_heads`` divides
+            ``heads``: query head ``h`` reads key head ``h // (heads / kv_heads)`` (grouped queries;
+            Ainslie et al., 2023). The head_dim of v may differ.
+        mask: a Mask, or a bool tensor broadcastable to ``(batch, heads, seqlen_q, seqlen_k)`` (to
+            ``(batch, seqlen_q, seqlen_k)`` without heads), or None: attend to everything. Causal
+            masks are aligned bottom-right unless they say otherwise.
+        rope: rotates q and k first (Su et al., 2021).
+        scale: by default ``1 / sqrt(head_dim)``.
+        dropout_p: probability of dropping a weight on its way to ``v``.
+
+    Returns:
+        ``(output, weights)``: output like q with the head_dim and dtype of v; weights
+        ``(batch, heads, seqlen_q, seqlen_k)``, in the dtype of v, before dropout. The softmax is
+        computed in float32 (float64 for float64 inputs). A query that may attend to nothing has
+        output 0 and weights 0, and gives no gradient.
+
+    Raises:
+        ValueError: shapes of q, k, v, mask or rope that do not fit together.
+        TypeError: a mask that is neither a Mask nor a bool tensor.
+    """
+    if q.dim() == k.dim() == v.dim() == 3:
+        if isinstance(mask, Tensor) and mask.dim() == 3:
+            mask = mask.unsqueeze(1)
+        output, weights = scaled_dot_product_attention(
+            q.unsqueeze(1),
+            k.unsqueeze(1),
+            v.unsqueeze(1),
+            mask,
+            rope=rope,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+        return output.squeeze(1), weights.squeeze(1)
+
+    _check_shapes(q, k, v)
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    mask = as_mask(mask)
+    mask.check(batch, heads, seqlen_q, seqlen_k)
+    if rope is not None:
+        rope.check(batch, seqlen_q, seqlen_k, head_dim)
+        q, k = rope.rotate(q, k)
+    if kv_heads != heads:
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+
+    hidden = ~mask.dense(seqlen_q, seqlen_k, device=q.device)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scores = q @ k.mT  # (batch, heads, seqlen_q, seqlen_k)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    # The lowest number rather than -inf: a row that sees nothing stays finite until it is zeroed.
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).masked_fill(hidden, 0.0).to(v.dtype)
+    return F.dropout(weights, dropout_p) @ v, weights
+
+
+class ScaledDotProductAttention(nn.Module):
+    """:func:`scaled_dot_product_attention` as a module without parameters.
+
+    The layers of this package compute attention through an instance of this class and never
+    otherwise, so that a fused implementation can take its place.
+
+    Args:
+        dropout: probability of dropping a weight in training, in [0, 1).
+        scale: by default ``1 / sqrt(head_dim)``.
+
+    Raises:
+        ValueError: ``dropout`` outside [0, 1).
+    """
+
+    def __init__(self, dropout: float = 0.0, scale: float | None = None) -> None:
+        super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout: got {dropout}, allowed are probabilities in [0, 1)")
+        self.dropout_p = float(dropout)
+        self.scale = scale
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | Tensor | None = None,
+        *,
+        rope: Rope | None = None,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``(output, weights)``, or ``(output, None)`` without ``need_weights``."""
+        output, weights = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            rope=rope,
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return output, weights if need_weights else None
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout_p}, scale={self.scale}"
+
+
+class MultiHeadAttention(nn.Module):
+    """``Concat(head_1, ..., head_h) W_o``, ``head_i = Attention(Q W_q_i, K W_k_i, V W_v_i)``.
+
+    Vaswani et al., 2017, section 3.2.2. Self-attention when only ``query`` is given,
+    cross-attention when the keys and values come from elsewhere.
+
+    Args:
+        d_model: width of queries, keys, values and output.
+        n_heads: heads of width ``d_model / n_heads``.
+        dropout: dropout on the attention weights, in training.
+        n_kv_heads: fewer heads for keys and values: grouped-query attention (Ainslie et al., 2023),
+            with 1 multi-query attention (Shazeer, 2019). By default ``n_heads``.
+        rope: rotates queries and keys; one module may serve many layers.
+        bias: whether the four projections have one.
+
+    Raises:
+        ValueError: ``n_heads`` does not divide ``d_model``, ``n_kv_heads`` does not divide
+            ``n_heads``, or ``rope`` rotates more features than a head has.
+        TypeError: ``rope`` is not a RotaryPositionalEmbedding.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        dropout: float = 0.0,
+        n_kv_heads: int | None = None,
+        rope: RotaryPositionalEmbedding | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        head_dim = checked_head_dim(d_model, n_heads, "n_heads")
+        if n_kv_heads < 1 or n_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads: got {n_kv_heads}, allowed are divisors of {n_heads}")
+        if rope is not None and not isinstance(rope, RotaryPositionalEmbedding):
+            raise TypeError(f"rope: got {type(rope).__name__}, allowed are RotaryPositionalEmbedding and None")
+        if rope is not None and rope.rotary_dim > head_dim:
+            raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, allowed are 2 .. {head_dim}")
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=bias)
+        self.rope = rope
+        self.attention = ScaledDotProductAttention(dropout)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        mask: Mask | Tensor | None = None,
+        *,
+        need_weights: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from ``query`` to ``key``.
+
+        Args:
+            query: ``(batch, seqlen_q, d_model)``.
+            key: ``(batch, seqlen_k, d_model)``; by default ``query``.
+            value: like ``key``; by default ``key``.
+            mask: a Mask, or bool broadcastable to ``(batch, n_heads, seqlen_q, seqlen_k)``, True =
+                attend. With a cache, ``seqlen_k`` counts the cached keys too.
+            need_weights: also return the weights.
+            cache: the new keys and values are appended to it, and the queries, which stand at its
+                end, attend to all it then holds.
+
+        Returns:
+            ``(batch, seqlen_q, d_model)``, with ``need_weights`` a pair of that and the weights
+            ``(batch, n_heads, seqlen_q, seqlen_k)`` before dropout. Where a query may attend to
+            nothing, the heads are 0 and the output is the bias of ``out_proj``.
+
+        Raises:
+            ValueError: an input not ``(batch, seqlen, d_model)``, or shapes that do not fit.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            _check_input(x, name, self.d_model)
+        q = self.q_proj(query).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_proj(key).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(value).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        rope = None if self.rope is None else self.rope.tables()
+        heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)
+        output = self.out_proj(heads.transpose(1, 2).flatten(-2))
+        return (output, weights) if need_weights else output
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention whose heads share one projection, scaled by ``1 / sqrt(d_model)``.
+
+    The variant of many tutorials. Each head ``i`` owns the slice ``x_i`` of width ``head_dim`` of
+    the input, and all heads use the same three ``head_dim x head_dim`` matrices::
+
+        head_i = softmax((x_i W_q) (x_i W_k)^T / sqrt(d_model)) (x_i W_v)
+        output = Concat(head_1, ..., head_h) W_o + b_o
+
+    It differs from :class:`MultiHeadAttention` (Vaswani et al., 2017), whose projections mix the
+    heads and whose scale is ``1 / sqrt(head_dim)``.
+
+    Args:
+        d_model: width of the input and output.
+        heads: heads of width ``d_model / heads``.
+
+    Raises:
+        ValueError: ``heads`` does not divide ``d_model``.
+    """
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.heads = heads
+        self.head_dim = checked_head_dim(d_model, heads, "heads")
+        self.values = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.keys = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.queries = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.fc_out = nn.Linear(heads * self.head_dim, d_model)
+        self.attention = ScaledDotProductAttention(scale=1.0 / math.sqrt(d_model))
+
+    def forward(self, values: Tensor, keys: Tensor, query: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
+        """Attend from ``query`` to ``keys``; mind the order of the arguments.
+
+        Args:
+            values, keys: ``(batch, seqlen_k, d_model)``.
+            query: ``(batch, seqlen_q, d_model)``.
+            mask: a Mask, or bool broadcastable to ``(batch, heads, seqlen_q, seqlen_k)``, True =
+                attend.
+
+        Returns:
+            ``(batch, seqlen_q, d_model)``.
+
+        Raises:
+            ValueError: an input not ``(batch, seqlen, d_model)``, or shapes that do not fit.
+        """
+        for name, x in (("values", values), ("keys", keys), ("query", query)):
+            _check_input(x, name, self.d_model)
+        shape = (self.heads, self.head_dim)
+        q = self.queries(query.unflatten(-1, shape)).transpose(1, 2)
+        k = self.keys(keys.unflatten(-1, shape)).transpose(1, 2)
+        v = self.values(values.unflatten(-1, shape)).transpose(1, 2)
+        heads, _ = self.attention(q, k, v, mask, need_weights=False)
+        return self.fc_out(heads.transpose(1, 2).flatten(-2))
+
+
+def checked_head_dim(d_model: int, heads: int, name: str) -> int:
+    """``d_model / heads``, or a ValueError that names the argument ``name``."""
+    if d_model < 1:
+        raise ValueError(f"d_model: got {d_model}, allowed are positive numbers")
+    if heads < 1 or d_model % heads:
+        raise ValueError(f"{name}: got {heads}, allowed are divisors of d_model = {d_model}")
+    return d_model // heads
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    got = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k, v: {got}, allowed are (batch, heads, seqlen, head_dim) and, for all three, "
+            "(batch, seqlen, head_dim)"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"q, k, v: {got}, allowed are one batch, one head_dim of q and k, and one number of "
+            "heads and length of k and v"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"k, v: {got}, allowed are numbers of heads that divide q's")
+
+
+def _check_input(x: Tensor, name: str, d_model: int) -> None:
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is (batch, seqlen, d_model = {d_model})")

@@ -1,0 +1,245 @@
+"""Forward of attention: ``out = softmax(scale * rope(q) k^T, masked) v`` with the online softmax.
+
+Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), in the loop
+order of FlashAttention-2: one program owns one tile of BLOCK_M queries of one head, keeps it in registers, and
+walks over the key blocks that the tile may see.
+
+    q, out  (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
+    k, v    (batch, nheads_kv, seqlen_k, head_dim)    likewise; k already rotated
+    lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
+    row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
+    grid    (tiles of queries * nheads_q * batch,)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.configs import TileConfig
+from fusedattn.kernels.masking import (
+    DeviceMask,
+    key_blocks,
+    load_key_range,
+    load_key_visible,
+    visible,
+)
+from fusedattn.kernels.primitives import (
+    LN2,
+    LOG2E,
+    accumulator,
+    block_d,
+    dot,
+    dot_add,
+    head_base,
+    is_finite,
+    load_tile,
+    program_tile,
+    round_to,
+    softmax_update,
+    store_tile,
+    widen,
+)
+from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
+
+
+@triton.jit
+def _weigh_visible(p, v, acc, pairs, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + p @ v`` where a NaN or Inf in a value reaches only the queries that see it (0 * NaN is NaN)."""
+    finite = is_finite(v, ACC)
+    if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+        seen = dot(pairs.to(tl.float16), (~finite).to(tl.float16), tl.float32, PRECISION)
+        acc = tl.where(seen > 0, float("nan"), acc)
+    return dot_add(round_to(p, v.dtype), tl.where(finite, v, 0.0), acc, ACC, PRECISION)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "diagonal",
+        "n_positions",
+        "position_offset",
+        "n_tiles",
+    ]
+)
+def attention_fwd(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    row_max_ptr,
+    row_sum_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    qk_scale,
+    # masking.DeviceMask.arguments()
+    key_range_ptr,
+    valid_ptr,
+    allowed_ptr,
+    stride_ab,
+    stride_ah,
+    stride_aq,
+    stride_ak,
+    diagonal,
+    IS_CAUSAL: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    HAS_ALLOWED: tl.constexpr,
+    # rope.Rotation.arguments(), of q
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    stride_tb,
+    stride_pb,
+    n_positions,
+    position_offset,
+    INTERLEAVED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NEGATE_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=IS_CAUSAL)
+    start_m = tile * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    query_exists = offs_m < seqlen_q
+    head_kv = head // (nheads_q // nheads_kv)
+    k_head = head_base(k_ptr, batch, head_kv, stride_kb, stride_kh)
+    v_head = head_base(v_ptr, batch, head_kv, stride_vb, stride_vh)
+    if HAS_PADDING:
+        valid_ptr += batch.to(tl.int64) * seqlen_k
+    if HAS_ALLOWED:
+        allowed_ptr = head_base(allowed_ptr, batch, head, stride_ab, stride_ah)
+
+    # (BLOCK_M, BLOCK_D)
+    q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
+    q = load_tile(q_head, start_m, stride_qs, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    if ROTARY_DIM > 0:
+        q = rotate_tile(
+            q, start_m, seqlen_q, batch, cos_ptr, sin_ptr, positions_ptr, stride_tb, stride_pb, n_positions,
+            position_offset, False, INTERLEAVED, HAS_POSITIONS, ROTARY_DIM, BLOCK_M, BLOCK_D, ACC,
+        )  # fmt: skip
+    if NEGATE_Q:
+        q = -widen(q, ACC)
+    q = round_to(q, q_ptr.dtype.element_ty)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+
+    key_start, key_stop, contiguous = load_key_range(key_range_ptr, batch, seqlen_k, HAS_PADDING)
+    start, full_stop, stop = key_blocks(
+        start_m,
+        seqlen_q,
+        key_start,
+        key_stop,
+        contiguous,
+        diagonal,
+        IS_CAUSAL,
+        HAS_ALLOWED,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    for start_n in range(start, full_stop, BLOCK_N):
+        k = load_tile(k_head, start_n, stride_ks, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
+        scores = dot(q, tl.trans(k), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
+        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale)
+        v = load_tile(v_head, start_n, stride_vs, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
+        acc = dot_add(round_to(p, v.dtype), v, acc * alpha[:, None], ACC, PRECISION)
+
+    for start_n in range(full_stop, stop, BLOCK_N):
+        keys = start_n + offs_n
+        key_visible = load_key_visible(keys, key_start, key_stop, valid_ptr, HAS_PADDING)
+        k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        scores = dot(q, tl.trans(k), ACC, PRECISION)
+        pairs = visible(
+            offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
+            allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
+        )  # fmt: skip
+        scores = tl.where(pairs, scores * qk_scale, float("-inf"))
+        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, 1.0)
+        v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        acc = _weigh_visible(p, v, acc * alpha[:, None], pairs, ACC, PRECISION)
+
+    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
+    # the backward.
+    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    acc = acc / l_i[:, None]
+    row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
+    tl.store(lse_ptr + row_base + offs_m, m_i * LN2 + tl.log(l_i), mask=query_exists)
+    m_i = tl.where(m_i == float("-inf"), float("inf"), m_i)
+    tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
+    tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)
+    out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)
+    store_tile(out_head, start_m, stride_os, seqlen_q, acc, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    mask: DeviceMask,
+    rotation_q: Rotation | None,
+    scale: float,
+    precision: str,
+    config: TileConfig,
+) -> None:
+    """Fill `out`, `lse`, `row_max` and `row_sum`; layouts as in the module docstring. There is at least one query."""
+    batch, nheads_q, seqlen_q, head_dim = q.shape
+    n_tiles = triton.cdiv(seqlen_q, config.BLOCK_M)
+    attention_fwd[(n_tiles * nheads_q * batch,)](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        row_max,
+        row_sum,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        nheads_q,
+        k.shape[1],
+        seqlen_q,
+        k.shape[2],
+        n_tiles,
+        # The kernel takes maxima of scaled scores by scaling maxima, so the sign of the scale goes into q.
+        abs(scale) * LOG2E.value,
+        NEGATE_Q=scale < 0,
+        HEAD_DIM=head_dim,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_D=block_d(head_dim),
+        ACC=accumulator(q.dtype),
+        PRECISION=precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **mask.arguments(),
+        **rotation_arguments(rotation_q),
+    )

@@ -1,0 +1,126 @@
+"""Launch configurations: one committed table, one lookup, one validity rule.
+
+Nothing is tuned in a user's process. Each entry compiles without register spills for its architecture; the
+tests compile all of them. The sequence length is not part of the key, so a new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton
+
+Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
+
+# Shared memory one program may use, in bytes.
+SHARED_MEMORY: dict[Arch, int] = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "gfx942": 64 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Queries by keys of one tile, and how many warps and pipeline stages work on it."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("BLOCK_M", "BLOCK_N"):
+            block = getattr(self, name)
+            if block < 16 or block & (block - 1):
+                raise ValueError(f"{name}: got {block}, allowed are powers of two from 16 on")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps: got {self.num_warps}, allowed are 1, 2, 4, 8, 16")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages: got {self.num_stages}, allowed are 1 and more")
+
+
+@dataclass(frozen=True)
+class KernelConfigs:
+    """The three matrix-product kernels at one (architecture, head_dim, dtype)."""
+
+    fwd: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+
+
+T = TileConfig
+# architecture -> itemsize of the dtype -> largest head_dim the entry serves -> configs
+TABLE: dict[Arch, dict[int, dict[int, KernelConfigs]]] = {
+    "sm_80": {
+        2: {
+            64: KernelConfigs(fwd=T(128, 64, 4, 3), dkdv=T(64, 64, 4, 2), dq=T(64, 64, 4, 2)),
+            128: KernelConfigs(fwd=T(128, 64, 8, 2), dkdv=T(32, 64, 4, 2), dq=T(64, 64, 8, 2)),
+            256: KernelConfigs(fwd=T(64, 32, 8, 2), dkdv=T(32, 32, 8, 1), dq=T(32, 32, 8, 1)),
+        },
+        4: {
+            64: KernelConfigs(fwd=T(32, 32, 4, 2), dkdv=T(32, 32, 4, 1), dq=T(32, 32, 4, 1)),
+            128: KernelConfigs(fwd=T(32, 32, 8, 2), dkdv=T(16, 32, 8, 1), dq=T(32, 16, 8, 1)),
+            256: KernelConfigs(fwd=T(16, 16, 8, 1), dkdv=T(16, 16, 8, 1), dq=T(16, 16, 8, 1)),
+        },
+    },
+}
+TABLE["sm_86"] = TABLE["sm_90"] = TABLE["sm_100"] = TABLE["gfx942"] = TABLE["sm_80"]
+
+# Small tiles, so that small inputs still take several blocks and ragged ones.
+INTERPRETER = KernelConfigs(fwd=T(32, 16, 4, 1), dkdv=T(16, 32, 4, 1), dq=T(32, 16, 4, 1))
+
+
+def lookup(arch: Arch, head_dim: int, dtype: torch.dtype) -> KernelConfigs:
+    """The configs of an architecture for inputs of `head_dim` features of `dtype`.
+
+    Raises:
+        NotImplementedError: head_dim is beyond the table.
+    """
+    if arch == "interpreter":
+        return INTERPRETER
+    by_head_dim = TABLE[arch][dtype.itemsize]
+    for largest, configs in by_head_dim.items():
+        if head_dim <= largest:
+            return configs
+    raise NotImplementedError(f"head_dim: got {head_dim}, allowed are 1 .. {max(by_head_dim)}")
+
+
+def for_tensor(x: torch.Tensor) -> KernelConfigs:
+    """The configs for a launch on the device of ``x``, ``(..., head_dim)``."""
+    return lookup(arch_of(x.device), x.shape[-1], x.dtype)
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The table's name for a device.
+
+    Raises:
+        NotImplementedError: a device that the table has no entry for.
+    """
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache
+def _gpu_arch(index: int) -> Arch:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        if properties.gcnArchName.startswith(("gfx942", "gfx950")):
+            return "gfx942"
+        raise NotImplementedError(f"device: got {properties.gcnArchName}, allowed are gfx942 and gfx950")
+    capability = (properties.major, properties.minor)
+    if capability in ((8, 0), (8, 7)):
+        return "sm_80"
+    if properties.major == 9:
+        return "sm_90"
+    if properties.major in (10, 11):
+        return "sm_100"
+    if capability >= (8, 6):  # Ada, consumer Ampere and consumer Blackwell: less shared memory
+        return "sm_86"
+    raise NotImplementedError(f"device: got compute capability {capability}, allowed are (8, 0) and above")

@@ -1,0 +1,195 @@
+"""Device helpers shared by every kernel: tiles in and out, products, and the online softmax.
+
+Conventions: a tile of rows is ``(BLOCK, BLOCK_D)``, where BLOCK_D is head_dim rounded up to a power of two and
+the features beyond HEAD_DIM are zero. ACC is the dtype that sums and exponentials are computed in: float32, or
+float64 for float64 inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# The interpreter stores bfloat16 as uint16, multiplies the bit patterns as integers, and truncates where hardware
+# rounds; and its products are NumPy's, whose order of summation is no GPU's. When interpreting, bfloat16 is widened
+# and rounded here, and a product is rounded once: what remains is the error of the algorithm.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def program_tile(n_tiles, nheads, REVERSED: tl.constexpr):
+    """(tile, head, batch) of this program in a one-dimensional grid, tiles fastest.
+
+    REVERSED starts with the last tile: under a causal mask it has the most work.
+    """
+    pid = tl.program_id(0)
+    tile = pid % n_tiles
+    if REVERSED:
+        tile = n_tiles - 1 - tile
+    head_and_batch = pid // n_tiles
+    return tile, head_and_batch % nheads, head_and_batch // nheads
+
+
+@triton.jit
+def head_base(ptr, batch, head, stride_b, stride_h):
+    """Pointer to the (seqlen, head_dim) matrix of one head; int64, as tensors may exceed 2^31 elements."""
+    return ptr + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    start,
+    stride,
+    row_visible,
+    CHECK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows ``start + arange(BLOCK)`` of a matrix. With CHECK, rows not in `row_visible` are 0 and not read."""
+    offs = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    # The start is added in int64; offsets inside a tile fit in int32.
+    ptrs = ptr + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
+    if CHECK:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(ptrs, mask=row_visible[:, None], other=0.0)
+        else:
+            return tl.load(ptrs, mask=row_visible[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    ptr,
+    start,
+    stride,
+    n_rows,
+    tile,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write rows ``start + arange(BLOCK)`` that lie below `n_rows`, rounded to the dtype of the matrix."""
+    offs = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = ptr + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
+    mask = (start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(ptrs, round_to(tile, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def widen(x, ACC: tl.constexpr):
+    """``x`` in ACC."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(ACC)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """``x`` rounded to the nearest value of `dtype`, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """``a @ b``, summed in ACC."""
+    if INTERPRETED:
+        return tl.dot(widen(a, tl.float64), widen(b, tl.float64), out_dtype=tl.float64).to(ACC)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + a @ b``, summed in ACC."""
+    if INTERPRETED:
+        return tl.dot(widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(ACC)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def row_dot(a, b, ACC: tl.constexpr):
+    """``rowsum(a * b)``, summed in ACC."""
+    if INTERPRETED:
+        return tl.sum(widen(a, tl.float64) * widen(b, tl.float64), 1).to(ACC)
+    else:
+        return tl.sum(a.to(ACC) * b.to(ACC), 1)
+
+
+@triton.jit
+def is_finite(x, ACC: tl.constexpr):
+    """Elementwise: neither NaN nor Inf."""
+    return tl.abs(widen(x, ACC)) < float("inf")
+
+
+@triton.jit
+def softmax_update(scores, m_i, l_i, factor):
+    """One step of the online softmax (Milakov and Gimelshein, 2018), in base 2.
+
+    Args:
+        scores: ``(BLOCK_M, BLOCK_N)``; `factor` (not negative) brings them to base-2 logits.
+        m_i, l_i: ``(BLOCK_M,)`` running maximum of the logits, and sum of ``2 ** (logit - m_i)``.
+
+    Returns:
+        ``(p, alpha, m_i, l_i)``: the unnormalised weights, and what earlier sums must be multiplied by.
+    """
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * factor)
+    # A row that has seen nothing has a maximum of -inf; -inf - -inf would be NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(scores * factor - shift[:, None])
+    alpha = tl.math.exp2(m_i - shift)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def load_softmax(row_max_ptr, row_sum_ptr, rows, exists, EXACT: tl.constexpr):
+    """(shift, factor) of each row, so that its weights are ``exp2(logits - shift) * factor``.
+
+    The maximum and the sum are kept apart from the forward on because one number, lse, would round the
+    exponent of every weight of the row the same way. EXACT pays a multiplication per weight to avoid that;
+    without it `factor` is not used, which is enough where the weights are rounded to 16 bits anyway.
+    """
+    row_max = tl.load(row_max_ptr + rows, mask=exists, other=float("inf"))
+    row_sum = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)
+    if EXACT:
+        return row_max, 1.0 / row_sum
+    else:
+        return row_max + tl.math.log2(row_sum), row_sum
+
+
+@triton.jit
+def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
+    """The weights of a tile of scores; `shift` and `factor` come from load_softmax, broadcastable to it."""
+    weights = tl.math.exp2(scores * qk_scale - shift)
+    if EXACT:
+        weights = weights * factor
+    return weights
+
+
+def block_d(head_dim: int) -> int:
+    """Width of a tile that holds head_dim features: a power of two, and at least the 16 that tl.dot needs."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """ACC for inputs of `dtype`."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def is_exact(dtype: torch.dtype) -> bool:
+    """EXACT for inputs of `dtype`: not worth its cost where weights are rounded to 16 bits."""
+    return dtype.itemsize > 2

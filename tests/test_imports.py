@@ -1,0 +1,291 @@
+"""The import law: who may import whom, and what `import fusedattn` may load."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages,
+# whose own files may import each other; "fusedattn" is the public names in fusedattn/__init__.py.
+ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "cli": {
+        "fusedattn",
+        "testing",
+        "modules",
+        "transformer",
+        "attention",
+        "support",
+        "checks",
+        "sdpa",
+        "reference",
+        "rope",
+        "masks",
+        "kernels",
+    },
+    "fusedattn": {"modules", "attention", "support", "rope", "masks"},
+    "testing": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},
+    "modules": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks"},
+    "transformer": {"rope", "masks"},
+    "attention": {"support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},
+    "support": {"rope", "masks", "kernels"},
+    "checks": {"rope", "masks"},
+    "sdpa": {"reference", "rope", "masks"},
+    "reference": {"rope", "masks"},
+    "rope": set(),
+    "masks": set(),
+    "kernels": set(),
+}
+
+# Allowed besides the standard library and torch; only inside functions, except in the kernels.
+ALLOWED_OUTSIDE: dict[str, set[str]] = {
+    "kernels": {"triton"},
+    "attention": {"triton"},
+    "support": {"triton"},
+    "testing": {"triton"},
+    "cli": {"triton", "rich", "matplotlib", "numpy"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: the dotted module it loads, its line, and when it is loaded."""
+
+    module: str
+    line: int
+    when: str  # "import": with the module; "call": inside a function; "typing": for type checkers
+
+
+def source_files() -> list[Path]:
+    """Every module of the package, with kernels/ standing for fusedattn.kernels."""
+    package = ROOT / "fusedattn"
+    own = [p for p in package.rglob("*.py") if not p.is_relative_to(package / "kernels")]
+    return sorted(own) + sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "kernels":
+        parts = ("fusedattn", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted_name(path): path for path in source_files()}
+
+
+def unit_of(module: str) -> str:
+    """The row of the table: `cli` for `fusedattn.cli.demo`, `fusedattn` for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import in ``source``, wherever it stands, with relative names made absolute."""
+    package = module if is_package else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, when: str) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, when)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                # `from fusedattn import masks` loads a module, `... import fuse` a name.
+                full = f"{base}.{alias.name}"
+                is_module = full in MODULES or full == "fusedattn.kernels"
+                yield Import(full if is_module else base, node.lineno, when)
+        elif isinstance(node, ast.Call) and _callee(node) in ("import_module", "__import__"):
+            target = node.args[0] if node.args else None
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield Import(target.value, node.lineno, when)
+            else:  # a computed name could be anything, so the law could not be checked
+                yield Import("<computed name>", node.lineno, when)
+
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for statement in node.body:
+                yield from visit(statement, "typing")
+            for statement in node.orelse:
+                yield from visit(statement, when)
+            return
+        inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, "call" if inside_function and when == "import" else when)
+
+    return visit(ast.parse(source), "import")
+
+
+def _callee(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What ``source``, as the module of that name, imports against the law."""
+    unit = unit_of(module)
+    allowed, outside = ALLOWED.get(unit, set()), ALLOWED_OUTSIDE.get(unit, set())
+    found = []
+    for item in imports_of(source, module, is_package):
+        top = item.module.partition(".")[0]
+        problem = None
+        if top == "fusedattn":
+            target = unit_of(item.module)
+            if target != unit and target not in allowed:
+                problem = f"{unit} may not import {target}"
+            elif target == "kernels" != unit and item.when == "import":
+                problem = "kernels load only inside functions, so that the package imports without Triton"
+        elif top in sys.stdlib_module_names or top == "torch":
+            pass
+        elif top not in outside:
+            problem = f"{unit} may not import {top}"
+        elif unit != "kernels" and item.when == "import":
+            problem = f"{top} loads only inside functions, so that the package imports without it"
+        if problem:
+            found.append(f"{module}, line {item.line}: {item.module}: {problem}")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_module_keeps_the_law(module: str) -> None:
+    path = MODULES[module]
+    found = violations(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_every_module_is_in_the_table() -> None:
+    units = {unit_of(module) for module in MODULES}
+    assert units - ALLOWED.keys() == set(), "new: give it a row in ALLOWED, as low as it can stand"
+    assert ALLOWED.keys() - units == set(), "gone: remove its row from ALLOWED"
+
+
+def test_the_table_has_no_cycle() -> None:
+    order = list(graphlib.TopologicalSorter(ALLOWED).static_order())
+    assert set(order) == ALLOWED.keys()
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Also inside a package, where the table does not look."""
+    graph = {
+        module: {
+            item.module
+            for item in imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+            if item.when == "import" and item.module in MODULES and item.module != "fusedattn"
+        }
+        for module, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fusedattn.masks", "import triton"),
+        ("fusedattn.masks", "from fusedattn import rope"),
+        ("fusedattn.rope", "def f():\n    import numpy"),
+        ("fusedattn.reference", "def f():\n    from fusedattn.kernels import attention_fwd"),
+        ("fusedattn.reference", "def f():\n    from .kernels.attention_fwd import forward"),
+        ("fusedattn.transformer.model", "from fusedattn.attention import attention"),
+        ("fusedattn.transformer.model", "from ..modules import fuse"),
+        ("fusedattn.transformer.model", "from fusedattn import fuse"),
+        ("fusedattn.attention", "from fusedattn.kernels import attention_fwd"),
+        ("fusedattn.attention", "from fusedattn import kernels"),
+        ("fusedattn.attention", "import triton"),
+        ("fusedattn.attention", "class A:\n    from fusedattn.kernels import rope"),
+        ("fusedattn.attention", "if True:\n    import fusedattn.kernels.rope"),
+        ("fusedattn.attention", "def f():\n    import fusedattn.modules"),
+        ("fusedattn.attention", "import importlib\nimportlib.import_module('fusedattn.modules')"),
+        ("fusedattn.support", "def f(name):\n    return __import__(name)"),
+        ("fusedattn.kernels.rope", "from fusedattn.rope import Rope"),
+        ("fusedattn.kernels.rope", "from kernels.primitives import rotate"),
+        ("fusedattn.kernels.rope", "import numpy"),
+        ("fusedattn.nowhere", "import fusedattn.masks"),
+    ],
+)
+def test_the_check_sees(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fusedattn.attention", "def f():\n    from fusedattn.kernels import attention_fwd"),
+        (
+            "fusedattn.attention",
+            "from fusedattn import masks\nfrom .rope import Rope\nimport math, torch.nn",
+        ),
+        ("fusedattn.attention", "if TYPE_CHECKING:\n    from fusedattn.kernels.configs import Fwd"),
+        (
+            "fusedattn.kernels.rope",
+            "import triton.language as tl\nfrom fusedattn.kernels import primitives",
+        ),
+        ("fusedattn.cli.demo", "def f():\n    import rich.table\n    from fusedattn import fuse"),
+    ],
+)
+def test_the_check_allows(module: str, source: str) -> None:
+    assert violations(source, module) == []
+
+
+def run_python(code: str, *path: Path) -> str:
+    """Output of ``code`` in a fresh interpreter that finds the modules under ``path`` first."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, path or (ROOT,)))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+WITHOUT_TRITON = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, NoTriton())
+"""
+
+
+def test_package_works_without_triton() -> None:
+    """Every module but the kernels imports, and CPU tensors still have a backend."""
+    units = sorted(ALLOWED.keys() - {"fusedattn", "kernels", "__main__"})
+    code = WITHOUT_TRITON + (
+        "import importlib, torch, fusedattn\n"
+        f"for unit in {units!r}:\n"
+        "    importlib.import_module(f'fusedattn.{unit}')\n"
+        "q = torch.randn(1, 2, 5, 16)\n"
+        "out = fusedattn.attention(q, q, q, mask=fusedattn.masks.causal())\n"
+        "print(tuple(out.shape), 'triton' in sys.modules)"
+    )
+    assert run_python(code) == "(1, 2, 5, 16) False"
+
+
+def test_import_does_not_load_triton_or_the_kernels() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import fusedattn\n"
+        "new = set(sys.modules) - before\n"
+        "print(sorted(n for n in new if n.startswith(('triton', 'fusedattn.kernels'))))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> None:
+    """Even where the checkout comes first on the path, as for a script run from its root."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    theirs = tmp_path / "kernels" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.write_text("")
+    assert run_python("import kernels; print(kernels.__file__)", ROOT, tmp_path) == str(theirs)
