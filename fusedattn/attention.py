@@ -45,6 +45,8 @@ def _device_mask(valid: Tensor | None, allowed: Tensor | None, is_causal: bool, 
 
     if valid is not None:
         valid = valid.contiguous().view(torch.uint8)
+    if allowed is not None and max(allowed.stride()[2:]) > MAX_ROW_STRIDE:
+        allowed = allowed.contiguous()
     return DeviceMask(
         diagonal=diagonal if is_causal else None,
         valid=valid,
@@ -158,15 +160,13 @@ def attention_bwd(
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
     if rotation_q is not None and rotation_k is not None:
         q, k = rotated(q, rotation_q), rotated(k, rotation_k)
-    delta = kernel.launch_delta(out, dout, row_max, None if dlse is None else dlse.contiguous())
+    rows = kernel.launch_rows(out, dout, row_max, row_sum, None if dlse is None else dlse.contiguous())
     kernel.launch(
         q,
         k,
         v,
         dout,
-        row_max,
-        row_sum,
-        delta,
+        rows,
         dq if needs_dq else None,
         (dk, dv) if needs_dkdv else None,
         _device_mask(valid, allowed, is_causal, diagonal),

@@ -3,7 +3,7 @@
 With the weights ``p`` recomputed tile by tile from the maximum and the sum of each row that the forward kept,
 and ``dlse`` the gradient of the returned lse::
 
-    delta = rowsum(dout * out) - dlse                      attention_bwd_delta
+    delta = rowsum(dout * out) - dlse                      attention_bwd_rows
     dv = p^T dout,   ds = p * (dout v^T - delta)
     dk = scale * R_k^T (ds^T q)                            attention_bwd_dkdv, one program per tile of keys
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
@@ -13,6 +13,8 @@ atomics.) ``q`` and ``k`` arrive rotated, ``R^T`` is the transposed rotation. La
 row_sum and delta are contiguous ``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads
 inside one program.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -33,29 +35,33 @@ from fusedattn.kernels.primitives import (
     block_d,
     dot,
     dot_add,
+    has_nan,
     head_base,
     is_exact,
-    is_finite,
     load_softmax,
     load_tile,
     program_tile,
     round_to,
     row_dot,
     softmax_weights,
+    split_poison,
     store_tile,
 )
 from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
 
-DELTA_BLOCK_M = 32
+ROWS_BLOCK_M = 32
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "n_tiles"])
-def attention_bwd_delta(
+def attention_bwd_rows(
     out_ptr,
     dout_ptr,
     row_max_ptr,
+    row_sum_ptr,
     dlse_ptr,
     delta_ptr,
+    shift_ptr,
+    factor_ptr,
     stride_ob,
     stride_oh,
     stride_os,
@@ -70,14 +76,23 @@ def attention_bwd_delta(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """``delta = rowsum(dout * out) - dlse``, and 0 for a row that saw nothing."""
+    """What each row contributes: delta, and how its weights are recomputed, ``p = exp2(logit - shift) * factor``.
+
+    One number, ``lse2 = row_max + log2(row_sum)``, would do for `shift`, but its rounding moves the exponent of
+    every weight of the row the same way. That does not matter where weights are rounded to 16 bits, and `factor` is
+    then left out; with EXACT the maximum and the sum stay apart, for one more multiplication a weight.
+    A row that saw nothing has shift inf, hence weights 0, and delta 0.
+    """
     tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=False)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     exists = offs_m < seqlen_q
     rows = (batch.to(tl.int64) * nheads_q + head) * seqlen_q + offs_m
-    seen = tl.load(row_max_ptr + rows, mask=exists, other=float("inf")) != float("inf")
+    row_max = tl.load(row_max_ptr + rows, mask=exists, other=float("inf"))
+    row_sum = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)
+    seen = row_max != float("inf")
 
     out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)
     dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
@@ -87,6 +102,10 @@ def attention_bwd_delta(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
+    if EXACT:
+        tl.store(factor_ptr + rows, 1.0 / row_sum, mask=exists)
+    else:
+        tl.store(shift_ptr + rows, row_max + tl.math.log2(row_sum), mask=exists)
 
 
 @triton.jit
@@ -129,8 +148,8 @@ def attention_bwd_dkdv(
     k_ptr,
     v_ptr,
     dout_ptr,
-    row_max_ptr,
-    row_sum_ptr,
+    shift_ptr,
+    factor_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -224,8 +243,10 @@ def attention_bwd_dkdv(
         q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
         dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
         row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-        row_max_head = row_max_ptr + row_base
-        row_sum_head = row_sum_ptr + row_base
+        shift_head = shift_ptr + row_base
+        factor_head = factor_ptr
+        if EXACT:
+            factor_head = factor_ptr + row_base
         delta_head = delta_ptr + row_base
         allowed_head = allowed_ptr
         if HAS_ALLOWED:
@@ -234,12 +255,12 @@ def attention_bwd_dkdv(
         for start_m in range(start, full_start, BLOCK_M):
             rows = start_m + offs_m
             exists = (rows >= 0) & (rows < seqlen_q)
-            shift, factor = load_softmax(row_max_head, row_sum_head, rows, exists, EXACT)
+            shift, factor = load_softmax(shift_head, factor_head, rows, exists, EXACT)
             seen = shift != float("inf")
             q = load_tile(q_head, start_m, stride_qs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
             scores = dot(k, tl.trans(q), ACC, PRECISION)  # (BLOCK_N, BLOCK_M)
             pairs = visible(
-                rows[None, :], keys[:, None], seen[None, :], key_visible[:, None], diagonal,
+            start_m, start_n,     rows[None, :], keys[:, None], seen[None, :], key_visible[:, None], diagonal,
                 allowed_head, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
             )  # fmt: skip
             p = tl.where(
@@ -256,7 +277,7 @@ def attention_bwd_dkdv(
             rows = start_m + offs_m
             q = load_tile(q_head, start_m, stride_qs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
             scores = dot(k, tl.trans(q), ACC, PRECISION)
-            shift, factor = load_softmax(row_max_head, row_sum_head, rows, rows >= 0, EXACT)
+            shift, factor = load_softmax(shift_head, factor_head, rows, rows >= 0, EXACT)
             p = softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT)
             dout = load_tile(dout_head, start_m, stride_gs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
             dp = dot(v, tl.trans(dout), ACC, PRECISION)
@@ -289,8 +310,8 @@ def attention_bwd_dq(
     k_ptr,
     v_ptr,
     dout_ptr,
-    row_max_ptr,
-    row_sum_ptr,
+    shift_ptr,
+    factor_ptr,
     delta_ptr,
     dq_ptr,
     stride_qb,
@@ -359,7 +380,9 @@ def attention_bwd_dq(
         allowed_ptr = head_base(allowed_ptr, batch, head, stride_ab, stride_ah)
 
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-    shift, factor = load_softmax(row_max_ptr + row_base, row_sum_ptr + row_base, rows, rows < seqlen_q, EXACT)
+    if EXACT:
+        factor_ptr += row_base
+    shift, factor = load_softmax(shift_ptr + row_base, factor_ptr, rows, rows < seqlen_q, EXACT)
     seen = shift != float("inf")
     delta = tl.load(delta_ptr + row_base + rows, mask=seen, other=0.0)
     # (BLOCK_M, BLOCK_D)
@@ -398,14 +421,33 @@ def attention_bwd_dq(
         v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         scores = dot(q, tl.trans(k), ACC, PRECISION)
         pairs = visible(
-            rows[:, None], keys[None, :], seen[:, None], key_visible[None, :], diagonal,
+            start_m, start_n, rows[:, None], keys[None, :], seen[:, None], key_visible[None, :], diagonal,
             allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
         )  # fmt: skip
         p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
         dp = dot(dout, tl.trans(v), ACC, PRECISION)
         ds = tl.where(pairs, p * (dp - delta[:, None]), 0.0)
-        # A query that sees a NaN key has NaN in ds; to the others it must be 0, and 0 * NaN is NaN.
-        dq = dot_add(round_to(ds, k.dtype), tl.where(is_finite(k, ACC), k, 0.0), dq, ACC, PRECISION)
+        dq = dot_add(round_to(ds, k.dtype), k, dq, ACC, PRECISION)
+
+    if has_nan(dq):
+        # As in the forward: start over, with zeros for what is not finite in a key. Who may see such a key has a NaN
+        # in ds.
+        dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+        for start_n in tl.range(start, stop, BLOCK_N, num_stages=1):
+            keys = start_n + offs_n
+            key_visible = load_key_visible(keys, key_start, key_stop, valid_ptr, HAS_PADDING)
+            k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k, poisoned = split_poison(k, ACC)
+            pairs = visible(
+                start_m, start_n, rows[:, None], keys[None, :], seen[:, None], key_visible[None, :], diagonal,
+                allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
+            )  # fmt: skip
+            scores = dot(q, tl.trans(k), ACC, PRECISION)
+            p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
+            ds = p * (dot(dout, tl.trans(v), ACC, PRECISION) - delta[:, None])
+            ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
+            dq = dot_add(round_to(ds, k.dtype), k, dq, ACC, PRECISION)
 
     if ROTARY_DIM > 0:
         dq = rotate_tile(
@@ -416,19 +458,38 @@ def attention_bwd_dq(
     store_tile(dq_head, start_m, stride_dqs, seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
-def launch_delta(
-    out: torch.Tensor, dout: torch.Tensor, row_max: torch.Tensor, dlse: torch.Tensor | None
-) -> torch.Tensor:
-    """``rowsum(dout * out) - dlse``, contiguous, shape and dtype of `row_max`."""
+@dataclass(frozen=True)
+class Rows:
+    """What attention_bwd_rows made, each contiguous ``(batch, nheads_q, seqlen_q)``; no factor without EXACT."""
+
+    delta: torch.Tensor
+    shift: torch.Tensor
+    factor: torch.Tensor | None
+
+
+def launch_rows(
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Rows:
+    """The rows of ``out`` and its gradient, ready for :func:`launch`."""
     batch, nheads_q, seqlen_q, head_dim = out.shape
+    exact = is_exact(out.dtype)
     delta = torch.empty_like(row_max)
-    n_tiles = triton.cdiv(seqlen_q, DELTA_BLOCK_M)
-    attention_bwd_delta[(n_tiles * nheads_q * batch,)](
+    shift = row_max if exact else torch.empty_like(row_max)
+    factor = torch.empty_like(row_max) if exact else None
+    n_tiles = triton.cdiv(seqlen_q, ROWS_BLOCK_M)
+    attention_bwd_rows[(n_tiles * nheads_q * batch,)](
         out,
         dout,
         row_max,
+        row_sum,
         dlse,
         delta,
+        shift,
+        factor,
         *out.stride()[:3],
         *dout.stride()[:3],
         nheads_q,
@@ -436,12 +497,13 @@ def launch_delta(
         n_tiles,
         HAS_DLSE=dlse is not None,
         HEAD_DIM=head_dim,
-        BLOCK_M=DELTA_BLOCK_M,
+        BLOCK_M=ROWS_BLOCK_M,
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(out.dtype),
+        EXACT=exact,
         num_warps=4,
     )
-    return delta
+    return Rows(delta, shift, factor)
 
 
 def launch(
@@ -449,9 +511,7 @@ def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
+    rows: Rows,
     dq: torch.Tensor | None,
     dkdv: tuple[torch.Tensor, torch.Tensor] | None,
     mask: DeviceMask,
@@ -480,7 +540,7 @@ def launch(
         config = configs.dkdv
         n_tiles = triton.cdiv(seqlen_k, config.BLOCK_N)
         attention_bwd_dkdv[(n_tiles * nheads_kv * batch,)](
-            q, k, v, dout, row_max, row_sum, delta, dk, dv,
+            q, k, v, dout, rows.shift, rows.factor, rows.delta, dk, dv,
             *strides, *dk.stride()[:3], *dv.stride()[:3], *sizes, n_tiles, *scales,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, num_warps=config.num_warps, num_stages=config.num_stages,
             **constants, **rotation_arguments(rotation_k),
@@ -489,7 +549,7 @@ def launch(
         config = configs.dq
         n_tiles = triton.cdiv(seqlen_q, config.BLOCK_M)
         attention_bwd_dq[(n_tiles * nheads_q * batch,)](
-            q, k, v, dout, row_max, row_sum, delta, dq,
+            q, k, v, dout, rows.shift, rows.factor, rows.delta, dq,
             *strides, *dq.stride()[:3], *sizes, n_tiles, *scales,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, num_warps=config.num_warps, num_stages=config.num_stages,
             **constants, **rotation_arguments(rotation_q),

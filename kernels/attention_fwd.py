@@ -30,26 +30,17 @@ from fusedattn.kernels.primitives import (
     block_d,
     dot,
     dot_add,
+    has_nan,
     head_base,
-    is_finite,
     load_tile,
     program_tile,
     round_to,
     softmax_update,
+    split_poison,
     store_tile,
     widen,
 )
 from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
-
-
-@triton.jit
-def _weigh_visible(p, v, acc, pairs, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + p @ v`` where a NaN or Inf in a value reaches only the queries that see it (0 * NaN is NaN)."""
-    finite = is_finite(v, ACC)
-    if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
-        seen = dot(pairs.to(tl.float16), (~finite).to(tl.float16), tl.float32, PRECISION)
-        acc = tl.where(seen > 0, float("nan"), acc)
-    return dot_add(round_to(p, v.dtype), tl.where(finite, v, 0.0), acc, ACC, PRECISION)
 
 
 @triton.jit(
@@ -174,13 +165,32 @@ def attention_fwd(
         k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         scores = dot(q, tl.trans(k), ACC, PRECISION)
         pairs = visible(
-            offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
+            start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
             allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
         )  # fmt: skip
         scores = tl.where(pairs, scores * qk_scale, float("-inf"))
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, 1.0)
         v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-        acc = _weigh_visible(p, v, acc * alpha[:, None], pairs, ACC, PRECISION)
+        acc = dot_add(round_to(p, v.dtype), v, acc * alpha[:, None], ACC, PRECISION)
+
+    if has_nan(acc):
+        # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
+        # become a NaN of that query. Rare enough to start over: zeros for such values, NaN for who may see them.
+        acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+        shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+        for start_n in tl.range(start, stop, BLOCK_N, num_stages=1):
+            keys = start_n + offs_n
+            key_visible = load_key_visible(keys, key_start, key_stop, valid_ptr, HAS_PADDING)
+            k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v, poisoned = split_poison(v, ACC)
+            pairs = visible(
+                start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
+                allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
+            )  # fmt: skip
+            p = tl.math.exp2(dot(q, tl.trans(k), ACC, PRECISION) * qk_scale - shift[:, None])
+            p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
+            acc = dot_add(round_to(p, v.dtype), v, acc, ACC, PRECISION)
 
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.

@@ -101,6 +101,8 @@ def load_key_visible(offs_n, key_start, key_stop, valid_ptr, HAS_PADDING: tl.con
 
 @triton.jit
 def visible(
+    start_m,
+    start_n,
     offs_m,
     offs_n,
     query_exists,
@@ -120,9 +122,10 @@ def visible(
     if IS_CAUSAL:
         pairs = pairs & (offs_n <= offs_m + diagonal)
     if HAS_ALLOWED:
-        # int64: a materialised (seqlen_q, seqlen_k) mask may exceed 2^31 elements within one head.
-        ptrs = allowed_ptr + offs_m.to(tl.int64) * stride_aq + offs_n.to(tl.int64) * stride_ak
-        pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
+        # A materialised mask may exceed 2^31 elements within one head: the tile's corner is added in int64.
+        corner = allowed_ptr + tl.cast(start_m, tl.int64) * stride_aq + tl.cast(start_n, tl.int64) * stride_ak
+        inside = (offs_m - start_m) * stride_aq + (offs_n - start_n) * stride_ak
+        pairs = pairs & (tl.load(corner + inside, mask=pairs, other=0) != 0)
     return pairs
 
 

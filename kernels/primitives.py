@@ -131,9 +131,16 @@ def row_dot(a, b, ACC: tl.constexpr):
 
 
 @triton.jit
-def is_finite(x, ACC: tl.constexpr):
-    """Elementwise: neither NaN nor Inf."""
-    return tl.abs(widen(x, ACC)) < float("inf")
+def has_nan(x):
+    """Whether any element of a tile is NaN."""
+    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def split_poison(x, ACC: tl.constexpr):
+    """A tile of keys or values with 0 for its NaN and Inf, and which rows had one, ``(BLOCK,)``."""
+    finite = tl.abs(widen(x, ACC)) < float("inf")
+    return tl.where(finite, x, 0.0), tl.min(finite.to(tl.int32), 1) == 0
 
 
 @triton.jit
@@ -156,24 +163,18 @@ def softmax_update(scores, m_i, l_i, factor):
 
 
 @triton.jit
-def load_softmax(row_max_ptr, row_sum_ptr, rows, exists, EXACT: tl.constexpr):
-    """(shift, factor) of each row, so that its weights are ``exp2(logits - shift) * factor``.
-
-    The maximum and the sum are kept apart from the forward on because one number, lse, would round the
-    exponent of every weight of the row the same way. EXACT pays a multiplication per weight to avoid that;
-    without it `factor` is not used, which is enough where the weights are rounded to 16 bits anyway.
-    """
-    row_max = tl.load(row_max_ptr + rows, mask=exists, other=float("inf"))
-    row_sum = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)
+def load_softmax(shift_ptr, factor_ptr, rows, exists, EXACT: tl.constexpr):
+    """(shift, factor) of rows: their weights are ``exp2(logits - shift) * factor``; see attention_bwd_rows."""
+    shift = tl.load(shift_ptr + rows, mask=exists, other=float("inf"))
     if EXACT:
-        return row_max, 1.0 / row_sum
+        return shift, tl.load(factor_ptr + rows, mask=exists, other=0.0)
     else:
-        return row_max + tl.math.log2(row_sum), row_sum
+        return shift, shift
 
 
 @triton.jit
 def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
-    """The weights of a tile of scores; `shift` and `factor` come from load_softmax, broadcastable to it."""
+    """The weights of a tile of scores; `shift` and `factor` come from load_softmax. Without EXACT, factor is 1."""
     weights = tl.math.exp2(scores * qk_scale - shift)
     if EXACT:
         weights = weights * factor
