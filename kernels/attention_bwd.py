@@ -227,62 +227,54 @@ def attention_bwd_dkdv(
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_D], ACC)
 
-    start, full_start = query_blocks(
-        start_n,
-        seqlen_q,
-        key_start,
-        key_stop,
-        contiguous,
-        diagonal,
-        IS_CAUSAL,
-        HAS_ALLOWED,
-        BLOCK_M,
-        BLOCK_N,
+    start, n_boundary, n_full = query_blocks(
+        start_n, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
     )
-    for head in range(head_kv * group, head_kv * group + group):
-        q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
-        dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
+    # Each loop runs through the query heads of this KV head one after the other: nested loops cost registers.
+    for i in range(0, group * n_boundary):
+        head = head_kv * group + i // n_boundary
+        start_m = start + i % n_boundary * BLOCK_M
+        rows = start_m + offs_m
         row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-        shift_head = shift_ptr + row_base
-        factor_head = factor_ptr
-        if EXACT:
-            factor_head = factor_ptr + row_base
-        delta_head = delta_ptr + row_base
-        allowed_head = allowed_ptr
+        seen = (rows >= 0) & (rows < seqlen_q)
+        if IS_CAUSAL:
+            seen = seen & (rows + diagonal >= key_start)
+        shift, factor = load_softmax(shift_ptr, factor_ptr, row_base, rows, seen, EXACT)
         if HAS_ALLOWED:
+            seen = seen & (shift != float("inf"))
             allowed_head = head_base(allowed_ptr, batch, head, stride_ab, stride_ah)
+        else:
+            allowed_head = allowed_ptr
+        q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
+        q = load_tile(q_head, start_m, stride_qs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+        scores = dot(k, tl.trans(q), ACC, PRECISION)  # (BLOCK_N, BLOCK_M)
+        pairs = visible(
+            start_m, start_n, rows[None, :], keys[:, None], seen[None, :], key_visible[:, None], diagonal,
+            allowed_head, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
+        )  # fmt: skip
+        p = tl.where(pairs, softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT), 0.0)
+        dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
+        dout = load_tile(dout_head, start_m, stride_gs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dp = dot(v, tl.trans(dout), ACC, PRECISION)
+        delta = tl.load(delta_ptr + row_base + rows, mask=seen, other=0.0)
+        dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, pairs, True, ACC, PRECISION)
 
-        for start_m in range(start, full_start, BLOCK_M):
-            rows = start_m + offs_m
-            exists = (rows >= 0) & (rows < seqlen_q)
-            shift, factor = load_softmax(shift_head, factor_head, rows, exists, EXACT)
-            seen = shift != float("inf")
-            q = load_tile(q_head, start_m, stride_qs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-            scores = dot(k, tl.trans(q), ACC, PRECISION)  # (BLOCK_N, BLOCK_M)
-            pairs = visible(
-            start_m, start_n,     rows[None, :], keys[:, None], seen[None, :], key_visible[:, None], diagonal,
-                allowed_head, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
-            )  # fmt: skip
-            p = tl.where(
-                pairs,
-                softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT),
-                0.0,
-            )
-            dout = load_tile(dout_head, start_m, stride_gs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-            dp = dot(v, tl.trans(dout), ACC, PRECISION)
-            delta = tl.load(delta_head + rows, mask=seen, other=0.0)
-            dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, pairs, True, ACC, PRECISION)
-
-        for start_m in range(full_start, seqlen_q, BLOCK_M):
-            rows = start_m + offs_m
-            q = load_tile(q_head, start_m, stride_qs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
-            scores = dot(k, tl.trans(q), ACC, PRECISION)
-            shift, factor = load_softmax(shift_head, factor_head, rows, rows >= 0, EXACT)
-            p = softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT)
-            dout = load_tile(dout_head, start_m, stride_gs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
-            dp = dot(v, tl.trans(dout), ACC, PRECISION)
-            delta = tl.load(delta_head + rows)
-            dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, p, False, ACC, PRECISION)
+    start += n_boundary * BLOCK_M
+    for i in range(0, group * n_full):
+        head = head_kv * group + i // n_full
+        start_m = start + i % n_full * BLOCK_M
+        rows = start_m + offs_m
+        row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
+        shift, factor = load_softmax(shift_ptr, factor_ptr, row_base, rows, rows >= 0, EXACT)
+        q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
+        q = load_tile(q_head, start_m, stride_qs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
+        scores = dot(k, tl.trans(q), ACC, PRECISION)
+        p = softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT)
+        dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
+        dout = load_tile(dout_head, start_m, stride_gs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dp = dot(v, tl.trans(dout), ACC, PRECISION)
+        delta = tl.load(delta_ptr + row_base + rows)
+        dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, p, False, ACC, PRECISION)
 
     if ROTARY_DIM > 0:
         dk = rotate_tile(
@@ -380,9 +372,7 @@ def attention_bwd_dq(
         allowed_ptr = head_base(allowed_ptr, batch, head, stride_ab, stride_ah)
 
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-    if EXACT:
-        factor_ptr += row_base
-    shift, factor = load_softmax(shift_ptr + row_base, factor_ptr, rows, rows < seqlen_q, EXACT)
+    shift, factor = load_softmax(shift_ptr, factor_ptr, row_base, rows, rows < seqlen_q, EXACT)
     seen = shift != float("inf")
     delta = tl.load(delta_ptr + row_base + rows, mask=seen, other=0.0)
     # (BLOCK_M, BLOCK_D)

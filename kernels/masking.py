@@ -70,10 +70,10 @@ def query_blocks(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(start, full_start) for keys ``start_n + arange(BLOCK_N)``; the blocks end at `seqlen_q`.
+    """(start, n_boundary, n_full) for keys ``start_n + arange(BLOCK_N)``.
 
-    Blocks at ``start, start + BLOCK_M, ...`` are boundary blocks below `full_start` and full from there on.
-    `start` may be negative: the first block then reaches before row 0.
+    Of the blocks at ``start, start + BLOCK_M, ...``, which end at `seqlen_q`, the first `n_boundary` are boundary
+    blocks and the other `n_full` full. `start` may be negative: the first block then reaches before row 0.
     """
     first = 0
     first_full = 0
@@ -87,7 +87,7 @@ def query_blocks(
         n_full = 0
     else:
         n_full = tl.where(keys_full, tl.minimum(tl.maximum(seqlen_q - first_full, 0) // BLOCK_M, n_blocks), 0)
-    return seqlen_q - n_blocks * BLOCK_M, seqlen_q - n_full * BLOCK_M
+    return seqlen_q - n_blocks * BLOCK_M, n_blocks - n_full, n_full
 
 
 @triton.jit

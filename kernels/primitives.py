@@ -163,11 +163,11 @@ def softmax_update(scores, m_i, l_i, factor):
 
 
 @triton.jit
-def load_softmax(shift_ptr, factor_ptr, rows, exists, EXACT: tl.constexpr):
+def load_softmax(shift_ptr, factor_ptr, row_base, rows, exists, EXACT: tl.constexpr):
     """(shift, factor) of rows: their weights are ``exp2(logits - shift) * factor``; see attention_bwd_rows."""
-    shift = tl.load(shift_ptr + rows, mask=exists, other=float("inf"))
+    shift = tl.load(shift_ptr + row_base + rows, mask=exists, other=float("inf"))
     if EXACT:
-        return shift, tl.load(factor_ptr + rows, mask=exists, other=0.0)
+        return shift, tl.load(factor_ptr + row_base + rows, mask=exists, other=0.0)
     else:
         return shift, shift
 
