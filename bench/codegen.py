@@ -9,6 +9,8 @@ the disassembly. For AMD targets the compiler's own metadata gives spills and re
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import os
 import re
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,6 @@ os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from fusedattn.kernels import attention_bwd, attention_fwd, configs
@@ -41,12 +43,12 @@ TARGETS: dict[configs.Arch, GPUTarget] = {
 
 DTYPES: dict[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-# What a launch may ask of a kernel. "all" is what needs the most registers.
-FEATURES: dict[str, dict[str, bool | int]] = {
+# What a launch may ask of a kernel. The last two need the most registers, without and with a boolean mask.
+FEATURES: dict[str, dict[str, bool]] = {
     "plain": {},
     "causal": {"IS_CAUSAL": True},
-    "causal+padding": {"IS_CAUSAL": True, "HAS_PADDING": True},
     "causal+rope": {"IS_CAUSAL": True, "ROPE": True},
+    "all but boolean": {"IS_CAUSAL": True, "HAS_PADDING": True, "ROPE": True, "HAS_POSITIONS": True},
     "all": {"IS_CAUSAL": True, "HAS_PADDING": True, "HAS_ALLOWED": True, "ROPE": True, "HAS_POSITIONS": True},
 }
 
@@ -104,18 +106,11 @@ def compilations(
     features: list[str],
 ) -> Iterator[Compilation]:
     """Every matrix-product kernel of the config table that the arguments select."""
-    for target in targets:
-        for dtype in dtypes:
-            for head_dim in head_dims:
-                entry = configs.lookup(target, head_dim, dtype)
-                by_kernel = {
-                    "attention_fwd": entry.fwd,
-                    "attention_bwd_dkdv": entry.dkdv,
-                    "attention_bwd_dq": entry.dq,
-                }
-                for kernel in kernels:
-                    for name in features:
-                        yield Compilation(kernel, target, head_dim, dtype, name, by_kernel[kernel])
+    for target, dtype, head_dim, name in itertools.product(targets, dtypes, head_dims, features):
+        entry = configs.lookup(target, head_dim, dtype, dense_mask=FEATURES[name].get("HAS_ALLOWED", False))
+        tiles = {"attention_fwd": entry.fwd, "attention_bwd_dkdv": entry.dkdv, "attention_bwd_dq": entry.dq}
+        for kernel in kernels:
+            yield Compilation(kernel, target, head_dim, dtype, name, tiles[kernel])
 
 
 def compile_kernel(what: Compilation) -> Report:
@@ -136,11 +131,16 @@ def compile_kernel(what: Compilation) -> Report:
             attrs[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": what.config.num_warps, "num_stages": what.config.num_stages}
     source = ASTSource(fn, signature=signature, constexprs=constants, attrs=attrs)
-    compiled = triton.compile(source, target=TARGETS[what.target], options=options)
-    return _report(what, compiled)
+    # Triton prints what ptxas says only when it calls it, so not for a kernel that comes out of the cache.
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=TARGETS[what.target], options=options)
+    return _report(what, compiled, log.getvalue())
 
 
-def _constants(what: Compilation, flags: dict[str, bool | int]) -> dict[str, Any]:
+def _constants(what: Compilation, flags: dict[str, bool]) -> dict[str, Any]:
     has_rope = bool(flags.get("ROPE"))
     constants: dict[str, Any] = {
         "IS_CAUSAL": bool(flags.get("IS_CAUSAL")),
@@ -196,11 +196,11 @@ def _type(name: str, element: str) -> str:
     return special.get(name, f"*{element}")
 
 
-def _report(what: Compilation, compiled: Any) -> Report:
+def _report(what: Compilation, compiled: Any, log: str) -> Report:
     if TARGETS[what.target].backend == "hip":
         numbers = _amd_numbers(compiled.asm["amdgcn"])
     else:
-        numbers = _nvidia_numbers(compiled, what.target)
+        numbers = _nvidia_numbers(compiled.asm["cubin"], log)
     return Report(
         kernel=what.kernel,
         config=asdict(what.config),
@@ -213,18 +213,13 @@ def _report(what: Compilation, compiled: Any) -> Report:
     )
 
 
-def _nvidia_numbers(compiled: Any, target: configs.Arch) -> dict[str, Any]:
+def _nvidia_numbers(cubin: bytes, log: str) -> dict[str, Any]:
     """Registers, spills and warnings by ptxas; instructions by the disassembly of the cubin."""
-    arch = target + ("a" if target in ("sm_90", "sm_100") else "")
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(compiled.asm["ptx"])
-        cubin.write_bytes(compiled.asm["cubin"])
-        ptxas = get_ptxas(TARGETS[target].arch).path
-        command = [ptxas, "-v", f"--gpu-name={arch}", str(ptx), "-o", str(Path(folder, "out"))]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        sass = subprocess.run([str(cuobjdump), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        sass = subprocess.run([str(cuobjdump), "-sass", str(path)], capture_output=True, text=True, check=True).stdout
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     if spills is None or registers is None:
@@ -298,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", action="append", choices=kernels, help="default: all")
     parser.add_argument("--head-dim", action="append", type=int, help="default: 64, 128, 256")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES.values()), help="default: bf16, fp32")
-    parser.add_argument("--features", action="append", choices=list(FEATURES), help="default: plain, all")
+    parser.add_argument("--features", action="append", choices=list(FEATURES), help="default: the last two")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     options = parser.parse_args(arguments)
     names = {name: dtype for dtype, name in DTYPES.items()}
@@ -307,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.kernel or kernels,
         options.head_dim or [64, 128, 256],
         [names[name] for name in options.dtype or ["bf16", "fp32"]],
-        options.features or ["plain", "all"],
+        options.features or list(FEATURES)[-2:],
     )
     reports = [compile_kernel(what) for what in selected]
     if options.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -28,9 +30,9 @@ def _tileable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _new_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous where ``x`` overlaps itself."""
-    return torch.empty_like(x)
+def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of its arguments."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -102,11 +104,12 @@ def attention_fwd(
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
-    if rotation_k is not None and k.numel() > 0:
-        k = rotated(k, rotation_k)
-    mask = _device_mask(valid, allowed, is_causal, diagonal)
-    config = configs.for_tensor(q).fwd
-    kernel.launch(q, k, v, out, lse, row_max, row_sum, mask, rotation_q, scale, _precision(q.dtype), config)
+    config = configs.for_tensor(q, dense_mask=allowed is not None).fwd
+    with _on_device_of(q):
+        if rotation_k is not None and k.numel() > 0:
+            k = rotated(k, rotation_k)
+        mask = _device_mask(valid, allowed, is_causal, diagonal)
+        kernel.launch(q, k, v, out, lse, row_max, row_sum, mask, rotation_q, scale, _precision(q.dtype), config)
     return out, lse, row_max, row_sum
 
 
@@ -116,7 +119,7 @@ def _attention_fwd_empty(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
         device=q.device,
     )
-    return _new_like(q), lse, torch.empty_like(lse), torch.empty_like(lse)
+    return torch.empty_like(q), lse, torch.empty_like(lse), torch.empty_like(lse)
 
 
 @attention_fwd.register_fake
@@ -158,24 +161,25 @@ def attention_bwd(
     q, k, v, dout = _tileable(q), _tileable(k), _tileable(v), _tileable(dout)
     rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
-    if rotation_q is not None and rotation_k is not None:
-        q, k = rotated(q, rotation_q), rotated(k, rotation_k)
-    rows = kernel.launch_rows(out, dout, row_max, row_sum, None if dlse is None else dlse.contiguous())
-    kernel.launch(
-        q,
-        k,
-        v,
-        dout,
-        rows,
-        dq if needs_dq else None,
-        (dk, dv) if needs_dkdv else None,
-        _device_mask(valid, allowed, is_causal, diagonal),
-        rotation_q,
-        rotation_k,
-        scale,
-        _precision(q.dtype),
-        configs.for_tensor(q),
-    )
+    with _on_device_of(q):
+        if rotation_q is not None and rotation_k is not None:
+            q, k = rotated(q, rotation_q), rotated(k, rotation_k)
+        rows = kernel.launch_rows(out, dout, row_max, row_sum, None if dlse is None else dlse.contiguous())
+        kernel.launch(
+            q,
+            k,
+            v,
+            dout,
+            rows,
+            dq if needs_dq else None,
+            (dk, dv) if needs_dkdv else None,
+            _device_mask(valid, allowed, is_causal, diagonal),
+            rotation_q,
+            rotation_k,
+            scale,
+            _precision(q.dtype),
+            configs.for_tensor(q, dense_mask=allowed is not None),
+        )
     return dq, dk, dv
 
 
@@ -183,9 +187,9 @@ def _attention_bwd_empty(
     q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        _new_like(q) if needs_dq else q.new_empty(0),
-        _new_like(k) if needs_dkdv else k.new_empty(0),
-        _new_like(v) if needs_dkdv else v.new_empty(0),
+        torch.empty_like(q) if needs_dq else q.new_empty(0),
+        torch.empty_like(k) if needs_dkdv else k.new_empty(0),
+        torch.empty_like(v) if needs_dkdv else v.new_empty(0),
     )
 
 
@@ -196,46 +200,37 @@ def _attention_bwd_fake(
     return _attention_bwd_empty(q, k, v, needs_dq=rest[-2], needs_dkdv=rest[-1])
 
 
-class _Attention(torch.autograd.Function):
-    """Gradients of q, k, v; everything else is constant."""
+class Attention(torch.autograd.Function):
+    """:func:`attention_fwd` with gradients for q, k and v; everything else is constant."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *constants: Any) -> tuple[Tensor, Tensor]:
-        out, lse, row_max, row_sum = attention_fwd(q, k, v, *constants)
-        tensors, numbers = constants[:6], constants[6:]
+    def forward(q: Tensor, k: Tensor, v: Tensor, *constants: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return attention_fwd(q, k, v, *constants)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, *constants = inputs
+        out, _, row_max, row_sum = output
+        tensors, ctx.numbers = constants[:6], constants[6:]
         ctx.save_for_backward(q, k, v, out, row_max, row_sum, *tensors)
-        ctx.numbers = numbers
+        ctx.mark_non_differentiable(row_max, row_sum)
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        needs_dq = ctx.needs_input_grad[0]
-        needs_dk, needs_dv = ctx.needs_input_grad[1:3]
+        needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
         dq, dk, dv = attention_bwd(
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            out,
-            row_max,
-            row_sum,
-            *tensors,
-            *ctx.numbers,
-            needs_dq,
-            needs_dk or needs_dv,
+            dout, dlse, q, k, v, out, row_max, row_sum, *tensors, *ctx.numbers, needs_dq, needs_dk or needs_dv
         )
         nones = (None,) * (len(tensors) + len(ctx.numbers))
-        return (
-            dq if needs_dq else None,
-            dk if needs_dk else None,
-            dv if needs_dv else None,
-            *nones,
-        )
+        return (dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, *nones)
+
+
+# The op by itself is differentiable too, by the same two functions.
+attention_fwd.register_autograd(Attention.backward, setup_context=Attention.setup_context)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -246,7 +241,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale
     allowed = mask.allowed
     if allowed is not None:
         allowed = allowed.expand(batch, nheads_q, seqlen_q, seqlen_k)
-    return _Attention.apply(
+    out, lse, _, _ = Attention.apply(
         q,
         k,
         v,
@@ -261,6 +256,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale
         0 if diagonal is None else diagonal,
         scale,
     )
+    return out, lse
 
 
 @overload
@@ -360,9 +356,9 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
-        checks.check_number("scale", scale, -math.inf, math.inf, "any finite number")
+        checks.check_number("scale", scale, -sys.float_info.max, math.inf, "any finite number")
     if softcap is not None:
-        checks.check_number("softcap", softcap, 0.0, math.inf, "a positive number")
+        checks.check_number("softcap", softcap, sys.float_info.min, math.inf, "a positive number")
     checks.check_number("dropout_p", dropout_p, 0.0, 1.0, "0 <= dropout_p < 1")
     backend = backend or default_backend(q.device)
     reasons = not_supported_reasons(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -91,11 +89,11 @@ def check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_number(name: str, x: float, low: float, high: float, allowed: str) -> None:
-    """Raise TypeError unless ``x`` is a number, ValueError unless it is finite and ``low <= x < high``."""
+def check_number(name: str, x: float, lowest: float, below: float, allowed: str) -> None:
+    """Raise TypeError unless ``x`` is a number, ValueError unless ``lowest <= x < below`` (which no NaN is)."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: got {type(x).__name__}, allowed is a float ({allowed})")
-    if not (math.isfinite(x) and low <= x < high):
+    if not lowest <= x < below:
         raise ValueError(f"{name}: got {x}, allowed is {allowed}")
 
 

@@ -24,11 +24,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
 
     if rope is not None:
         q, k = rope.rotate(q, k)
-    enable_gqa = q.shape[1] != k.shape[1]
+    enable_gqa = False
+    if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
+        enable_gqa = True
     diagonal = mask.diagonal(seqlen_q, seqlen_k)
     only_causal = mask.valid is None and mask.allowed is None
     if only_causal and diagonal in (None, 0):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=diagonal == 0, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=diagonal is not None, scale=scale, enable_gqa=enable_gqa
+        )
 
     visible = mask.dense(seqlen_q, seqlen_k, device=q.device)
     if torch.compiler.is_compiling():

@@ -54,29 +54,180 @@ class KernelConfigs:
     dq: TileConfig
 
 
-T = TileConfig
-# architecture -> itemsize of the dtype -> largest head_dim the entry serves -> configs
-TABLE: dict[Arch, dict[int, dict[int, KernelConfigs]]] = {
+@dataclass(frozen=True)
+class Entry:
+    """What one (architecture, dtype, head_dim) launches.
+
+    `dense` serves calls that read a ``(seqlen_q, seqlen_k)`` tensor (a boolean mask) tile by tile: that takes
+    registers, so the tiles are smaller. `streamed` serves all others.
+    """
+
+    streamed: KernelConfigs
+    dense: KernelConfigs
+
+
+_T = TileConfig
+# architecture -> itemsize of the dtype -> largest head_dim the entry serves -> what it launches.
+# fmt: off
+TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
     "sm_80": {
         2: {
-            64: KernelConfigs(fwd=T(128, 64, 4, 3), dkdv=T(64, 64, 4, 2), dq=T(64, 64, 4, 2)),
-            128: KernelConfigs(fwd=T(128, 64, 8, 2), dkdv=T(32, 64, 4, 2), dq=T(64, 64, 8, 2)),
-            256: KernelConfigs(fwd=T(64, 32, 8, 2), dkdv=T(32, 32, 8, 1), dq=T(32, 32, 8, 1)),
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+            ),
         },
         4: {
-            64: KernelConfigs(fwd=T(32, 32, 4, 2), dkdv=T(32, 32, 4, 1), dq=T(32, 32, 4, 1)),
-            128: KernelConfigs(fwd=T(32, 32, 8, 2), dkdv=T(16, 32, 8, 1), dq=T(32, 16, 8, 1)),
-            256: KernelConfigs(fwd=T(16, 16, 8, 1), dkdv=T(16, 16, 8, 1), dq=T(16, 16, 8, 1)),
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+    },
+    "sm_86": {
+        2: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+        4: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+    },
+    "sm_90": {
+        2: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+            ),
+        },
+        4: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+    },
+    "sm_100": {
+        2: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+            ),
+        },
+        4: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+    },
+    "gfx942": {
+        2: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+            ),
+        },
+        4: {
+            64: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            128: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
+            256: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+            ),
         },
     },
 }
-TABLE["sm_86"] = TABLE["sm_90"] = TABLE["sm_100"] = TABLE["gfx942"] = TABLE["sm_80"]
+# fmt: on
 
 # Small tiles, so that small inputs still take several blocks and ragged ones.
-INTERPRETER = KernelConfigs(fwd=T(32, 16, 4, 1), dkdv=T(16, 32, 4, 1), dq=T(32, 16, 4, 1))
+INTERPRETER = KernelConfigs(fwd=TileConfig(32, 16, 4, 1), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
 
 
-def lookup(arch: Arch, head_dim: int, dtype: torch.dtype) -> KernelConfigs:
+def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, *, dense_mask: bool = False) -> KernelConfigs:
     """The configs of an architecture for inputs of `head_dim` features of `dtype`.
 
     Raises:
@@ -85,15 +236,15 @@ def lookup(arch: Arch, head_dim: int, dtype: torch.dtype) -> KernelConfigs:
     if arch == "interpreter":
         return INTERPRETER
     by_head_dim = TABLE[arch][dtype.itemsize]
-    for largest, configs in by_head_dim.items():
+    for largest, entry in by_head_dim.items():
         if head_dim <= largest:
-            return configs
+            return entry.dense if dense_mask else entry.streamed
     raise NotImplementedError(f"head_dim: got {head_dim}, allowed are 1 .. {max(by_head_dim)}")
 
 
-def for_tensor(x: torch.Tensor) -> KernelConfigs:
+def for_tensor(x: torch.Tensor, *, dense_mask: bool) -> KernelConfigs:
     """The configs for a launch on the device of ``x``, ``(..., head_dim)``."""
-    return lookup(arch_of(x.device), x.shape[-1], x.dtype)
+    return lookup(arch_of(x.device), x.shape[-1], x.dtype, dense_mask=dense_mask)
 
 
 def arch_of(device: torch.device) -> Arch:

@@ -1,0 +1,34 @@
+"""``python -m fusedattn``: see fused attention at work, check the kernels on this machine, ask what runs here."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+
+from fusedattn.cli.errors import CommandError
+from fusedattn.cli.parser import build_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a sample of text must not break a terminal that is not UTF-8
+            stream.reconfigure(errors="replace")
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return options.run(options)
+    except CommandError as error:
+        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
