@@ -122,6 +122,15 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def between_products(EXACT: tl.constexpr):
+    """Keep two float32 products apart. They are FMAs whose operands lie in registers, whole rows of them; the
+    compiler would load those of the second before it is done with the first, and spill (measured: 1164 bytes
+    against none at head_dim 256)."""
+    if EXACT:
+        tl.debug_barrier()
+
+
+@triton.jit
 def row_dot(a, b, ACC: tl.constexpr):
     """``rowsum(a * b)``, summed in ACC."""
     if INTERPRETED:
