@@ -32,7 +32,6 @@ from fusedattn.kernels.masking import (
 from fusedattn.kernels.primitives import (
     LOG2E,
     accumulator,
-    between_products,
     block_d,
     dot,
     dot_add,
@@ -256,7 +255,6 @@ def attention_bwd_dkdv(
         p = tl.where(pairs, softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT), 0.0)
         dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
         dout = load_tile(dout_head, start_m, stride_gs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-        between_products(EXACT)
         dp = dot(v, tl.trans(dout), ACC, PRECISION)
         delta = tl.load(delta_ptr + row_base + rows, mask=seen, other=0.0)
         dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, pairs, True, ACC, PRECISION)
@@ -274,7 +272,6 @@ def attention_bwd_dkdv(
         p = softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT)
         dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
         dout = load_tile(dout_head, start_m, stride_gs, rows, False, HEAD_DIM, BLOCK_M, BLOCK_D)
-        between_products(EXACT)
         dp = dot(v, tl.trans(dout), ACC, PRECISION)
         delta = tl.load(delta_ptr + row_base + rows)
         dk, dv = _dkdv_add(dk, dv, p, q, dout, dp, delta, p, False, ACC, PRECISION)
@@ -403,7 +400,6 @@ def attention_bwd_dq(
         v = load_tile(v_head, start_n, stride_vs, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
         scores = dot(q, tl.trans(k), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
         p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
-        between_products(EXACT)
         dp = dot(dout, tl.trans(v), ACC, PRECISION)
         ds = p * (dp - delta[:, None])
         dq = dot_add(round_to(ds, k.dtype), k, dq, ACC, PRECISION)
@@ -419,7 +415,6 @@ def attention_bwd_dq(
             allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
         )  # fmt: skip
         p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
-        between_products(EXACT)
         dp = dot(dout, tl.trans(v), ACC, PRECISION)
         ds = tl.where(pairs, p * (dp - delta[:, None]), 0.0)
         dq = dot_add(round_to(ds, k.dtype), k, dq, ACC, PRECISION)
@@ -440,7 +435,6 @@ def attention_bwd_dq(
             )  # fmt: skip
             scores = dot(q, tl.trans(k), ACC, PRECISION)
             p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
-            between_products(EXACT)
             ds = p * (dot(dout, tl.trans(v), ACC, PRECISION) - delta[:, None])
             ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
             dq = dot_add(round_to(ds, k.dtype), k, dq, ACC, PRECISION)

@@ -74,7 +74,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
@@ -87,46 +87,46 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
     "sm_86": {
         2: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(64, 32, 4, 2), dkdv=_T(32, 64, 4, 1), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 32, 8, 2)),
                 dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -147,23 +147,23 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
     "sm_100": {
         2: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
+                streamed=KernelConfigs(fwd=_T(64, 64, 4, 2), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
                 dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
             ),
             128: Entry(
@@ -172,21 +172,21 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -194,29 +194,29 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(128, 64, 4, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+                streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 4, 2)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(64, 32, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 4, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },

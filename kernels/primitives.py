@@ -105,10 +105,14 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b``, summed in ACC."""
+    """``a @ b`` over head_dim, summed in ACC."""
     if INTERPRETED:
         return tl.dot(widen(a, tl.float64), widen(b, tl.float64), out_dtype=tl.float64).to(ACC)
     else:
+        if a.dtype == tl.float32 and PRECISION == "ieee":
+            # FMAs take whole rows of a and columns of b from registers. Without a barrier the compiler loads those of
+            # several products at once, or ahead of the loop, and spills at any tile size.
+            tl.debug_barrier()
         return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
 
 
@@ -119,15 +123,6 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(ACC)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def between_products(EXACT: tl.constexpr):
-    """Keep two float32 products apart. They are FMAs whose operands lie in registers, whole rows of them; the
-    compiler would load those of the second before it is done with the first, and spill (measured: 1164 bytes
-    against none at head_dim 256)."""
-    if EXACT:
-        tl.debug_barrier()
 
 
 @triton.jit

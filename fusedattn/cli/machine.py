@@ -1,0 +1,91 @@
+"""The machine a command runs on: its device, its versions, and what is missing from it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+
+import torch
+
+from fusedattn import __version__, not_supported_reasons
+from fusedattn.cli.errors import CommandError
+from fusedattn.support import Backend
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of ``--device``; by default the current GPU, or the CPU where there is none."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if n_gpus else "cpu"))
+    except RuntimeError:
+        raise CommandError(f"--device: got {name!r}, allowed are cpu, cuda and cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise CommandError(f"--device: got {name!r}, allowed are cpu, cuda and cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= n_gpus:
+        raise CommandError(f"--device: got {name!r}, but torch {torch.__version__} sees {n_gpus} GPUs")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_how_triton_runs(device: torch.device) -> None:
+    """Interpreted on a CPU, compiled for a GPU; to be called before the kernels are first imported."""
+    os.environ["TRITON_INTERPRET"] = "1" if device.type == "cpu" else "0"
+
+
+def triton_problems(device: torch.device) -> list[str]:
+    """Why the Triton kernels cannot run on ``device`` at all; call :func:`choose_how_triton_runs` before."""
+    x = torch.empty(1, 1, 1, 16, device=device)
+    problems = not_supported_reasons(x, x, x, backend="triton")
+    if not problems and device.type == "cpu" and importlib.util.find_spec("numpy") is None:
+        problems.append("Triton's interpreter needs NumPy, which is not installed: pip install numpy")
+    return problems
+
+
+def no_triton(problems: list[str]) -> str:
+    """The problems as one line."""
+    return "the Triton kernels cannot run here: " + "; ".join(problems)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that matter, ``"not installed"`` where one is missing."""
+    found = {"fusedattn": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "numpy"):
+        found[package] = "not installed"
+        if importlib.util.find_spec(package) is not None:
+            found[package] = _version(package)
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # built from source, or under another name
+        return "installed, version unknown"
+
+
+def describe(device: torch.device) -> str:
+    """One line for people."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    threads = torch.get_num_threads()
+    return f"CPU ({_cpu_name()}, {threads} thread{'s' if threads > 1 else ''})"
+
+
+def how_it_runs(backend: Backend, device: torch.device) -> str:
+    """One phrase for people."""
+    if backend == "torch":
+        return "backend torch"
+    return "Triton kernels, compiled" if device.type == "cuda" else "Triton kernels, interpreted"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()

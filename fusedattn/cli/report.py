@@ -1,0 +1,155 @@
+"""How the demo shows its results in a terminal, and, as plain lines, where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fusedattn import testing
+from fusedattn.cli.timing import Comparison, Cost
+from fusedattn.cli.training import Step
+from fusedattn.cli.verify import Kind
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def is_live(console: Console) -> bool:
+    """Whether lines that have been printed can still change."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def headline(console: Console, title: str) -> None:
+    """The start of a stage."""
+    from rich.text import Text
+
+    console.print()
+    console.rule(Text(title, style="bold"), align="left", style="dim")
+
+
+@contextlib.contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """Say what takes a while: with a spinner, or once."""
+    if is_live(console):
+        with console.status(what):
+            yield
+    else:
+        console.print(f"{what} ...")
+        yield
+
+
+def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
+    """One row a kind of tensor."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("\ntensors", justify="right")
+    table.add_column("max error\nreference", justify="right")
+    table.add_column("max error\nfused", justify="right")
+    table.add_column(f"max\n≤ {testing.MAX_FACTOR}", justify="right")
+    table.add_column(f"mean\n≤ {testing.MEAN_FACTOR}", justify="right")
+    table.add_column("budget\nused", justify="right")
+    table.add_column("")
+    for kind in kinds:
+        table.add_row(
+            kind.name,
+            str(kind.n_tensors),
+            f"{kind.reference:.1e}",
+            f"{kind.fused:.1e}",
+            f"{kind.ratios.max:.2f}",
+            f"{kind.ratios.mean:.2f}",
+            f"{100 * kind.used:.0f}%" if kind.used < 9.99 else ">999%",
+            "[green]ok[/]" if kind.ok else "[bold red]FAIL[/]",
+        )
+    console.print(table)
+
+
+def show_training(console: Console, steps: Iterable[Step], total: int) -> list[float]:
+    """Progress while it runs; returns the losses."""
+    return _bar(console, steps, total) if is_live(console) else _lines(console, steps, total)
+
+
+def _lines(console: Console, steps: Iterable[Step], total: int) -> list[float]:
+    losses = []
+    due = {round(total * tenth / 10) for tenth in range(11)} | {1}
+    for step in steps:
+        losses.append(step.loss)
+        if step.number in due:
+            console.print(_progress(step, total))
+    return losses
+
+
+def _bar(console: Console, steps: Iterable[Step], total: int) -> list[float]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    losses = []
+    with Progress(
+        BarColumn(bar_width=None), TextColumn("{task.description}"), TimeRemainingColumn(), console=console, expand=True
+    ) as progress:  # fmt: skip
+        task = progress.add_task(f"step 0/{total}", total=total)
+        for step in steps:
+            losses.append(step.loss)
+            progress.update(task, completed=step.number, description=_progress(step, total))
+    return losses
+
+
+def _progress(step: Step, total: int) -> str:
+    speed = f"{step.tokens_per_second:8,.0f} tokens/s" if step.tokens_per_second else ""
+    return f"step {step.number:>{len(str(total))}}/{total}  loss {step.loss:.3f}  {speed}".rstrip()
+
+
+def show_sample(console: Console, prompt: str, continuation: str) -> None:
+    """The prompt and what the model made of it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for title, text in (("Held-out text:", prompt), ("The model goes on:", continuation)):
+        console.print(title, style="dim")
+        console.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+
+
+def show_costs(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """One row a sequence length."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in (
+        "sequence\nlength",
+        "reference\nms",
+        "fused\nms",
+        "reference\n/ fused",
+        "reference\nMiB",
+        "fused\nMiB",
+        "reference\n/ fused",
+    ):
+        table.add_column(title, justify="right")
+    for c in comparisons:
+        table.add_row(
+            str(c.seqlen),
+            *_row(_milliseconds(c.reference), _milliseconds(c.fused), c),
+            *_row(_mebibytes(c.reference), _mebibytes(c.fused), c),
+        )
+    console.print(table)
+
+
+def _row(reference: float | None, fused: float | None, costs: Comparison) -> tuple[str, str, str]:
+    ratio = f"{reference / fused:.1f}x" if reference and fused else ""
+    return _cell(reference, costs.reference), _cell(fused, costs.fused), ratio
+
+
+def _cell(value: float | None, cost: Cost) -> str:
+    if value is None:
+        return "out of memory" if cost.seconds is None else "n/a"
+    return f"{value:,.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def _milliseconds(cost: Cost) -> float | None:
+    return None if cost.seconds is None else 1e3 * cost.seconds
+
+
+def _mebibytes(cost: Cost) -> float | None:
+    return None if cost.peak_bytes is None else cost.peak_bytes / 2**20

@@ -1,0 +1,185 @@
+"""Where the kernels run, allocations that start as NaN, and how many examples are drawn.
+
+Without a GPU the kernels run on CPU tensors through Triton's interpreter, which Triton decides when it is imported;
+so this file, which pytest loads first, sets ``TRITON_INTERPRET``. Tests import the names below from
+``tests.conftest``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import hypothesis
+import hypothesis.database
+import pytest
+import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    os.environ.pop("TRITON_INTERPRET", None)
+elif "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("triton was imported before TRITON_INTERPRET=1 could be set; set it and start again")
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from fusedattn import attention, reference, testing
+from fusedattn.support import interpreting
+
+INTERPRETING = interpreting()
+DEVICE = "cpu" if INTERPRETING else "cuda"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BACKENDS = ("triton", "torch")
+
+# Each xdist worker is one of several processes on the machine.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+# The same examples on every run, unless FUZZ_EXAMPLES asks for new ones, and for how many.
+_FUZZ = "FUZZ_EXAMPLES" in os.environ and "CI" not in os.environ
+hypothesis.settings.register_profile(
+    "fusedattn",
+    deadline=None,
+    derandomize=not _FUZZ,
+    database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis") if _FUZZ else None,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5")),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("fusedattn")
+
+triton_attention = functools.partial(attention, backend="triton")
+torch_attention = functools.partial(attention, backend="torch")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device of the kernels: a GPU, or the CPU where they are interpreted."""
+    return torch.device(DEVICE)
+
+
+@pytest.fixture
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def poison() -> Iterator[None]:
+    """What is allocated uninitialised starts as NaN (integers: the lowest), so that an element nobody wrote shows."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(allocate)
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            out = allocate(*args, **kwargs)
+            if out.is_meta or out.dtype == torch.bool:
+                return out
+            # Through an alias: what is allocated has no history and no version yet.
+            out.data.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).min)
+            return out
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (Tensor, "new_empty"),
+            (Tensor, "new_empty_strided"),
+        ):
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
+
+
+def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit: float = 1.0) -> None:
+    """Fail, listing the ratios, where more than `limit` of the error budget is used; `what` reproduces it."""
+    bad = {name: r for name, r in ratios.items() if not r.used <= limit}
+    assert not bad, f"{what}: " + "; ".join(
+        f"{name} {r.max:.2f}x max, {r.mean:.2f}x mean, {r.row:.2f}x row, {r.used:.3f} of the budget"
+        for name, r in bad.items()
+    )
+
+
+def assert_budget(function: Callable[..., object], inputs: testing.Inputs, what: object = "") -> None:
+    """Fail where out, lse or a gradient of ``function`` exceeds the error budget."""
+    assert_ratios(testing.check(function, inputs), what)
+
+
+# In units in the last place of the terms that are added up. In 16 bits the inputs of both products are rounded to
+# that unit, in float32 a term is the result of several operations.
+TERMS_LIMIT = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+
+def assert_accurate(
+    function: Callable[..., object],
+    inputs: testing.Inputs,
+    what: object = "",
+    truth: Mapping[str, Tensor] | None = None,
+) -> None:
+    """:func:`assert_budget` for inputs of which only a few elements decide, where it compares two draws of luck.
+
+    Where a row sees one or two keys, the terms of a gradient cancel, and eager PyTorch is exact by accident. A tensor
+    beyond its budget therefore passes if each of its elements is within :data:`TERMS_LIMIT` units in the last place of
+    the sum of the absolute terms that make it.
+    """
+    actual = testing.run(function, inputs)  # type: ignore[arg-type]
+    truth, eager = truth or testing.golden(inputs), testing.baseline(inputs)
+    ratios = {name: testing.compare(actual[name], truth[name], eager[name]) for name in testing.TENSORS}
+    bad = {name: r for name, r in ratios.items() if not r.ok}
+    if bad:
+        terms = sum_of_terms(inputs)
+        limit = TERMS_LIMIT[inputs.q.dtype] * torch.finfo(inputs.q.dtype).eps
+        for name in list(bad):
+            error = (actual[name].double() - truth[name]).abs()
+            same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
+            if (same | (error <= limit * terms[name] + torch.finfo(inputs.q.dtype).tiny)).all():
+                del bad[name]
+    assert_ratios(bad, what)
+
+
+def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
+    """For each result, the sum of the absolute values of what is added up in it, or a bound; in float64.
+
+    An error of one unit in the last place in the scores changes a weight by that times the size of the terms of the
+    scores, which is a factor of everything.
+    """
+    x = inputs.to(torch.float64)
+    q, k, v, dout = x.q, x.k, x.v.abs(), x.dout.abs()
+    stretch = 1.0
+    if x.rope is not None:
+        q, k = x.rope.rotate(q, k)
+        stretch = 2.0 * max(1.0, float(x.rope.cos.abs().max()), float(x.rope.sin.abs().max()))
+    group = q.shape[1] // k.shape[1]
+    scale = abs(q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    truth = reference.attention(x.q, x.k, x.v, mask=x.mask, rope=x.rope, scale=x.scale)
+    weights, q, k, v = truth[2], q.abs(), k.abs().repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    visible = x.mask.dense(q.shape[2], k.shape[2], device=q.device).expand_as(weights)
+    scores = (scale * q @ k.mT).masked_fill(~visible, 0.0)
+    factor = 1.0 + stretch**2 * scores.amax(dim=-1, keepdim=True) if k.shape[2] else scores.sum(-1, keepdim=True) + 1.0
+    dscores = weights * (dout @ v.mT + (dout * (weights @ v)).sum(-1, keepdim=True) + x.dlse.abs()[..., None]) * factor
+
+    def grouped(y: Tensor) -> Tensor:
+        return y.unflatten(1, (-1, group)).sum(2)
+
+    def features(y: Tensor) -> Tensor:
+        return stretch * scale * y.amax(dim=-1, keepdim=True).expand_as(y) if x.rope is not None else scale * y
+
+    return {
+        "out": factor * (weights @ v),
+        "lse": factor[..., 0] + truth[1].abs().nan_to_num(posinf=0.0),
+        "dq": features(dscores @ k),
+        "dk": features(grouped(dscores.mT @ q)),
+        "dv": grouped((factor * weights).mT @ dout),
+    }
+
+
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Fail unless all tensors are the same bit for bit (NaN equals NaN)."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -1,0 +1,518 @@
+"""``attention()`` against the reference: every feature and dtype, strides, gradients, autograd's rules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedattn import Rope, attention, masks, reference, support, testing
+from fusedattn.testing import CASES, Case
+from tests.conftest import (
+    BACKENDS,
+    DEVICE,
+    DTYPES,
+    INTERPRETING,
+    assert_accurate,
+    assert_budget,
+    assert_equal,
+    assert_ratios,
+    torch_attention,
+    triton_attention,
+)
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+EVERYTHING = CASES[-1]
+SMALL = Case(
+    "small", nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=37, head_dim=16, causal="bottom_right", padding="uneven",
+    rope="half",
+)  # fmt: skip
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def inputs_of(case: Case) -> testing.Inputs:
+    return testing.make_inputs(case, DEVICE)
+
+
+def leaves(inputs: testing.Inputs) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def options(inputs: testing.Inputs) -> dict[str, Any]:
+    return {"mask": inputs.mask, "rope": inputs.rope, "scale": inputs.scale}
+
+
+@dtypes
+@cases
+def test_budget(case, dtype):
+    case = replace(case, dtype=dtype)
+    assert_budget(triton_attention, inputs_of(case), case)
+
+
+# torch's kernels for CPU tensors recompute the weights from lse and sum in an order of their own: measured on all
+# cases with ten seeds each, their gradients use up to 4.6 times the budget in float32, 1.13 times in 16 bits.
+TORCH_LIMIT = {torch.float32: 6.0, torch.float16: 1.5, torch.bfloat16: 1.5}
+
+
+@dtypes
+@cases
+def test_torch_backend_budget(case, dtype):
+    """Without lse, which torch's function does not return: asked for lse, the backend runs the reference."""
+    case = replace(case, dtype=dtype)
+    inputs = testing.make_inputs(case)
+    inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+
+    def without_lse(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch_attention(q, k, v, **kwargs), reference.attention(q, k, v, **kwargs)[1]
+
+    assert_ratios(testing.check(without_lse, inputs), case, TORCH_LIMIT[dtype])
+
+
+@pytest.mark.parametrize("case", [CASES[0], EVERYTHING], ids=lambda c: c.name)
+@dtypes
+def test_torch_backend_with_lse_is_the_reference(case, dtype):
+    inputs = inputs_of(replace(case, dtype=dtype))
+    assert_equal(testing.run(torch_attention, inputs), testing.baseline(inputs))
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the tiles of a GPU are those of its table, which the cases run")
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (16, 64), (64, 16), (128, 64)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(EVERYTHING, batch=1, nheads_q=2, nheads_kv=1, seqlen_q=67, seqlen_k=131, empty_batch=False),
+        Case("padded", nheads_q=1, nheads_kv=1, seqlen_q=70, seqlen_k=91, causal="bottom_right", padding="left"),
+        Case("more queries", nheads_q=1, nheads_kv=1, seqlen_q=90, seqlen_k=51, causal="bottom_right", head_dim=16),
+    ],
+    ids=lambda c: c.name,
+)
+def test_other_tiles(monkeypatch, case, block_m, block_n):
+    from fusedattn.kernels import configs
+
+    tile = configs.TileConfig(block_m, block_n, 4, 1)
+    monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(fwd=tile, dkdv=tile, dq=tile))
+    assert_budget(triton_attention, inputs_of(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_lse_alone(dtype):
+    """With no gradient of out at all; dv is then exactly zero."""
+    inputs = inputs_of(replace(SMALL, batch=3, nheads_q=4, dtype=dtype, empty_batch=True))
+    inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
+    assert_budget(triton_attention, inputs)
+    q, k, v = leaves(inputs)
+    _, lse = triton_attention(q, k, v, return_lse=True, **options(inputs))
+    dlse = inputs.dlse.masked_fill(lse == -math.inf, 0.0)
+    dq, dk, dv = torch.autograd.grad(lse, (q, k, v), dlse)
+    expected = testing.run(triton_attention, inputs)
+    assert_equal({"dq": dq, "dk": dk, "dv": dv}, {name: expected[name] for name in ("dq", "dk", "dv")})
+    assert (dv == 0).all()
+
+
+@backends
+def test_gradient_of_out_alone(backend):
+    inputs = inputs_of(SMALL)
+    inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+    function = functools.partial(attention, backend=backend)
+    q, k, v = leaves(inputs)
+    out = function(q, k, v, **options(inputs))
+    grads = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), inputs.dout), strict=True))
+    expected = testing.run(function, inputs)
+    if backend == "triton":
+        assert_equal({"out": out.detach(), **grads}, {n: expected[n] for n in ("out", "dq", "dk", "dv")})
+    else:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name])
+
+
+def test_unused_lse_gets_no_gradient():
+    """return_lse with only out in the loss is the same as without return_lse."""
+    inputs = inputs_of(SMALL)
+    q, k, v = leaves(inputs)
+    out, _ = triton_attention(q, k, v, return_lse=True, **options(inputs))
+    expected = torch.autograd.grad(triton_attention(q, k, v, **options(inputs)), (q, k, v), inputs.dout)
+    got = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def seqlen_first(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+def sliced(x: Tensor) -> Tensor:
+    return F.pad(x, (3, 5), value=math.nan)[..., 3:-5]
+
+
+def every_other(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, dim=2)[:, :, ::2]
+
+
+def over_batch(x: Tensor) -> Tensor:
+    return x[:1].expand(x.shape)
+
+
+def over_heads(x: Tensor) -> Tensor:
+    return x[:, :1].expand(x.shape)
+
+
+def over_seqlen(x: Tensor) -> Tensor:
+    return x[:, :, :1].expand(x.shape)
+
+
+def windows(x: Tensor) -> Tensor:
+    """Rows that overlap: each is the one before, shifted by one."""
+    batch, nheads, seqlen, head_dim = x.shape
+    return torch.cat((x[:, :, 0], x[:, :, :, 0]), dim=-1)[..., : seqlen + head_dim - 1].unfold(-1, head_dim, 1)
+
+
+LAYOUTS = (transposed, seqlen_first, sliced, every_other, over_batch, over_heads, over_seqlen, windows)
+
+
+@pytest.mark.parametrize("seqlen_q", [5, 37])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@backends
+def test_strides(layout, backend, seqlen_q):
+    """Any strides whose last is 1, of inputs and of the gradient that comes back: the same numbers."""
+    # Nothing that would have the torch backend copy its inputs before torch's own function gets them.
+    plain = {"causal": None, "padding": None, "rope": None} if backend == "torch" else {"padding": "right"}
+    inputs = inputs_of(replace(SMALL, seqlen_q=seqlen_q, **plain))
+    inputs = replace(inputs, **{name: layout(getattr(inputs, name)) for name in ("q", "k", "v", "dout")})
+    packed = replace(inputs, **{name: getattr(inputs, name).contiguous() for name in ("q", "k", "v", "dout")})
+    function = functools.partial(attention, backend=backend)
+    got, expected = testing.run(function, inputs), testing.run(function, packed)
+    out = function(inputs.q, inputs.k, inputs.v, **options(inputs))
+    out_packed = function(packed.q, packed.k, packed.v, **options(packed))
+    if backend == "triton":
+        assert_equal({**got, "no lse": out}, {**expected, "no lse": out_packed})
+        if layout in (transposed, seqlen_first):
+            assert out.stride() == inputs.q.stride()
+            assert got["dq"].stride() == inputs.q.stride()
+            assert got["dk"].stride() == inputs.k.stride()
+    else:
+        torch.testing.assert_close({**got, "no lse": out}, {**expected, "no lse": out_packed})
+
+
+@pytest.mark.parametrize("layout", [over_batch, over_seqlen, lambda x: x[..., :1].expand(x.shape)])
+def test_strides_of_the_gradient_alone(layout):
+    """``out.sum().backward()`` brings a gradient whose strides are all 0."""
+    inputs = inputs_of(SMALL)
+    inputs = replace(inputs, dout=layout(inputs.dout), dlse=inputs.dlse[:1, :1, :1].expand(inputs.dlse.shape))
+    packed = replace(inputs, dout=inputs.dout.contiguous(), dlse=inputs.dlse.contiguous())
+    assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
+
+
+def test_strides_of_masks_tables_and_positions():
+    """Whatever their layout, the same numbers."""
+    case = replace(EVERYTHING, rope_tables="per_batch", empty_batch=False, boolean="full")
+    inputs = inputs_of(case)
+    assert inputs.rope is not None
+    mask, rope = inputs.mask, inputs.rope
+    assert mask.valid is not None
+    assert mask.allowed is not None
+    assert rope.positions_q is not None
+
+    def strided(x: Tensor) -> Tensor:
+        """Every second element of every second row of something larger."""
+        big = torch.stack((x, ~x if x.dtype == torch.bool else x + 1), dim=-1).flatten(-2)
+        return torch.stack((big, big), dim=-2).flatten(-3, -2)[..., ::2, ::2]
+
+    assert torch.equal(strided(mask.valid), mask.valid)
+    other = replace(
+        inputs,
+        mask=replace(mask, valid=strided(mask.valid), allowed=strided(mask.allowed)),
+        rope=Rope(
+            strided(rope.cos),
+            strided(rope.sin),
+            rope.interleaved,
+            strided(rope.positions_q).int(),
+            strided(rope.positions_k) if rope.positions_k is not None else None,
+        ),
+    )
+    assert_equal(testing.run(triton_attention, other), testing.run(triton_attention, inputs))
+
+
+@backends
+@pytest.mark.parametrize("needed", ["q", "k", "v", "qk", "qv", "kv"])
+def test_gradients_of_some_inputs(needed, backend):
+    inputs = inputs_of(SMALL)
+    function = functools.partial(attention, backend=backend, **options(inputs))
+    x = {name: getattr(inputs, name).detach().requires_grad_() for name in "qkv"}
+    expected = dict(zip("qkv", torch.autograd.grad(function(**x), tuple(x.values()), inputs.dout), strict=True))
+    x = {name: getattr(inputs, name).detach().requires_grad_(name in needed) for name in "qkv"}
+    function(**x).backward(inputs.dout)
+    for name, tensor in x.items():
+        if name not in needed:
+            assert tensor.grad is None
+        elif backend == "triton":
+            assert torch.equal(tensor.grad, expected[name])
+        else:
+            torch.testing.assert_close(tensor.grad, expected[name])
+
+
+@pytest.mark.parametrize(("needed", "launched"), [("q", "dq"), ("k", "dkdv"), ("v", "dkdv"), ("qk", "dq dkdv")])
+def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
+    from fusedattn.kernels import attention_bwd
+
+    names = []
+    launch = attention_bwd.launch
+
+    def spy(*args, **kwargs):
+        given = inspect.signature(launch).bind(*args, **kwargs).arguments
+        names.append(" ".join(name for name in ("dq", "dkdv") if given[name] is not None))
+        launch(*args, **kwargs)
+
+    monkeypatch.setattr(attention_bwd, "launch", spy)
+    inputs = inputs_of(SMALL)
+    x = {name: getattr(inputs, name).detach().requires_grad_(name in needed) for name in "qkv"}
+    triton_attention(**x).sum().backward()
+    assert names == [launched]
+
+
+def test_shared_inputs():
+    """Self-attention without projections: one tensor is all three, and its gradient is the sum."""
+    inputs = inputs_of(Case(nheads_kv=4, seqlen_q=19, seqlen_k=19, head_dim=16))
+    x = inputs.q.detach().requires_grad_()
+    (got,) = torch.autograd.grad(triton_attention(x, x, x), x, inputs.dout)
+    three = [inputs.q.detach().requires_grad_() for _ in range(3)]
+    expected = torch.autograd.grad(triton_attention(*three), three, inputs.dout)
+    torch.testing.assert_close(got, sum(expected))
+
+
+@dtypes
+def test_the_same_bits_every_time(dtype):
+    inputs = inputs_of(replace(EVERYTHING, dtype=dtype))
+    assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, inputs))
+
+
+@backends
+def test_inputs_are_not_modified(backend):
+    inputs = inputs_of(EVERYTHING)
+    assert inputs.rope is not None
+    tensors = {n: getattr(inputs, n) for n in ("q", "k", "v", "dout", "dlse")}
+    tensors |= {n: getattr(inputs.mask, n) for n in ("valid", "allowed")}
+    tensors |= {n: getattr(inputs.rope, n) for n in ("cos", "sin", "positions_q", "positions_k")}
+    before = {name: x.clone() for name, x in tensors.items()}
+    versions = {name: x._version for name, x in tensors.items()}
+    testing.run(functools.partial(attention, backend=backend), inputs)
+    assert_equal(tensors, before)
+    assert {name: x._version for name, x in tensors.items()} == versions
+
+
+def test_outputs_are_their_own():
+    """No output shares memory with an input, nor dk with dv."""
+    inputs = inputs_of(SMALL)
+    results = testing.run(triton_attention, inputs)
+    storages = [x.untyped_storage().data_ptr() for x in (*results.values(), inputs.q, inputs.k, inputs.v, inputs.dout)]
+    assert len(set(storages)) == len(storages)
+
+
+def test_saved_tensors_grow_linearly():
+    """Nothing of size seqlen_q x seqlen_k is kept, unless the caller's own mask has it."""
+
+    def saved(seqlen: int) -> int:
+        case = replace(EVERYTHING, seqlen_q=seqlen, seqlen_k=seqlen, boolean="broadcast", empty_batch=False)
+        inputs = inputs_of(case)
+        storages: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            triton_attention(*leaves(inputs), return_lse=True, **options(inputs))
+        return sum(storages.values())
+
+    assert 0 < saved(64) <= 2 * saved(32)
+
+
+def test_allocations_grow_linearly(monkeypatch):
+    sizes: list[int] = []
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+
+        def spy(*args: Any, allocate: Callable[..., Tensor] = allocate, **kwargs: Any) -> Tensor:
+            out = allocate(*args, **kwargs)
+            sizes.append(out.numel())
+            return out
+
+        monkeypatch.setattr(torch, name, spy)
+    inputs = inputs_of(Case(seqlen_q=96, seqlen_k=96, head_dim=16, rope="half", padding="right"))
+    sizes.clear()
+    testing.run(triton_attention, inputs)
+    assert max(sizes) <= inputs.q.numel()
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(backend, dtype):
+    """float32 becomes the autocast dtype; out too, lse and the gradients stay float32."""
+    inputs = inputs_of(Case(seqlen_q=19, seqlen_k=21, head_dim=16, causal="bottom_right", rope="half"))
+    function = functools.partial(attention, backend=backend, return_lse=True, **options(inputs))
+    x = leaves(inputs)
+    with torch.autocast(DEVICE, dtype=dtype):
+        out, lse = function(*x)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    grads = torch.autograd.grad(out, x, inputs.dout.to(dtype))
+    assert all(g.dtype == torch.float32 for g in grads)
+    y = [t.detach().to(dtype).requires_grad_() for t in x]
+    expected, expected_lse = function(*y)
+    expected_grads = torch.autograd.grad(expected, y, inputs.dout.to(dtype))
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert all(torch.equal(g, e.float()) for g, e in zip(grads, expected_grads, strict=True))
+
+
+@backends
+def test_autocast_of_mixed_inputs(backend):
+    """A cast layer's output together with a float32 one, as in torch's own function."""
+    inputs = inputs_of(Case(seqlen_q=5, seqlen_k=7, head_dim=16))
+    q, k, v = inputs.q.bfloat16(), inputs.k, inputs.v
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert attention(q, k, v, backend=backend).dtype == torch.bfloat16
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=False), pytest.raises(TypeError, match="k: got"):
+        attention(q, k, v, backend=backend)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@backends
+def test_without_gradients(mode, backend):
+    inputs = inputs_of(SMALL)
+    function = functools.partial(attention, backend=backend, return_lse=True, **options(inputs))
+    x = leaves(inputs)
+    expected, expected_lse = function(*x)
+    with mode():
+        out, lse = function(*x)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert not function(*(t.detach() for t in x))[0].requires_grad
+
+
+def test_double_backward_raises():
+    q, k, v = leaves(inputs_of(SMALL))
+    (dq,) = torch.autograd.grad(triton_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="backward"):
+        torch.autograd.grad(dq.sum(), (q, k, v))
+
+
+def test_forward_mode_raises():
+    q, k, v = (x.detach() for x in leaves(inputs_of(SMALL)))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            triton_attention(dual, k, v)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "valid", "allowed", "cos", "positions_k"])
+def test_a_change_between_forward_and_backward_raises(name):
+    inputs = inputs_of(EVERYTHING)
+    assert inputs.rope is not None
+    x = {n: getattr(inputs, n).detach().requires_grad_() * 1 for n in "qkv"}
+    out = triton_attention(**x, **options(inputs))
+    tensors = {**x, "valid": inputs.mask.valid, "allowed": inputs.mask.allowed, "cos": inputs.rope.cos}
+    tensors["positions_k"] = inputs.rope.positions_k
+    with torch.no_grad():
+        tensors[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-6, 2, -1, 8.0])
+def test_scales(scale):
+    case = Case(seqlen_q=19, seqlen_k=21, nheads_q=2, head_dim=16, causal="bottom_right", scale=scale)
+    assert_accurate(triton_attention, inputs_of(case), case)
+
+
+@backends
+@pytest.mark.parametrize("scale", [None, 0.3, -0.2, 0.0])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.causal("top_left")], ids=lambda m: str(m.causal))
+def test_scales_and_causal_masks(mask, scale, backend):
+    inputs = inputs_of(Case(seqlen_q=17, seqlen_k=17, head_dim=16))
+    inputs = replace(inputs, mask=mask, scale=scale)
+    out = attention(inputs.q, inputs.k, inputs.v, mask=mask, scale=scale, backend=backend)
+    torch.testing.assert_close(out, testing.baseline(inputs)["out"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 7, 8, 16, 17, 64, 96, 128, 160, 255, 256])
+def test_head_dims(head_dim):
+    case = Case(seqlen_q=5, seqlen_k=18, head_dim=head_dim, nheads_q=2, batch=1, causal="bottom_right")
+    assert_accurate(triton_attention, inputs_of(case), case)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 33), (2, 31), (33, 2), (16, 16), (32, 64), (31, 65)])
+@pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
+def test_lengths(seqlen_q, seqlen_k, causal):
+    case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16, nheads_q=2, batch=1, causal=causal)
+    assert_accurate(triton_attention, inputs_of(case), case)
+
+
+def test_grouped_queries_equal_repeated_keys():
+    inputs = inputs_of(replace(SMALL, nheads_q=6, nheads_kv=2))
+    repeated = replace(inputs, k=inputs.k.repeat_interleave(3, 1), v=inputs.v.repeat_interleave(3, 1))
+    got, expected = testing.run(triton_attention, inputs), testing.run(triton_attention, repeated)
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(got[name], expected[name])
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(got[name], expected[name].unflatten(1, (2, 3)).sum(2))
+
+
+def test_a_bool_tensor_is_a_mask():
+    inputs = inputs_of(Case(seqlen_q=9, seqlen_k=18, head_dim=16, boolean="full"))
+    mask = inputs.mask.allowed
+    for backend in BACKENDS:
+        out = attention(inputs.q, inputs.k, inputs.v, mask=mask, backend=backend)
+        assert torch.equal(out, attention(inputs.q, inputs.k, inputs.v, mask=masks.boolean(mask), backend=backend))
+        for shape in ((18,), (9, 18), (1, 9, 18), (4, 1, 18), (2, 1, 1, 18), ()):
+            small = torch.rand(shape, device=DEVICE) < 0.7
+            got = attention(inputs.q, inputs.k, inputs.v, mask=small, backend=backend)
+            full = small.expand(2, 4, 9, 18).contiguous()
+            torch.testing.assert_close(got, attention(inputs.q, inputs.k, inputs.v, mask=full, backend=backend))
+
+
+def test_default_backend(monkeypatch):
+    assert support.default_backend(torch.device("cuda")) == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert support.default_backend(torch.device("cpu")) == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert support.default_backend(torch.device("cpu")) == "torch"
+
+
+def test_no_backend_named_is_the_default_one():
+    inputs = inputs_of(SMALL)
+    x = (inputs.q, inputs.k, inputs.v)
+    assert torch.equal(attention(*x, **options(inputs)), triton_attention(*x, **options(inputs)))
+
+
+def test_float32_matmul_precision_may_be_set_either_way():
+    """torch has an older and a newer switch for TF32, and refuses to read one after the other was used."""
+    code = (
+        "import os; os.environ.setdefault('TRITON_INTERPRET', '1')\n"
+        "import torch, fusedattn\n"
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        f"q = torch.randn(1, 1, 5, 16, device={DEVICE!r})\n"
+        "print(fusedattn.attention(q, q, q, backend='triton').isfinite().all().item())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "True", done.stderr

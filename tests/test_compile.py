@@ -1,0 +1,310 @@
+"""``torch.compile``, ``torch.library.opcheck`` and activation checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from fusedattn import Rope, attention, fuse, masks
+from fusedattn.attention import attention_bwd, attention_fwd
+from fusedattn.transformer import GPTModel
+from tests.conftest import BACKENDS, DEVICE
+
+pytestmark = [
+    pytest.mark.usefixtures("_seed"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
+]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 2, 4, 2, 5, 7, 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K, requires_grad: bool = True) -> list[Tensor]:
+    sizes = ((HEADS, seqlen_q), (KV_HEADS, seqlen_k), (KV_HEADS, seqlen_k))
+    return [torch.randn(BATCH, h, n, HEAD_DIM, device=DEVICE, requires_grad=requires_grad) for h, n in sizes]
+
+
+def op_arguments(kind: str) -> tuple[Any, ...]:
+    """Of attention_fwd."""
+    q, k, v = qkv(requires_grad=False)
+    constants: list[Any] = [None] * 6
+    numbers: list[Any] = [False, False, 0, 0.25]
+    if kind == "expanded":
+        q, k, v = q[:1].expand_as(q), k[:, :1].expand_as(k), v[:, :, :1].expand_as(v)
+    elif kind == "transposed":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    elif kind == "overlapping":
+        q = torch.randn(BATCH, HEADS, SEQLEN_Q + HEAD_DIM - 1, device=DEVICE).unfold(-1, HEAD_DIM, 1)
+    elif kind == "empty":
+        q = q[:, :, :0]
+    elif kind == "no keys":
+        k, v = k[:, :, :0], v[:, :, :0]
+    elif kind == "everything":
+        rope = Rope.from_theta(8, 32, device=DEVICE)
+        valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.7
+        allowed = (torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, device=DEVICE) < 0.7).expand(-1, HEADS, -1, -1)
+        at = [torch.arange(n, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K)]
+        constants = [valid, allowed, rope.cos, rope.sin, *at]
+        numbers = [True, True, SEQLEN_K - SEQLEN_Q, -0.25]
+    return (q, k, v, *constants, *numbers)
+
+
+KINDS = ("plain", "expanded", "transposed", "overlapping", "empty", "no keys", "everything")
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_forward(kind, requires_grad):
+    arguments = op_arguments(kind)
+    q, k, v = (x.detach().requires_grad_(requires_grad) for x in arguments[:3])
+    torch.library.opcheck(attention_fwd, (q, k, v, *arguments[3:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dlse", "needs"),
+    [
+        *((kind, True, (True, True)) for kind in KINDS),
+        ("plain", False, (True, True)),
+        ("plain", False, (True, False)),
+        ("plain", False, (False, True)),
+        ("everything", False, (True, False)),
+    ],
+)
+def test_opcheck_backward(kind, dlse, needs):
+    arguments = op_arguments(kind)
+    out, lse, *saved = attention_fwd(*arguments)
+    dout = torch.randn(1, device=DEVICE).expand_as(out) if kind == "expanded" else torch.randn_like(out)
+    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:3], out, *saved, *arguments[3:], *needs)
+    torch.library.opcheck(attention_bwd, call)
+
+
+def test_the_op_by_itself_is_differentiable():
+    """What torch.compile and torch.func see is the op; its gradients are those of attention()."""
+    q, k, v = qkv()
+    out, lse, _, _ = attention_fwd(q, k, v, *op_arguments("plain")[3:])
+    got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    out, lse = attention(q, k, v, scale=0.25, return_lse=True, backend="triton")
+    expected = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_functorch():
+    q, k, v = (x.detach() for x in qkv())
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask=masks.causal(), backend="triton").square().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    x = [t.clone().requires_grad_() for t in (q, k, v)]
+    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*x), x), strict=True))
+
+
+Problem = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def problem(kind: str, backend: str) -> Problem:
+    """A function of q, k, v, a padding mask and positions, in which everything else is built."""
+    call = functools.partial(attention, backend=backend)
+    rope = Rope.from_theta(HEAD_DIM, 64, device=DEVICE)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, at: Tensor) -> Tensor:
+        if kind == "causal":
+            return call(q, k, v, mask=masks.causal())
+        if kind == "causal, top-left":
+            return call(q, k, v, mask=masks.causal("top_left"))
+        if kind == "padding":
+            return call(q, k, v, mask=masks.causal() & masks.padding(valid))
+        if kind == "boolean":
+            return call(q, k, v, mask=valid[:, None, None, :])
+        if kind == "rope":
+            return call(q, k, v, rope=rope)
+        if kind == "rope, positions":
+            return call(q, k, v, rope=rope.at(at[-q.shape[2] :], at))
+        if kind == "scale":
+            return call(q, k, v, scale=-0.3)
+        if kind == "lse":
+            out, lse = call(q, k, v, return_lse=True)
+            return out * lse[..., None]
+        if kind == "everything":
+            mask = masks.causal() & masks.padding(valid) & masks.boolean(valid[:, None, None, :])
+            return call(q, k, v, mask=mask, rope=rope.at(at[-q.shape[2] :], at), scale=0.3)
+        return call(q, k, v)
+
+    return function
+
+
+PROBLEMS = (
+    "plain",
+    "causal",
+    "causal, top-left",
+    "padding",
+    "boolean",
+    "rope",
+    "rope, positions",
+    "scale",
+    "lse",
+    "everything",
+)
+
+
+def results(function: Problem, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seqlen_q * 100 + seqlen_k)
+    torch.manual_seed(seqlen_q)
+    x = qkv(seqlen_q, seqlen_k)
+    valid = (torch.rand(BATCH, seqlen_k, generator=generator) < 0.8).to(DEVICE)
+    out = function(*x, valid, torch.arange(seqlen_k, device=DEVICE))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], backend: str) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        if backend == "triton":
+            assert torch.equal(a, e)
+        else:
+            torch.testing.assert_close(a, e)
+
+
+@backends
+@pytest.mark.parametrize("kind", ["plain", "lse", "everything"])
+def test_compile_with_fixed_lengths(kind, backend):
+    function = problem(kind, backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(results(compiled, 5, 7), results(function, 5, 7), backend)
+
+
+@backends
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_compile_with_changing_lengths(kind, backend):
+    """dynamic=True: one graph, whatever the lengths."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = problem(kind, backend)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    graphs = set()
+    for lengths in ((5, 7), (6, 9), (17, 33)):
+        assert_same(results(compiled, *lengths), results(function, *lengths), backend)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1, graphs
+
+
+@backends
+def test_compile_finds_out_that_lengths_change(backend):
+    """By default: one graph for the first length, one for all others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(problem("padding", backend), fullgraph=True, backend=counter)
+    graphs = []
+    for n in (5, 7, 9, 17, 33):
+        results(compiled, n, n)
+        graphs.append(counter.frame_count)
+    assert graphs[1:] == graphs[1:2] * 4, graphs
+
+
+@backends
+def test_compile_with_shared_inputs(backend):
+    """One tensor for q, k and v, and one for both positions."""
+    x = torch.randn(2, 2, 6, 16, device=DEVICE, requires_grad=True)
+    at = torch.arange(6, device=DEVICE)
+    rope = Rope.from_theta(16, 16, device=DEVICE).at(at, at)
+
+    def function(x: Tensor) -> Tensor:
+        return attention(x, x, x, mask=masks.causal(), rope=rope, backend=backend)
+
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    expected = function(x)
+    assert_same([out], [expected], backend)
+    dout = torch.randn_like(out)
+    got, want = torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout)
+    torch.testing.assert_close(got, want)
+
+
+@backends
+def test_compile_without_gradients(backend):
+    q, k, v = qkv(requires_grad=False)
+    function = functools.partial(attention, mask=masks.causal(), backend=backend)
+    with torch.no_grad():
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert_same([compiled(q, k, v)], [function(q, k, v)], backend)
+
+
+@backends
+def test_compile_under_autocast(backend):
+    q, k, v = qkv(requires_grad=False)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return attention(q, k, v, backend=backend)
+
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, function(q, k, v))
+
+
+@backends
+def test_compile_hides_what_padding_hides(backend):
+    """A compiled graph cannot look for NaN, but it knows the mask."""
+    q, k, v = qkv(6, 6, requires_grad=False)
+    valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
+    valid[:, 4:] = False
+    k[:, :, 4:], v[:, :, 4:] = torch.nan, torch.nan
+    function = functools.partial(attention, mask=masks.causal() & masks.padding(valid), backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+
+
+@backends
+def test_compile_raises_what_eager_raises(backend):
+    q, k, v = qkv(requires_grad=False)
+    compiled = torch.compile(functools.partial(attention, backend=backend), backend="aot_eager")
+    with pytest.raises(ValueError, match="v: got batch 1"):
+        compiled(q, k, v[:1])
+    with pytest.raises(NotImplementedError, match="softcap"):
+        compiled(q, k, v, softcap=1.0)
+
+
+def test_compile_a_fused_model():
+    model = fuse(GPTModel(11, 32, 4, 1, max_len=32, positions="rotary", n_kv_heads=2).to(DEVICE), backend="triton")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    graphs = set()
+    for n in (5, 9, 13):
+        ids = torch.randint(11, (2, n), device=DEVICE)
+        torch.testing.assert_close(compiled(ids), model(ids))
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1, graphs
+
+
+@backends
+@pytest.mark.parametrize("kind", ["padding", "lse", "everything"])
+def test_activation_checkpointing(kind, backend):
+    function = problem(kind, backend)
+
+    def checkpointed(*x: Tensor) -> Tensor:
+        return checkpoint(function, *x, use_reentrant=False)
+
+    assert_same(results(checkpointed, 5, 7), results(function, 5, 7), backend)
+
+
+def test_arguments_may_come_from_a_compiled_region():
+    """The graph breaks around attention, not in it: a mask built outside, a scale that changes."""
+    function = functools.partial(attention, backend="triton")
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    q, k, v = qkv(requires_grad=False)
+    valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.8
+    for mask, scale in itertools.product((masks.causal(), masks.padding(valid)), (None, 0.1, 0.2, 0.3)):
+        assert torch.equal(compiled(q, k, v, mask=mask, scale=scale), function(q, k, v, mask=mask, scale=scale))

@@ -1,0 +1,594 @@
+"""Masks: what may be seen, what must not leak, and which blocks are visited."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedattn import Rope, attention, masks, testing
+from fusedattn.kernels.masking import key_blocks, key_range, query_blocks
+from fusedattn.masks import Mask
+from fusedattn.testing import Case
+from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, triton_attention
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+# Several tiles in both directions, ragged ones among them.
+SHAPE_ONLY = {"nheads_q": 2, "nheads_kv": 1, "seqlen_q": 45, "seqlen_k": 53, "head_dim": 16}
+SHAPE = Case(**SHAPE_ONLY)  # type: ignore[arg-type]
+
+
+def hiding(kind: str, inputs: testing.Inputs) -> tuple[Mask, Tensor]:
+    """A mask, and the keys ``(batch, seqlen_k)`` that it hides from every query."""
+    batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[2], inputs.k.shape[2]
+    hidden = torch.zeros(batch, seqlen_k, dtype=torch.bool)
+    if kind == "causal, top-left":
+        hidden[:, seqlen_q:] = True
+        mask = masks.causal("top_left")
+    else:
+        if kind == "right":
+            hidden[0, 20:], hidden[1, 33:] = True, True
+        elif kind == "left":
+            hidden[0, :17], hidden[1, :35] = True, True
+        elif kind == "uneven":
+            hidden[:, 3::4] = True
+        elif kind == "everything":
+            hidden[1] = True
+        hidden[0, 7] = True
+        mask = masks.padding(~hidden)
+    if kind == "boolean":
+        hidden[0] = hidden[1]
+        hidden[:, 5::7] = True
+        mask = masks.boolean(~hidden[:1, None, None, :])
+    return mask.to(DEVICE), hidden.to(DEVICE)
+
+
+@backends
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *((kind, math.nan) for kind in ("right", "left", "uneven", "everything", "boolean", "causal, top-left")),
+        ("uneven", math.inf),
+        ("boolean", -math.inf),
+        ("causal, top-left", math.inf),
+    ],
+)
+def test_keys_that_no_query_sees(kind, value, backend):
+    """Whatever they hold, nothing changes by a bit, and their own gradients are 0."""
+    inputs = testing.make_inputs(SHAPE, DEVICE)
+    mask, hidden = hiding(kind, inputs)
+    where = hidden[:, None, :, None]
+    inputs = replace(inputs, mask=mask)
+    clean = replace(inputs, k=inputs.k.masked_fill(where, 0.0), v=inputs.v.masked_fill(where, 0.0))
+    poisoned = replace(inputs, k=inputs.k.masked_fill(where, value), v=inputs.v.masked_fill(where, value))
+    function = functools.partial(attention, backend=backend)
+    got = testing.run(function, poisoned)
+    expected = testing.run(function, clean)
+    for name in ("dk", "dv"):
+        assert (got[name].masked_select(where) == 0).all()
+    if backend == "triton" and kind not in ("boolean", "causal, top-left"):
+        assert_equal(got, expected)
+    else:  # computed again, or by the reference, in another order
+        torch.testing.assert_close(got, expected)
+    out = function(poisoned.q, poisoned.k, poisoned.v, mask=mask)
+    torch.testing.assert_close(out, expected["out"])
+
+
+POISONED = {
+    "causal": Case(causal="bottom_right"),
+    "causal, top-left": Case(causal="top_left"),
+    "boolean": Case(boolean="full"),
+    "causal, padding": Case(causal="bottom_right", padding="uneven"),
+    "causal, RoPE": Case(causal="bottom_right", rope="interleaved", rotary_dim=8),
+    "everything": Case(causal="bottom_right", boolean="full", padding="right", rope="half"),
+}
+
+
+@backends
+@pytest.mark.parametrize(
+    ("kind", "tensor", "value", "dtype"),
+    [
+        *((kind, "k", math.nan, torch.float32) for kind in POISONED),
+        *((kind, "kv", math.nan, torch.float16) for kind in POISONED),
+        *((kind, "v", math.inf, torch.bfloat16) for kind in ("causal", "boolean", "everything")),
+        *((kind, "k", math.inf, torch.float32) for kind in ("causal", "boolean", "causal, RoPE")),
+        *((kind, "k", -math.inf, torch.bfloat16) for kind in ("causal", "boolean")),
+    ],
+)
+def test_what_reaches_whom(kind, tensor, value, dtype, backend):
+    """A NaN reaches the queries that see it. Nothing reaches the others, nor the keys that only the others see."""
+    inputs = testing.make_inputs(replace(POISONED[kind], **SHAPE_ONLY, dtype=dtype), DEVICE)
+    poisoned = torch.zeros(2, 2, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)
+    if "k" in tensor:
+        inputs.k[0, 0, [31, 37]] = value
+        inputs.k[1, 0, 44, 3] = value
+        poisoned[0, :, [31, 37]], poisoned[1, :, 44] = True, True
+    if "v" in tensor:
+        inputs.v[0, 0, 27, 5] = value
+        poisoned[0, :, 27] = True
+    seen = inputs.mask.dense(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE).expand(2, 2, -1, -1)
+    reached = (seen & poisoned[:, :, None]).any(-1)  # (batch, nheads_q, seqlen_q)
+    keys_reached = (seen & reached[..., None]).any(-2).any(1, keepdim=True)  # (batch, nheads_kv, seqlen_k)
+    assert 0 < int(reached.sum()) < reached.numel()
+    clean = replace(inputs, k=inputs.k.nan_to_num(0.0, 0.0, 0.0), v=inputs.v.nan_to_num(0.0, 0.0, 0.0))
+
+    function = functools.partial(attention, backend=backend)
+    got, truth, eager = testing.run(function, inputs), testing.golden(clean), testing.baseline(clean)
+    got["out without lse"] = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope)
+    for name, x in got.items():
+        free = ~(keys_reached if name in ("dk", "dv") else reached)
+        x, golden, same_dtype = (
+            t.masked_fill(~(free[..., None] if t.dim() == 4 else free), 0.0)
+            for t in (x, truth[name.partition(" ")[0]], eager[name.partition(" ")[0]])
+        )
+        assert int(x.isnan().sum()) == 0, name
+        if backend == "triton":
+            assert testing.compare(x, golden, same_dtype).used <= 1.5, name  # a part of the rows: see assert_accurate
+        else:
+            torch.testing.assert_close(x, same_dtype, atol=2e-2, rtol=2e-2)
+    if math.isnan(value):
+        assert clean_rows(got["out"][reached]) == 0
+        assert clean_rows(got["out without lse"][reached]) == 0
+        if tensor == "k":
+            assert clean_rows(got["lse"][reached][:, None]) == 0
+    if backend == "triton":  # an infinity too: no row that is NaN in out may look clean in dq
+        assert clean_rows(got["dq"][got["out"].isnan().any(-1)]) == 0
+
+
+def clean_rows(x: Tensor) -> int:
+    """How many rows hold no NaN."""
+    return int((~x.isnan().any(-1)).sum())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@backends
+def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
+    """Where out is NaN, so is dq: a row must not look as if it had seen nothing."""
+    q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (5, 20, 20))
+    q, k = q.abs(), k.clone()
+    k[0, 0, 3, 0] = sign * math.inf
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    dq, _, _ = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    if sign > 0:
+        assert clean_rows(out) == 0
+    assert clean_rows(dq[out.isnan().any(-1)]) == 0
+    assert int((lse == -math.inf).sum()) == 0
+
+
+def with_empty_rows(kind: str) -> testing.Inputs:
+    if kind == "causal, more queries":
+        return testing.make_inputs(replace(SHAPE, seqlen_q=53, seqlen_k=20, causal="bottom_right"), DEVICE)
+    if kind == "left padding, causal":
+        inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
+        valid = torch.arange(53, device=DEVICE) >= torch.tensor([[12], [40]], device=DEVICE)
+        return replace(inputs, mask=inputs.mask & masks.padding(valid))
+    if kind == "empty batch":
+        return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True), DEVICE)
+    if kind == "empty batch, RoPE":
+        return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True, rope="half"), DEVICE)
+    inputs = testing.make_inputs(replace(SHAPE, boolean="full"), DEVICE)
+    assert inputs.mask.allowed is not None
+    inputs.mask.allowed[:, 0, 3::5] = False
+    inputs.mask.allowed[1, 1, 30:] = False
+    return inputs
+
+
+EMPTY_ROWS = ("causal, more queries", "left padding, causal", "empty batch", "empty batch, RoPE", "boolean")
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_rows_that_see_nothing(kind, dtype, backend):
+    inputs = with_empty_rows(kind).to(dtype)
+    function = functools.partial(attention, backend=backend)
+    results = testing.run(function, inputs)
+    empty = ~inputs.mask.dense(*results["out"].shape[2:3], inputs.k.shape[2], device=DEVICE).any(-1)
+    empty = empty.expand(results["lse"].shape)
+    assert empty.any()
+    assert not empty.all()
+    for name in ("out", "dq"):
+        assert (results[name][empty] == 0).all()
+        assert not results[name][empty].signbit().any() or name == "dq"
+    assert torch.equal(results["lse"] == -math.inf, empty)
+    assert all(results[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
+    if backend == "triton":
+        assert_accurate(function, inputs, kind)
+    out = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope)
+    assert (out[empty] == 0).all()
+    assert out.isfinite().all()
+
+
+@backends
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_nan_in_a_row_that_sees_nothing(kind, backend):
+    """In its query, in the gradient of its output and of its lse: no gradient anywhere knows of it."""
+    inputs = with_empty_rows(kind)
+    function = functools.partial(attention, backend=backend)
+    empty = ~inputs.mask.dense(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE).any(-1)
+    empty = empty.expand(inputs.dlse.shape)
+    nan = replace(
+        inputs,
+        q=inputs.q.masked_fill(empty[..., None], math.nan),
+        dout=inputs.dout.masked_fill(empty[..., None], math.nan),
+        dlse=inputs.dlse.masked_fill(empty, math.nan),
+    )
+
+    def run(x: testing.Inputs) -> dict[str, Tensor]:
+        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        out, lse = function(q, k, v, mask=x.mask, rope=x.rope, return_lse=True)
+        dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (x.dout, x.dlse))
+        return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+    clean = replace(inputs, dlse=inputs.dlse.masked_fill(empty, 0.0))
+    got, expected = run(nan), run(clean)
+    if backend == "triton":
+        assert_equal(got, expected)
+    else:
+        torch.testing.assert_close(got, expected)
+    assert (got["dq"][empty] == 0).all()
+
+
+@backends
+@pytest.mark.parametrize("rope", [None, "default", "positions", "positions per batch"])
+@pytest.mark.parametrize(
+    ("batch", "nheads_q", "nheads_kv", "seqlen_q", "seqlen_k"),
+    [(0, 4, 2, 5, 7), (2, 0, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (2, 4, 2, 0, 0), (0, 4, 2, 0, 0)],
+)
+def test_nothing_there(batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, rope, backend):
+    """Zero-length dimensions: shapes are right, and every number there is, is 0 or -inf."""
+    q = torch.randn(batch, nheads_q, seqlen_q, 16, device=DEVICE, requires_grad=True)
+    k, v = (torch.randn(batch, nheads_kv, seqlen_k, 16, device=DEVICE, requires_grad=True) for _ in "kv")
+    tables = None
+    if rope is not None:
+        tables = Rope.from_theta(8, 32, device=DEVICE)
+        at = [torch.arange(n, device=DEVICE) for n in (seqlen_q, seqlen_k)]
+        if rope == "positions":
+            tables = tables.at(*at)
+        elif rope == "positions per batch":
+            tables = tables.at(*(x.expand(batch, -1) for x in at))
+    valid = torch.ones(batch, seqlen_k, dtype=torch.bool, device=DEVICE)
+    allowed = torch.ones(batch, nheads_q, seqlen_q, seqlen_k, dtype=torch.bool, device=DEVICE)
+    for mask in (masks.full(), masks.causal() & masks.padding(valid) & masks.boolean(allowed)):
+        for return_lse in (True, False):
+            out = attention(q, k, v, mask=mask, rope=tables, return_lse=return_lse, backend=backend)
+            if return_lse:
+                out, lse = out
+                assert lse.shape == q.shape[:3]
+                assert (lse == -math.inf).all()
+            assert out.shape == q.shape
+            assert (out == 0).all()
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+            assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+            assert all((g == 0).all() for g in grads)
+
+
+@backends
+def test_hidden_keys_and_empty_rows_may_have_any_position(backend, monkeypatch):
+    """A tokenizer's positions are often -1 in the padding. A GPU does not look; a compiled graph does not either."""
+    monkeypatch.setattr(Rope, "check_positions", lambda self: None)
+    q, k, v = (torch.randn(2, 1, n, 16, device=DEVICE, requires_grad=True) for n in (9, 9, 9))
+    valid = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    valid[0, :4] = False
+    mask = masks.causal() & masks.padding(valid)
+    positions = (valid.long().cumsum(1) - 1).masked_fill(~valid, -1)
+    rope = Rope.from_theta(16, 16, device=DEVICE)
+    results = []
+    for at in (positions, positions.clamp(min=0)):
+        out = attention(q, k, v, mask=mask, rope=rope.at(at, at.clone()), backend=backend)
+        results.append({"out": out, **dict(zip("qkv", torch.autograd.grad(out.sum(), (q, k, v)), strict=True))})
+    torch.testing.assert_close(*results)
+
+
+@backends
+def test_visible_positions_outside_the_tables_are_never_a_number(backend, monkeypatch):
+    """Without the check, which a GPU and a compiled graph go without, NaN tells."""
+    if backend == "torch" and DEVICE == "cuda":
+        pytest.skip("indexing out of bounds is fatal to a CUDA context")
+    monkeypatch.setattr(Rope, "check_positions", lambda self: None)
+    q, k, v = (torch.randn(1, 1, 5, 16, device=DEVICE) for _ in "qkv")
+    at = torch.arange(5, device=DEVICE)
+    rope = Rope.from_theta(16, 5, device=DEVICE)
+    for bad in (-1, -5, 5):
+        try:
+            out = attention(q, k, v, rope=rope.at(at.where(at != 2, bad), at), backend=backend)
+        except (IndexError, ValueError):
+            continue
+        assert out[0, 0, 2].isnan().all(), bad
+        assert out[0, 0, [0, 1, 3, 4]].isfinite().all()
+
+
+@triton.jit
+def write_key_blocks(
+    out_ptr, seqlen_q, key_start, key_stop, contiguous, diagonal,
+    IS_CAUSAL: tl.constexpr, HAS_ALLOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    start, full_stop, stop = key_blocks(
+        tile * BLOCK_M, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
+    )
+    tl.store(out_ptr + tile * 3, start)
+    tl.store(out_ptr + tile * 3 + 1, full_stop)
+    tl.store(out_ptr + tile * 3 + 2, stop)
+
+
+@triton.jit
+def write_query_blocks(
+    out_ptr, seqlen_q, key_start, key_stop, contiguous, diagonal,
+    IS_CAUSAL: tl.constexpr, HAS_ALLOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    start, n_boundary, n_full = query_blocks(
+        tile * BLOCK_N, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
+    )
+    tl.store(out_ptr + tile * 3, start)
+    tl.store(out_ptr + tile * 3 + 1, n_boundary)
+    tl.store(out_ptr + tile * 3 + 2, n_full)
+
+
+def visits(
+    mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, *, by_query: bool
+) -> list[tuple[int, list[int], list[int]]]:
+    """For each tile (of queries, or of keys): its start, and the starts of its full and of its boundary blocks."""
+    start, stop, contiguous = 0, seqlen_k, 1
+    if mask.valid is not None:
+        start, stop, contiguous = key_range(mask.valid.to(torch.uint8))[batch].tolist()
+    diagonal = mask.diagonal(seqlen_q, seqlen_k)
+    block, kernel = (block_m, write_key_blocks) if by_query else (block_n, write_query_blocks)
+    n_tiles = -(-(seqlen_q if by_query else seqlen_k) // block)
+    out = torch.empty(n_tiles, 3, dtype=torch.int32, device=DEVICE)
+    kernel[(n_tiles,)](
+        out, seqlen_q, start, stop, contiguous, diagonal or 0,
+        IS_CAUSAL=diagonal is not None, HAS_ALLOWED=mask.allowed is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+    )  # fmt: skip
+    tiles = []
+    for tile, (a, b, c) in enumerate(out.tolist()):
+        if by_query:
+            full, boundary = list(range(a, b, block_n)), list(range(b, c, block_n))
+        else:
+            boundary = [a + i * block_m for i in range(b)]
+            full = [a + (b + i) * block_m for i in range(c)]
+        tiles.append((tile * block, full, boundary))
+    return tiles
+
+
+def block_cases() -> list[tuple[int, int, str | None, str | None, bool]]:
+    lengths = ((1, 1), (1, 40), (40, 1), (16, 32), (33, 33), (50, 70), (70, 50), (64, 100), (31, 95), (17, 0))
+    return [
+        (q, k, causal, padding, boolean)
+        for (q, k), causal, padding in itertools.product(
+            lengths, (None, "bottom_right", "top_left"), (None, "right", "left", "uneven", "none valid")
+        )
+        for boolean in ((False, True) if (q, k) == (50, 70) else (False,))
+    ]
+
+
+@pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (32, 16), (16, 32), (16, 64)])
+def test_blocks(block_m, block_n, by_query):
+    """Full blocks are fully visible, what is not visited is hidden, and nothing is visited in vain."""
+    generator = torch.Generator().manual_seed(block_m * block_n)
+    for seqlen_q, seqlen_k, causal, padding, boolean in block_cases():
+        what = f"seqlen {seqlen_q}, {seqlen_k}, causal={causal}, padding={padding}, boolean={boolean}"
+        mask = masks.full() if causal is None else masks.causal(causal)
+        positions = torch.arange(seqlen_k)
+        length = int(torch.randint(0, seqlen_k + 1, (), generator=generator))
+        valid = {
+            "right": positions < length,
+            "left": positions >= length,
+            "uneven": torch.rand(seqlen_k, generator=generator) < 0.6,
+            "none valid": positions < 0,
+        }.get(padding or "")
+        if valid is not None:
+            mask = mask & masks.padding(valid[None].to(DEVICE))
+        if boolean:
+            mask = mask & masks.boolean((torch.rand(seqlen_q, seqlen_k, generator=generator) < 0.5).to(DEVICE))
+        dense = mask.dense(seqlen_q, seqlen_k, device=DEVICE)[0, 0].cpu()
+        size, step = (block_m, block_n) if by_query else (block_n, block_m)
+        if not by_query:
+            dense = dense.mT
+        for start, full, boundary in visits(mask, 0, seqlen_q, seqlen_k, block_m, block_n, by_query=by_query):
+            rows = dense[start : start + size]
+            visited = torch.zeros(dense.shape[1], dtype=torch.bool)
+            for block in (*full, *boundary):
+                inside = slice(max(block, 0), max(block + step, 0))
+                assert not visited[inside].any(), f"{what}: {start}: visited twice"
+                visited[inside] = True
+            for block in full:
+                assert 0 <= block <= dense.shape[1] - step, f"{what}: {start}: full block {block} reaches out"
+                assert rows[:, block : block + step].all(), f"{what}: {start}: full block {block} has hidden pairs"
+                # The kernels read all rows of a full block, also of a tile that reaches beyond the last one.
+                assert by_query or start + size <= dense.shape[0], f"{what}: {start}: full, but ragged"
+            assert not rows[:, ~visited].any(), f"{what}: {start}: visible, but not visited"
+            cut = not by_query and not rows.any(-1).all()  # some of the keys are hidden: the others may see less
+            if not boolean and padding != "uneven" and not cut:
+                for block in boundary:
+                    seen = rows[:, max(block, 0) : block + step]
+                    assert seen.any(), f"{what}: {start}: block {block} is visited in vain"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_makes_less_work(side, causal):
+    """Half of the keys hidden: half of the blocks visited, and as many without mask arithmetic as could be."""
+    seqlen, block = 512, 16
+    valid = torch.arange(seqlen, device=DEVICE) < 256 if side == "right" else torch.arange(seqlen, device=DEVICE) >= 256
+    mask = masks.causal() if causal else masks.full()
+    for by_query in (True, False):
+
+        def count(m: Mask, by_query: bool = by_query) -> tuple[int, int]:
+            tiles = visits(m, 0, seqlen, seqlen, block, block, by_query=by_query)
+            return sum(len(full) + len(boundary) for _, full, boundary in tiles), sum(len(b) for _, _, b in tiles)
+
+        everything, _ = count(mask)
+        visited, boundary = count(mask & masks.padding(valid[None]))
+        n = seqlen // block
+        if not causal:
+            assert (everything, visited, boundary) == (n * n, n * n // 2, 0)
+        else:
+            assert everything == n * (n + 1) // 2
+            half = n // 2 * (n // 2 + 1) // 2
+            assert visited == (half if side == "left" else everything - half)
+            assert boundary <= n
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 1, 5, 1023, 1024, 1025, 2500])
+def test_key_range(seqlen_k):
+    rows = [torch.zeros(seqlen_k), torch.ones(seqlen_k)]
+    for first, last in ((0, 0), (0, 3), (1, 4), (seqlen_k - 2, seqlen_k - 1), (1000, 1030)):
+        row = torch.zeros(seqlen_k)
+        row[max(first, 0) : last + 1] = 1
+        rows.append(row)
+        rows.append(row.clone())
+        rows[-1][max(first, 0) + 1 : last] = 0  # a gap, where there is room for one
+    rows += [(torch.rand(seqlen_k) < p).float() for p in (0.01, 0.5, 0.99)]
+    valid = torch.stack(rows).to(torch.uint8)
+    got = key_range(valid.to(DEVICE)).cpu()
+    for row, (start, stop, contiguous) in zip(valid, got.tolist(), strict=True):
+        (seen,) = row.nonzero(as_tuple=True)
+        if len(seen) == 0:
+            assert stop <= start
+            continue
+        assert (start, stop) == (int(seen[0]), int(seen[-1]) + 1)
+        assert contiguous == (len(seen) == stop - start)
+
+
+def random_masks(batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Mask]:
+    return {
+        "full": masks.full(),
+        "causal": masks.causal(),
+        "top-left": masks.causal("top_left"),
+        "padding": masks.padding(torch.rand(batch, seqlen_k) < 0.6),
+        "boolean": masks.boolean(torch.rand(batch, 2, seqlen_q, seqlen_k) < 0.6),
+        "boolean, per key": masks.boolean(torch.rand(seqlen_k) < 0.6),
+        "boolean, per head": masks.boolean(torch.rand(2, 1, 1) < 0.6),
+    }
+
+
+def brute_force(mask: Mask, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    seen = torch.ones(batch, nheads, seqlen_q, seqlen_k, dtype=torch.bool)
+    for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):
+        if "bottom_right" in mask.causal:
+            seen[:, :, i, j] &= (seqlen_k - 1 - j) >= (seqlen_q - 1 - i)
+        if "top_left" in mask.causal:
+            seen[:, :, i, j] &= j <= i
+        if mask.valid is not None:
+            seen[:, :, i, j] &= mask.valid[:, j, None]
+    return seen if mask.allowed is None else seen & mask.allowed
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(4, 4), (3, 6), (6, 3), (1, 5), (5, 1), (0, 3), (3, 0)])
+def test_dense_and_the_laws_of_and(seqlen_q, seqlen_k):
+    some = random_masks(2, seqlen_q, seqlen_k)
+
+    def dense(mask: Mask) -> Tensor:
+        mask.check(2, 2, seqlen_q, seqlen_k)
+        d = mask.dense(seqlen_q, seqlen_k)
+        assert d.dtype == torch.bool
+        assert d.shape[2:] == (seqlen_q, seqlen_k)
+        return d.expand(2, 2, -1, -1)
+
+    for a in some.values():
+        assert torch.equal(dense(a), brute_force(a, 2, 2, seqlen_q, seqlen_k))
+        assert torch.equal(dense(a & a), dense(a))
+        assert torch.equal(dense(a & masks.full()), dense(a))
+        assert torch.equal(dense(masks.full() & a), dense(a))
+        assert a.is_full == (a is some["full"])
+    for a, b in itertools.combinations(some.values(), 2):
+        assert torch.equal(dense(a & b), dense(a) & dense(b))
+        assert torch.equal(dense(b & a), dense(a & b))
+    a, b, c = some["causal"], some["padding"], some["boolean"]
+    assert torch.equal(dense((a & b) & c), dense(a & (b & c)))
+
+
+def test_diagonal():
+    assert masks.full().diagonal(3, 5) is None
+    assert masks.padding(torch.ones(1, 5, dtype=torch.bool)).diagonal(3, 5) is None
+    assert masks.causal().diagonal(3, 5) == 2
+    assert masks.causal().diagonal(5, 3) == -2
+    assert masks.causal("top_left").diagonal(3, 5) == 0
+    both = masks.causal("top_left") & masks.causal()
+    assert (both.diagonal(3, 5), both.diagonal(5, 3), both.diagonal(4, 4)) == (0, -2, 0)
+
+
+def test_a_mask_is_a_value():
+    mask = masks.causal() & masks.padding(torch.ones(1, 2, dtype=torch.bool))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mask.causal = frozenset()  # type: ignore[misc]
+    before = mask.valid
+    combined = mask & masks.padding(torch.zeros(1, 2, dtype=torch.bool))
+    assert mask.valid is before
+    assert before is not None
+    assert before.all()
+    assert combined.valid is not None
+    assert not combined.valid.any()
+    assert (masks.full() & masks.full()).is_full
+    moved = (mask & masks.boolean(torch.ones(2, 2, dtype=torch.bool))).to("meta")
+    assert moved.valid is not None
+    assert moved.allowed is not None
+    assert moved.valid.is_meta
+    assert moved.allowed.is_meta
+    assert moved.causal == mask.causal
+    assert masks.full().to("meta").is_full
+
+
+def test_as_mask():
+    allowed = torch.ones(3, 3, dtype=torch.bool)
+    assert masks.as_mask(None).is_full
+    assert masks.as_mask(allowed).allowed is allowed
+    mask = masks.causal()
+    assert masks.as_mask(mask) is mask
+
+
+BOOL = torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: masks.causal("bottom"), ValueError, r"align: got 'bottom', allowed are .*bottom_right.*top_left"),
+        (lambda: masks.padding(BOOL.int()), TypeError, r"valid: got .*int32.*, allowed is .*bool"),
+        (lambda: masks.padding(BOOL.tolist()), TypeError, r"valid: got list, allowed is .*bool"),
+        (lambda: masks.padding(BOOL[0]), ValueError, r"valid: got shape \(3,\), allowed is \(batch, seqlen_k\)"),
+        (lambda: masks.boolean(BOOL.float()), TypeError, r"m: got .*float32.*, allowed is .*bool"),
+        (lambda: masks.boolean(BOOL[None, None, None]), ValueError, r"m: got shape \(1, 1, 1, 2, 3\), allowed"),
+        (lambda: masks.as_mask("causal"), TypeError, r"mask: got str, allowed are .*Mask.*bool tensor.*None"),
+        (lambda: masks.as_mask(BOOL.float()), TypeError, r"got .*float32.*, allowed is .*bool"),
+        (lambda: masks.causal() & BOOL, TypeError, r"unsupported operand"),
+        (lambda: masks.padding(BOOL) & masks.padding(BOOL[:, :2]), ValueError, r"valid.*\(2, 3\) and \(2, 2\)"),
+        (lambda: masks.boolean(BOOL) & masks.boolean(BOOL[:, :2]), ValueError, r"allowed.*\(2, 3\) and \(2, 2\)"),
+        (lambda: masks.padding(BOOL).check(2, 4, 3, 4), ValueError, r"padding.*\(2, 4\).*got \(2, 3\)"),
+        (lambda: masks.padding(BOOL).check(1, 4, 3, 3), ValueError, r"padding.*\(1, 3\).*got \(2, 3\)"),
+        (lambda: masks.boolean(BOOL).check(2, 4, 3, 3), ValueError, r"boolean.*\(2, 4, 3, 3\).*got \(2, 3\)"),
+        (lambda: masks.boolean(BOOL).check(2, 4, 2, 4), ValueError, r"boolean.*\(2, 4, 2, 4\).*got \(2, 3\)"),
+        (lambda: Mask(valid=torch.ones(2, 3)), TypeError, r"valid: got .*float32"),
+        (lambda: Mask(allowed=torch.ones(2, 3)), TypeError, r"float32"),
+        (lambda: Mask(causal=frozenset({"diagonal"})), ValueError, r"diagonal"),  # type: ignore[arg-type]
+    ],
+)
+def test_errors_of_masks(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 3), (4, 1, 3), (1, 4, 2, 1), (2, 1, 1, 3)])
+def test_shapes_that_boolean_takes(shape):
+    masks.boolean(torch.ones(shape, dtype=torch.bool)).check(2, 4, 2, 3)
+
+
+def test_both_causal_alignments_at_once():
+    inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
+    assert_accurate(triton_attention, replace(inputs, mask=inputs.mask & masks.causal("top_left")))
