@@ -22,6 +22,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
     if q.numel() == 0 or seqlen_k == 0 or not (mask.is_full or _finite(k, v)):
         return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
 
+    q, k, v = _apart(q), _apart(k), _apart(v)
     if rope is not None:
         q, k = rope.rotate(q, k)
     enable_gqa = False
@@ -47,6 +48,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
     empty = ~visible.any(dim=-1, keepdim=True)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=enable_gqa)
     return out.masked_fill(empty, 0.0)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """``x``, copied if its rows partly overlap in memory: torch's CPU kernel returns wrong numbers for such views."""
+    overlap = any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
+    return x.contiguous() if overlap else x
 
 
 def _finite(*tensors: Tensor) -> bool:

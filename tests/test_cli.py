@@ -167,9 +167,6 @@ def test_the_interpreter_needs_numpy() -> None:
     assert "pip install numpy" in run_python("-c", code, status=2).stderr
 
 
-# info
-
-
 def test_info_without_a_case() -> None:
     out = run("info", "--device", "cpu").stdout
     assert re.search(rf"^fusedattn +{re.escape(__version__)}$", out, re.MULTILINE)
@@ -209,9 +206,6 @@ def test_info_shows_the_launches() -> None:
     assert "backend triton: yes, the default" in out
     assert re.search(r"launches on interpreter", out)
     assert all(re.search(rf"^  {kernel} +\d+ x \d+", out, re.MULTILINE) for kernel in ("fwd", "dkdv", "dq"))
-
-
-# check
 
 
 @pytest.fixture(scope="module")
@@ -293,9 +287,6 @@ def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> No
     assert any(r.max not in (0.0, 1.0) for r in ratios.values()), "this is the reference itself"
 
 
-# demo
-
-
 def test_demo(tmp_path: Path) -> None:
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package)
@@ -368,9 +359,6 @@ def test_fastest_number_of_threads() -> None:
         assert chosen == torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-
-
-# interruption
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")

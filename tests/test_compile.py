@@ -69,8 +69,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
 KINDS = ("plain", "expanded", "transposed", "overlapping", "empty", "no keys", "everything")
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "requires_grad"), [*((kind, True) for kind in KINDS), ("plain", False)])
 def test_opcheck_forward(kind, requires_grad):
     arguments = op_arguments(kind)
     q, k, v = (x.detach().requires_grad_(requires_grad) for x in arguments[:3])
@@ -105,17 +104,6 @@ def test_the_op_by_itself_is_differentiable():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_functorch():
-    q, k, v = (x.detach() for x in qkv())
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, mask=masks.causal(), backend="triton").square().sum()
-
-    got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
-    x = [t.clone().requires_grad_() for t in (q, k, v)]
-    assert all(torch.equal(a, b) for a, b in zip(got, torch.autograd.grad(loss(*x), x), strict=True))
-
-
 Problem = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -127,18 +115,12 @@ def problem(kind: str, backend: str) -> Problem:
     def function(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, at: Tensor) -> Tensor:
         if kind == "causal":
             return call(q, k, v, mask=masks.causal())
-        if kind == "causal, top-left":
-            return call(q, k, v, mask=masks.causal("top_left"))
         if kind == "padding":
             return call(q, k, v, mask=masks.causal() & masks.padding(valid))
         if kind == "boolean":
             return call(q, k, v, mask=valid[:, None, None, :])
-        if kind == "rope":
-            return call(q, k, v, rope=rope)
         if kind == "rope, positions":
             return call(q, k, v, rope=rope.at(at[-q.shape[2] :], at))
-        if kind == "scale":
-            return call(q, k, v, scale=-0.3)
         if kind == "lse":
             out, lse = call(q, k, v, return_lse=True)
             return out * lse[..., None]
@@ -150,18 +132,7 @@ def problem(kind: str, backend: str) -> Problem:
     return function
 
 
-PROBLEMS = (
-    "plain",
-    "causal",
-    "causal, top-left",
-    "padding",
-    "boolean",
-    "rope",
-    "rope, positions",
-    "scale",
-    "lse",
-    "everything",
-)
+PROBLEMS = ("plain", "causal", "padding", "boolean", "rope, positions", "lse", "everything")
 
 
 def results(function: Problem, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
@@ -197,7 +168,7 @@ def test_compile_with_changing_lengths(kind, backend):
     function = problem(kind, backend)
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
     graphs = set()
-    for lengths in ((5, 7), (6, 9), (17, 33)):
+    for lengths in ((5, 7), (17, 33)):
         assert_same(results(compiled, *lengths), results(function, *lengths), backend)
         graphs.add(counter.frame_count)
     assert len(graphs) == 1, graphs
@@ -209,10 +180,10 @@ def test_compile_finds_out_that_lengths_change(backend):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(problem("padding", backend), fullgraph=True, backend=counter)
     graphs = []
-    for n in (5, 7, 9, 17, 33):
+    for n in (5, 7, 9, 17):
         results(compiled, n, n)
         graphs.append(counter.frame_count)
-    assert graphs[1:] == graphs[1:2] * 4, graphs
+    assert graphs[1:] == graphs[1:2] * 3, graphs
 
 
 @backends
@@ -282,7 +253,7 @@ def test_compile_a_fused_model():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     graphs = set()
-    for n in (5, 9, 13):
+    for n in (5, 13):
         ids = torch.randint(11, (2, n), device=DEVICE)
         torch.testing.assert_close(compiled(ids), model(ids))
         graphs.add(counter.frame_count)

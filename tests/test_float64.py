@@ -149,9 +149,7 @@ def test_gradcheck(name, returned):
     inputs = testing.make_inputs(GRADCHECKS[name])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, lse = triton_attention(
-            q, k, v, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=True
-        )
+        out, lse = triton_attention(q, k, v, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=True)
         # The difference quotient of a constant -inf is NaN.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         return {"out": (out,), "lse": (lse,), "out and lse": (out, lse)}[returned]
@@ -169,4 +167,6 @@ def test_gradcheck_of_an_out_of_order_mask():
     allowed = torch.zeros(5, 7, dtype=torch.bool)
     allowed[0, 4:], allowed[1, ::2], allowed[3] = True, True, True
     q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
-    assert torch.autograd.gradcheck(lambda *x: triton_attention(*x, mask=masks.boolean(allowed)), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: triton_attention(*x, mask=masks.boolean(allowed)), (q, k, v), fast_mode=True
+    )

@@ -1,19 +1,22 @@
-"""fuse() and unfuse(): the same model, computing the same, in place."""
+"""``fuse()``: the model stays what it was, and computes what it did."""
 
 from __future__ import annotations
 
 import copy
+import io
+import logging
+import math
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import fusedattn
-from fusedattn import fuse, fusion_report, masks, testing, unfuse
-from fusedattn.modules import FusedScaledDotProductAttention
+from fusedattn import attention, fuse, fusion_report, masks, unfuse
+from fusedattn.modules import FusedScaledDotProductAttention, Replacement
 from fusedattn.transformer import (
     Decoder,
     DecoderLayer,
@@ -28,224 +31,417 @@ from fusedattn.transformer import (
     TransformerBlock,
     TransformerEncoder,
 )
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, INTERPRETING
 
-D, HEADS, LENGTH = 32, 4, 21
-VALID = torch.arange(LENGTH) < torch.tensor([[LENGTH], [13]])
-Call = Callable[[nn.Module], Tensor]
+pytestmark = [pytest.mark.usefixtures("_seed")]
+
+WIDTH, HEADS, LAYERS, VOCAB = 32, 4, 2, 13
+BATCH, LENGTH, OTHER = 2, 9, 6
+
+# The gradient of relu jumps at 0: a rounding error anywhere before it may become a large one.
+SMOOTH: dict[str, Any] = {"activation": "gelu"}
 
 
 def ids(length: int = LENGTH) -> Tensor:
-    return torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return torch.randint(VOCAB, (BATCH, length))
 
 
-def vectors(model: nn.Module, length: int = LENGTH) -> Tensor:
-    x = torch.randn(2, length, D, generator=torch.Generator().manual_seed(2))
-    return x.to(DEVICE, next(model.parameters()).dtype)
+def hidden(length: int = LENGTH) -> Tensor:
+    return torch.randn(BATCH, length, WIDTH)
 
 
-def padding() -> masks.Mask:
-    return masks.padding(VALID.to(DEVICE))
+def valid(length: int = LENGTH) -> Tensor:
+    real = torch.ones(BATCH, length, dtype=torch.bool)
+    real[0, length - 3 :] = False
+    return real
 
 
-# Every attention-bearing model of the reference, and a call that exercises its masks.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
-    "self attention": (lambda: MultiHeadAttention(D, HEADS), lambda m: m(vectors(m))),
-    "causal, grouped, rotary": (
-        lambda: MultiHeadAttention(D, HEADS, n_kv_heads=2, rope=RotaryPositionalEmbedding(8, 64)),
-        lambda m: m(vectors(m), mask=masks.causal() & padding()),
+@dataclass(frozen=True)
+class Example:
+    """A reference model, and how it is called."""
+
+    make: Callable[[], nn.Module]
+    arguments: Callable[[], tuple[Any, ...]]
+
+
+def stack(cls: type[nn.Module], **kwargs: Any) -> Callable[[], nn.Module]:
+    return lambda: cls(VOCAB, WIDTH, HEADS, LAYERS, 48, max_len=16, **SMOOTH, **kwargs)
+
+
+EXAMPLES = {
+    "MultiHeadAttention": Example(lambda: MultiHeadAttention(WIDTH, HEADS), lambda: (hidden(),)),
+    "MultiHeadAttention, cross": Example(lambda: MultiHeadAttention(WIDTH, HEADS), lambda: (hidden(), hidden(OTHER))),
+    "MultiHeadAttention, GQA": Example(
+        lambda: MultiHeadAttention(WIDTH, HEADS, n_kv_heads=2),
+        lambda: (hidden(), None, None, masks.causal() & masks.padding(valid())),
     ),
-    "cross attention": (
-        lambda: MultiHeadAttention(D, HEADS),
-        lambda m: m(vectors(m, 9), vectors(m), mask=padding()),
+    "MultiHeadAttention, RoPE": Example(
+        lambda: MultiHeadAttention(WIDTH, HEADS, n_kv_heads=1, rope=RotaryPositionalEmbedding(6, 16, interleaved=True)),
+        lambda: (hidden(), None, None, masks.causal()),
     ),
-    "shared projections": (
-        lambda: SelfAttention(D, HEADS),
-        lambda m: m(vectors(m), vectors(m), vectors(m), masks.causal()),
+    "SelfAttention": Example(
+        lambda: SelfAttention(WIDTH, HEADS), lambda: (hidden(), hidden(), hidden(), valid()[:, None, None, :])
     ),
-    "pre-norm block": (lambda: TransformerBlock(D, HEADS, 48), lambda m: m(vectors(m), masks.causal())),
-    "post-norm block": (
-        lambda: TransformerBlock(D, HEADS, 48, norm="post", activation="swiglu"),
-        lambda m: m(vectors(m), padding()),
+    "TransformerBlock, pre": Example(
+        lambda: TransformerBlock(WIDTH, HEADS, norm="pre", activation="swiglu"), lambda: (hidden(), masks.causal())
     ),
-    "encoder layer": (lambda: EncoderLayer(D, HEADS, 48), lambda m: m(vectors(m), padding())),
-    "decoder layer": (
-        lambda: DecoderLayer(D, HEADS, 48),
-        lambda m: m(vectors(m, 9), vectors(m), memory_mask=padding()),
+    "TransformerBlock, post": Example(
+        lambda: TransformerBlock(WIDTH, HEADS, norm="post", **SMOOTH), lambda: (hidden(), masks.causal("top_left"))
     ),
-    "encoder": (lambda: Encoder(50, D, HEADS, 1, 48, 64), lambda m: m(ids(), padding())),
-    "decoder": (lambda: Decoder(50, D, HEADS, 1, 48, 64), lambda m: m(ids(9), vectors(m))),
-    "encoder-decoder": (
-        lambda: Transformer(50, 50, D, HEADS, 1, 48, 64),
-        lambda m: m(ids(), ids(9), src_mask=VALID.to(DEVICE)),
+    "EncoderLayer": Example(lambda: EncoderLayer(WIDTH, HEADS, **SMOOTH), lambda: (hidden(), masks.padding(valid()))),
+    "DecoderLayer": Example(
+        lambda: DecoderLayer(WIDTH, HEADS, **SMOOTH), lambda: (hidden(OTHER), hidden(), None, masks.padding(valid()))
     ),
-    "encoder-only": (lambda: TransformerEncoder(50, D, HEADS, 1, 48, 64), lambda m: m(ids(), VALID.to(DEVICE))),
-    **{
-        f"GPT, {kind}": (
-            lambda kind=kind: GPTModel(50, D, HEADS, 2, 48, 64, positions=kind, n_kv_heads=2),
-            lambda m: m(ids(), VALID.to(DEVICE)),
-        )
-        for kind in ("sinusoidal", "learned", "rotary")
-    },
+    "Encoder": Example(stack(Encoder), lambda: (ids(), valid())),
+    "Decoder": Example(stack(Decoder), lambda: (ids(OTHER), hidden(), None, valid())),
+    "Transformer": Example(
+        lambda: Transformer(VOCAB, VOCAB, WIDTH, HEADS, LAYERS, 48, max_len=16, **SMOOTH),
+        lambda: (ids(), ids(OTHER), valid()),
+    ),
+    "TransformerEncoder": Example(stack(TransformerEncoder), lambda: (ids(), valid())),
+    "GPTModel, sinusoidal": Example(stack(GPTModel, positions="sinusoidal"), lambda: (ids(), valid())),
+    "GPTModel, learned": Example(stack(GPTModel, positions="learned"), lambda: (ids(), valid())),
+    "GPTModel, rotary": Example(stack(GPTModel, positions="rotary", n_kv_heads=2), lambda: (ids(), valid())),
 }
 
-
-def build(name: str) -> tuple[Any, Call]:
-    make, call = MODELS[name]
-    torch.manual_seed(0)
-    return make().to(DEVICE), call
+examples = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def results(model: nn.Module, call: Call, weights: Tensor) -> dict[str, Tensor]:
-    """The output and the gradient of every parameter, for a fixed gradient of the output."""
+def cast(arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(DEVICE, dtype if x.is_floating_point() else None)
+        return x.to(DEVICE) if isinstance(x, masks.Mask) else x
+
+    return tuple(one(x) for x in arguments)
+
+
+def outcome(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The output, and the gradient of every parameter under a fixed random gradient of the output."""
     model.zero_grad()
-    out = call(model)
-    out.backward(weights.to(out.dtype))
-    return {"output": out.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    out = model(*arguments)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
+    out.backward(weights)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": out.detach(), **grads}
 
 
-def in_units_of_size(results: dict[str, Tensor], truth: dict[str, Tensor]) -> Tensor:
-    """All gradients in one row, each tensor divided by its true size.
-
-    Together, because a single bias of 32 numbers, whose errors come through layers that are eager in both models, has
-    a mean error that is luck. The bias of the keys is left out: softmax does not see it, its gradient is 0.
-    """
-    return torch.cat(
-        [
-            (results[name].double() / gradient.pow(2).mean().sqrt()).flatten()
-            for name, gradient in truth.items()
-            if name != "output" and gradient.abs().max() > 1e-9
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "train") for name in MODELS), ("GPT, rotary", "eval"), ("encoder-decoder", "eval")]
-)
-def test_fused_computes_what_the_reference_computes(name: str, mode: str) -> None:
-    model, call = build(name)
-    model.train(mode == "train")
-    weights = torch.randn(call(model).shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    eager = results(model, call, weights)
-    truth = results(copy.deepcopy(model).double(), call, weights)
-    fused = results(fuse(copy.deepcopy(model), backend="triton"), call, weights)
-    assert fused.keys() == truth.keys()
-    assert set(truth) == {"output"} | {name for name, _ in model.named_parameters()}
-    testing.assert_within_budget(fused["output"], truth["output"], eager["output"], "output")
-    gradients = (in_units_of_size(x, truth) for x in (fused, truth, eager))
-    testing.assert_within_budget(*gradients, "gradients")  # type: ignore[misc]
+@pytest.mark.skipif(not INTERPRETING, reason="float64 runs in the interpreter only")
+@examples
+def test_a_fused_model_computes_the_same_function(name):
+    """In float64, where rounding hides nothing: the output and all gradients, in train() and in eval()."""
+    model = EXAMPLES[name].make().double()
+    arguments = cast(EXAMPLES[name].arguments(), torch.float64)
+    expected = outcome(model, arguments)
+    fuse(model, backend="triton")
+    for mode in (True, False):
+        got = outcome(model.train(mode), arguments)
+        assert got.keys() == expected.keys()
+        for key, x in expected.items():
+            torch.testing.assert_close(got[key], x, rtol=1e-9, atol=1e-11 * max(1.0, x.abs().max().item()))
 
 
-def test_the_model_stays_the_same_object_with_the_same_parameters() -> None:
-    model, call = build("GPT, rotary")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls = []
-    core = next(m for m in model.modules() if isinstance(m, ScaledDotProductAttention))
-    core.register_forward_hook(lambda *_: calls.append(1))
-    keys, pointers = list(model.state_dict()), [p.data_ptr() for p in model.parameters()]
+# A model is mostly not attention: its linear layers and norms round as before, and the errors of a single small
+# parameter are a draw of luck (single ones exceed 1.5 times the reference's in about one of twenty). Their mean over
+# all parameters is not: measured 0.86 to 1.13 times the reference's over all models, dtypes and ten seeds.
+MODEL_FACTOR = 1.35
+
+
+@examples
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fused_model_is_as_accurate(name, dtype):
+    """Relative errors against the reference in float64, averaged over the output and all gradients."""
+    model = EXAMPLES[name].make().to(DEVICE, dtype)
+    arguments = cast(EXAMPLES[name].arguments(), dtype)
+    truth = outcome(copy.deepcopy(model).double(), cast(arguments, torch.float64))
+    eager = outcome(model, arguments)
+    got = outcome(fuse(model, backend="triton"), arguments)
+
+    def error(results: dict[str, Tensor]) -> float:
+        errors = []
+        for key, x in truth.items():
+            assert results[key].isfinite().all(), key
+            # Without rotation a key's bias shifts all scores of a row alike: its gradient is 0.
+            if x.abs().max() > 1e-9:
+                errors.append(((results[key].double() - x).norm() / x.norm()).item())
+        return sum(errors) / len(errors)
+
+    assert error(got) <= MODEL_FACTOR * error(eager)
+
+
+@examples
+def test_fuse_and_unfuse_leave_the_model_alone(name):
+    model = EXAMPLES[name].make().to(DEVICE)
+    arguments = cast(EXAMPLES[name].arguments(), torch.float32)
+    expected = outcome(model, arguments)
+    names = [n for n, _ in model.named_modules()]
+    modules = list(model.modules())
+    state = model.state_dict()
+    pointers = {n: p.data_ptr() for n, p in model.named_parameters()}
+    keys = {id(m): set(m.__dict__) for m in modules}
+    text = repr(model)
 
     assert fuse(model, backend="triton") is model
-    assert list(model.state_dict()) == keys
-    assert [p.data_ptr() for p in model.parameters()] == pointers
-    assert all(type(m) is not ScaledDotProductAttention for m in model.modules())
-    before = model.embedding.weight.detach().clone()
-    call(model).sum().backward()
-    optimizer.step()
-    assert not torch.equal(before, model.embedding.weight)
-    assert calls == [1]
+    assert [n for n, _ in model.named_modules()] == names
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert model.state_dict().keys() == state.keys()
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == pointers
+    assert all(m.training for m in model.modules())
+    cores = [m for m in modules if isinstance(m, ScaledDotProductAttention)]
+    assert cores
+    assert all(type(m) is FusedScaledDotProductAttention for m in cores)
+    model.load_state_dict(state)
 
     assert unfuse(model) is model
-    assert fusion_report(model) == []
-    assert all(type(m) is not FusedScaledDotProductAttention for m in model.modules())
-    assert "backend" not in core.__dict__
+    assert repr(model) == text
+    assert {id(m): set(m.__dict__) for m in modules} == keys
+    assert all(type(m) is ScaledDotProductAttention for m in cores)
+    got = outcome(model, arguments)
+    assert all(torch.equal(got[key], x) for key, x in expected.items())
+    assert unfuse(model) is model
 
 
-def test_the_report_names_what_was_replaced() -> None:
-    model = fuse(build("decoder layer")[0])
-    report = fusion_report(model)
-    assert len(report) == 2
-    for replacement in report:
-        assert type(model.get_submodule(replacement.name)) is FusedScaledDotProductAttention
-        assert "ScaledDotProductAttention -> FusedScaledDotProductAttention" in str(replacement)
+def small(**kwargs: Any) -> TransformerBlock:
+    return TransformerBlock(WIDTH, HEADS, **kwargs).to(DEVICE)
 
 
-def test_fusing_twice_shared_modules_and_the_root() -> None:
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A list that every call of attention() by a fused module adds its keywords to."""
+    from fusedattn import modules
+
+    calls: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(modules, "attention", spy)
+    return calls
+
+
+def test_the_kernels_run_in_a_fused_model_and_only_there(monkeypatch):
+    calls = calls_of(monkeypatch)
+    model, x = small(), hidden().to(DEVICE)
+    model(x)
+    assert calls == []
+    fuse(model, backend="triton")(x)
+    assert [c["backend"] for c in calls] == ["triton"]
+    fuse(model, backend="torch")(x)
+    assert [c["backend"] for c in calls] == ["triton", "torch"]
+    fuse(model)(x)
+    assert calls[-1]["backend"] is None
+    unfuse(model)(x)
+    assert len(calls) == 3
+
+
+def test_weights_come_from_the_reference(monkeypatch):
+    calls = calls_of(monkeypatch)
+    model, x = MultiHeadAttention(WIDTH, HEADS).to(DEVICE), hidden().to(DEVICE)
+    expected, expected_weights = model(x, need_weights=True)
+    out, weights = fuse(model, backend="triton")(x, need_weights=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(weights, expected_weights)
+    assert calls == []
+
+
+def test_attention_without_heads():
+    """Three-dimensional inputs are one head; so is a three-dimensional mask."""
+    core = ScaledDotProductAttention(scale=0.3).to(DEVICE)
+    q, k, v = (torch.randn(2, n, 8, device=DEVICE) for n in (5, 7, 7))
+    some = torch.rand(2, 5, 7, device=DEVICE) < 0.7
+    some_padding = masks.padding(torch.rand(2, 7, device=DEVICE) < 0.7)
+    for mask in (None, some, some[0], masks.causal(), some_padding):
+        expected, _ = core(q, k, v, mask, need_weights=False)
+        fused = fuse(copy.deepcopy(core), backend="triton")
+        out, weights = fused(q, k, v, mask, need_weights=False)
+        assert weights is None
+        torch.testing.assert_close(out, expected)
+
+
+def test_an_optimizer_made_before_goes_on():
+    model, x = small(), hidden().to(DEVICE)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, twin)]
+    losses = []
+    for step in range(4):
+        if step == 2:
+            fuse(model, backend="triton")
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            loss = m(x, masks.causal()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[::2] == pytest.approx(losses[1::2], rel=1e-4)
+    assert losses[-1] < losses[0]
+
+
+def test_hooks_stay():
+    model, x = small(), hidden().to(DEVICE)
+    core = model.self_attention.attention
+    seen = []
+    core.register_forward_pre_hook(lambda *_: seen.append("before"))
+    core.register_forward_hook(lambda *_: seen.append("after"))
+    core.register_full_backward_hook(lambda *_: seen.append("backward"))
+    fuse(model, backend="triton")(x.requires_grad_()).sum().backward()
+    assert seen == ["before", "after", "backward"]
+    unfuse(model)(x).sum().backward()
+    assert seen == ["before", "after", "backward"] * 2
+
+
+def test_shared_modules():
+    block = small()
+    model = nn.Sequential(block, block, nn.ModuleDict({"again": block})["again"])
+    expected = model(hidden_x := hidden().to(DEVICE))
+    fuse(model, backend="triton")
+    assert model[0] is model[1] is model[2]
+    assert [r.name for r in fusion_report(model)] == ["0.self_attention.attention"]
+    torch.testing.assert_close(model(hidden_x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_model_itself_may_be_attention():
     core = ScaledDotProductAttention()
+    assert fuse(core) is core
+    assert isinstance(core, FusedScaledDotProductAttention)
+    assert fusion_report(core) == [Replacement("", "ScaledDotProductAttention", "FusedScaledDotProductAttention")]
+    assert str(fusion_report(core)[0]).startswith("(the model itself): ")
     assert fuse(core, backend="torch") is core
-    assert fuse(core, backend="triton").backend == "triton"
-    assert "(the model itself)" in str(fusion_report(core)[0])
-    attention = MultiHeadAttention(D, HEADS)
-    both = nn.ModuleList([attention, attention])
-    fuse(both)
-    assert type(attention.attention) is FusedScaledDotProductAttention
+    assert core.backend == "torch"
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_fused_model_can_be_copied_and_pickled(duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    model, call = build("GPT, learned")
-    twin = duplicate(fuse(model, backend="triton"))
-    torch.testing.assert_close(call(twin), call(model), rtol=0, atol=0)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_a_fused_model(how):
+    model, x = fuse(small(), backend="triton"), hidden().to(DEVICE)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert fusion_report(twin) == fusion_report(model)
+    assert twin.self_attention.attention.backend == "triton"
+    assert torch.equal(twin(x), model(x))
+    unfuse(twin)
+    assert len(fusion_report(model)) == 1
 
 
-def test_weights_on_request_are_the_reference_ones() -> None:
-    model, _ = build("self attention")
-    x = vectors(model)
-    expected = model(x, mask=masks.causal(), need_weights=True)
-    fuse(model, backend="triton")
-    for a, b in zip(model(x, mask=masks.causal(), need_weights=True), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+def test_a_report_names_what_was_fused(caplog):
+    model = GPTModel(VOCAB, WIDTH, HEADS, LAYERS, max_len=16)
+    assert fusion_report(model) == []
+    with caplog.at_level(logging.INFO, logger="fusedattn"):
+        fuse(model)
+    names = [f"blocks.{i}.self_attention.attention" for i in range(LAYERS)]
+    assert [r.name for r in fusion_report(model)] == names
+    assert str(fusion_report(model)[0]) == f"{names[0]}: ScaledDotProductAttention -> FusedScaledDotProductAttention"
+    assert [r.getMessage() for r in caplog.records] == [f"fused {r}" for r in fusion_report(model)]
+    unfuse(model)
+    assert fusion_report(model) == []
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_generation_with_and_without_a_cache(positions: str) -> None:
-    model = build(f"GPT, {positions}")[0]
-    prompt = ids(6)
-    expected = model.generate(prompt, 4, temperature=0.0)
-    fuse(model, backend="triton")
-    for use_cache in (True, False):
-        assert torch.equal(model.generate(prompt, 4, temperature=0.0, use_cache=use_cache), expected)
+class Subclass(ScaledDotProductAttention):
+    pass
 
 
-class OwnAttention(ScaledDotProductAttention):
-    """A user's variant."""
-
-
-def _patched() -> nn.Module:
+def patched() -> ScaledDotProductAttention:
     core = ScaledDotProductAttention()
-    core.forward = lambda *args, **kwargs: None  # type: ignore[assignment]
+    core.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
     return core
 
 
+def fused_subclass() -> nn.Module:
+    class Sub(FusedScaledDotProductAttention):
+        pass
+
+    return Sub()
+
+
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "reasons"),
     [
-        (OwnAttention, ("OwnAttention", "subclass")),
-        (_patched, ("forward was replaced",)),
-        (lambda: nn.MultiheadAttention(D, HEADS), ("torch.nn.MultiheadAttention",)),
-        (lambda: ScaledDotProductAttention(dropout=0.1), ("dropout_p = 0.1", "eval()")),
+        (Subclass, ["1: Subclass is a subclass"]),
+        (fused_subclass, ["1: Sub is a subclass"]),
+        (patched, ["1: its forward was replaced"]),
+        (lambda: nn.MultiheadAttention(8, 2), ["1: torch.nn.MultiheadAttention is not supported"]),
+        (lambda: nn.TransformerEncoderLayer(8, 2), ["1.self_attn: torch.nn.MultiheadAttention"]),
+        (lambda: ScaledDotProductAttention(0.1), ["1: dropout on attention weights, got dropout_p = 0.1"]),
+        (
+            lambda: nn.Sequential(Subclass(0.2), patched(), nn.MultiheadAttention(8, 2)),
+            ["1.0: Subclass is a subclass", "1.0: dropout", "1.1: its forward", "1.2: torch.nn.MultiheadAttention"],
+        ),
     ],
 )
-def test_what_cannot_be_replaced_faithfully_is_refused(make: Callable[[], nn.Module], words: tuple[str, ...]) -> None:
-    good = MultiHeadAttention(D, HEADS)
-    model = nn.ModuleDict({"good": good, "bad": make()})
-    with pytest.raises(NotImplementedError) as error:
+def test_a_refusal_lists_every_reason_and_changes_nothing(make, reasons):
+    model = nn.Sequential(ScaledDotProductAttention(), make())
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(NotImplementedError) as caught:
         fuse(model)
-    assert all(word in str(error.value) for word in ("bad", *words))
-    assert type(good.attention) is ScaledDotProductAttention  # nothing was changed
+    for reason in reasons:
+        assert reason in str(caught.value)
+    assert [type(m) for m in model.modules()] == types
+    assert "backend" not in model[0].__dict__
 
 
-def test_dropout_is_refused_when_training_starts_after_fusing() -> None:
-    model = MultiHeadAttention(D, HEADS, dropout=0.1).to(DEVICE).eval()
-    fuse(model)(vectors(model))
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        model.train()(vectors(model))
+def test_dropout():
+    """In eval() there is none; in training it is refused, by fuse() and by a module that was fused before."""
+    model, x = small(dropout=0.1).eval(), hidden().to(DEVICE)
+    expected = model(x)
+    torch.testing.assert_close(fuse(model, backend="triton")(x), expected, atol=1e-5, rtol=1e-5)
+    model.train()
+    with pytest.raises(NotImplementedError, match=r"dropout_p: got 0\.1"):
+        model(x)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        fuse(model)
+    unfuse(model)(x)
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="model: got int"):
-        fuse(3)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="without attention of fusedattn"):
-        fuse(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="backend"):
-        fuse(MultiHeadAttention(D, HEADS), backend="cuda")  # type: ignore[arg-type]
-    assert fusedattn.unfuse(nn.Linear(2, 2)) is not None
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate(positions, use_cache):
+    """Greedy decoding gives the same tokens, with a cache and without."""
+    model = GPTModel(VOCAB, WIDTH, HEADS, 1, max_len=16, positions=positions, n_kv_heads=2).to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=0.4)  # far enough apart that rounding does not choose the token
+    prompt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], device=DEVICE)
+    expected = model.generate(prompt, 6, temperature=0, use_cache=use_cache)
+    logits = model(expected)
+    fuse(model, backend="triton")
+    assert torch.equal(model.generate(prompt, 6, temperature=0, use_cache=use_cache), expected)
+    torch.testing.assert_close(model(expected), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_filled_in_pieces():
+    model = fuse(GPTModel(VOCAB, WIDTH, HEADS, 1, max_len=16, positions="rotary").to(DEVICE), backend="triton")
+    tokens = ids().to(DEVICE)
+    cache = model.make_cache()
+    with torch.no_grad():
+        pieces = [model(piece, cache=cache) for piece in tokens.split([4, 1, 3, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_member_that_is_all_padding():
+    model = fuse(TransformerEncoder(VOCAB, WIDTH, HEADS, 1, 48, max_len=16).to(DEVICE), backend="triton")
+    real = valid().to(DEVICE)
+    real[1] = False
+    out = model(ids().to(DEVICE), real)
+    assert out.isfinite().all()
+    out.sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is None or p.grad.isfinite().all(), name
+
+
+def test_moving_and_casting_a_fused_model():
+    model = fuse(small(rope=RotaryPositionalEmbedding(8, 16)), backend="triton")
+    x = hidden().to(DEVICE)
+    expected = model(x)
+    for dtype in (torch.float16, torch.bfloat16):
+        out = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        assert out.dtype == dtype
+        tolerance = 30 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert math.isfinite(model(x).sum().item())

@@ -83,7 +83,9 @@ def test_apply_rope_is_the_textbook_rotation_rounded_once(dtype, interleaved):
     rope = Rope.from_theta(12, 64, interleaved=interleaved)
     positions = torch.tensor([5, 0, 63, 2, 2, 41, 1])
     compute = torch.promote_types(dtype, torch.float32)
-    rotary = textbook(x[..., :12].to(compute), rope.cos[positions].to(compute), rope.sin[positions].to(compute), interleaved)
+    rotary = textbook(
+        x[..., :12].to(compute), rope.cos[positions].to(compute), rope.sin[positions].to(compute), interleaved
+    )
     expected = torch.cat((rotary.to(dtype), x[..., 12:]), dim=-1)
     got = apply_rope(x, rope.cos, rope.sin, positions, interleaved=interleaved)
     assert got.dtype == dtype

@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     if not cases:
         names = ", ".join(repr(case.name) for case in testing.CASES)
         raise CommandError(f"--feature: got {options.feature!r}, which is in none of the names {names}")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the cases are small, and threads that wait for each other cost more than they do
     outcomes = _outcomes(cases, options.dtype or DTYPES, options.backend, device)
     if options.json:
         return _print_json(list(outcomes), options.backend, device)
