@@ -37,9 +37,13 @@ def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 def _precision(dtype: torch.dtype) -> str:
     """How float32 products are computed: as IEEE float32, unless the user has allowed TF32 to torch."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:
-        return "tf32"
-    return "ieee"
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    try:
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set through torch's newer names, which this function refuses to translate
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
 
 
 def _device_mask(valid: Tensor | None, allowed: Tensor | None, is_causal: bool, diagonal: int) -> DeviceMask:

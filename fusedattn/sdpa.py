@@ -23,6 +23,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
         return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
 
     q, k, v = _apart(q), _apart(k), _apart(v)
+    if scale <= 0:  # torch's CPU kernel masks before it scales: -inf * -1 is what it should not be
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     if rope is not None:
         q, k = rope.rotate(q, k)
     enable_gqa = False

@@ -180,7 +180,7 @@ def over_seqlen(x: Tensor) -> Tensor:
 
 def windows(x: Tensor) -> Tensor:
     """Rows that overlap: each is the one before, shifted by one."""
-    batch, nheads, seqlen, head_dim = x.shape
+    seqlen, head_dim = x.shape[2:]
     return torch.cat((x[:, :, 0], x[:, :, :, 0]), dim=-1)[..., : seqlen + head_dim - 1].unfold(-1, head_dim, 1)
 
 

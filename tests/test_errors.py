@@ -1,4 +1,4 @@
-"""What a caller gets wrong: the type of the error, and a message that names the argument, what it got, what is allowed."""
+"""What a caller gets wrong: the type of the error, and a message that names the argument, what it got and may get."""
 
 from __future__ import annotations
 
