@@ -30,6 +30,12 @@ def _tileable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def _new_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous where rows of ``x`` overlap."""
+    overlap = any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
+    return torch.empty_like(x, memory_format=torch.contiguous_format if overlap else torch.preserve_format)
+
+
 def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -68,11 +74,12 @@ def _rotation(
 
     if cos is None or sin is None:
         return None
-    n_positions, half = cos.shape[-2:]
+    if positions is not None:
+        positions = (positions if positions.dim() == 2 else positions[None]).contiguous()
     return Rotation(
-        cos=cos.contiguous().view(-1, n_positions, half),
-        sin=sin.contiguous().view(-1, n_positions, half),
-        positions=None if positions is None else positions.contiguous().view(-1, positions.shape[-1]),
+        cos=(cos if cos.dim() == 3 else cos[None]).contiguous(),
+        sin=(sin if sin.dim() == 3 else sin[None]).contiguous(),
+        positions=positions,
         offset=offset,
         interleaved=interleaved,
     )
@@ -123,7 +130,7 @@ def _attention_fwd_empty(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
         device=q.device,
     )
-    return torch.empty_like(q), lse, torch.empty_like(lse), torch.empty_like(lse)
+    return _new_like(q), lse, torch.empty_like(lse), torch.empty_like(lse)
 
 
 @attention_fwd.register_fake
@@ -191,9 +198,9 @@ def _attention_bwd_empty(
     q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        torch.empty_like(q) if needs_dq else q.new_empty(0),
-        torch.empty_like(k) if needs_dkdv else k.new_empty(0),
-        torch.empty_like(v) if needs_dkdv else v.new_empty(0),
+        _new_like(q) if needs_dq else q.new_empty(0),
+        _new_like(k) if needs_dkdv else k.new_empty(0),
+        _new_like(v) if needs_dkdv else v.new_empty(0),
     )
 
 
@@ -347,8 +354,7 @@ def attention(
         NotImplementedError: a valid call that the backend cannot run, with every reason; see
             :func:`fusedattn.not_supported_reasons`.
     """
-    if torch.is_autocast_enabled(q.device.type) if isinstance(q, Tensor) else False:
-        q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (_autocast(x) for x in (q, k, v))
     mask = as_mask(mask)
     checks.check_backend(backend)
     checks.check_qkv(q, k, v)
@@ -360,10 +366,10 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
-        checks.check_number("scale", scale, -sys.float_info.max, math.inf, "any finite number")
+        checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     if softcap is not None:
-        checks.check_number("softcap", softcap, sys.float_info.min, math.inf, "a positive number")
-    checks.check_number("dropout_p", dropout_p, 0.0, 1.0, "0 <= dropout_p < 1")
+        checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
+    checks.check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
     backend = backend or default_backend(q.device)
     reasons = not_supported_reasons(
         q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, dropout_p=dropout_p,
@@ -386,6 +392,10 @@ def attention(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    if isinstance(x, Tensor) and x.dtype == torch.float32:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    """``x`` in the dtype of the autocast region, if it is in one."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        return x
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

@@ -89,11 +89,11 @@ def check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_number(name: str, x: float, lowest: float, below: float, allowed: str) -> None:
-    """Raise TypeError unless ``x`` is a number, ValueError unless ``lowest <= x < below`` (which no NaN is)."""
+def check_number(name: str, x: float, lowest: float, highest: float, allowed: str) -> None:
+    """Raise TypeError unless ``x`` is a number, ValueError unless ``lowest <= x <= highest`` (which no NaN is)."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: got {type(x).__name__}, allowed is a float ({allowed})")
-    if not lowest <= x < below:
+    if not lowest <= x <= highest:
         raise ValueError(f"{name}: got {x}, allowed is {allowed}")
 
 

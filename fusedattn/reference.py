@@ -46,14 +46,18 @@ def attention(
 
     if rope is not None:
         q, k = rope.rotate(q, k)
+    blind = ~visible.any(dim=-1, keepdim=True)
+    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
     scores = _scores(q, k, visible) * scale
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)  # -inf where nothing is visible
-    weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0).to(q.dtype)
-    return _weighted_sum(weights, v, visible), lse, weights
+    # Hidden weights are 0 even in a row that softmax has made NaN, because it sees a NaN.
+    hidden = ~visible | (lse == -math.inf)[..., None]
+    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
+    return _weighted_sum(weights, v, visible).masked_fill(blind, 0.0), lse, weights
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:

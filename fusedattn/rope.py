@@ -151,8 +151,8 @@ class Rope:
                 )
         if self.positions_k is None and seqlen_k > self.n_positions:
             raise ValueError(
-                f"rope: keys at positions 0 .. {seqlen_k - 1} by default, but the tables have "
-                f"{self.n_positions} rows; make longer tables or pass positions_k"
+                f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for keys at "
+                f"positions 0 .. {seqlen_k - 1}; make longer tables or pass positions_k"
             )
         if self.positions_q is None and seqlen_q > seqlen_k > 0:
             raise ValueError(
@@ -161,8 +161,8 @@ class Rope:
             )
         if self.positions_q is None and seqlen_q > 0 and seqlen_k > self.n_positions:
             raise ValueError(
-                f"rope: queries at positions {seqlen_k - seqlen_q} .. {seqlen_k - 1} by default, but the tables "
-                f"have {self.n_positions} rows; make longer tables or pass positions_q"
+                f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for queries at "
+                f"positions {seqlen_k - seqlen_q} .. {seqlen_k - 1}; make longer tables or pass positions_q"
             )
 
     def check_positions(self) -> None:
@@ -225,6 +225,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
 
 def _rows(table: Tensor, positions: Tensor) -> Tensor:
     """Rows of ``table`` at ``positions``: ``(batch or 1, 1, seqlen, rotary_dim / 2)``."""
+    inside = (positions >= 0) & (positions < table.shape[-2])
+    positions = positions.clamp(0, max(table.shape[-2] - 1, 0))
     if table.dim() == 2:
         rows = table[positions]  # (seqlen, half) or (batch, seqlen, half)
     elif positions.dim() == 1:
@@ -233,4 +235,5 @@ def _rows(table: Tensor, positions: Tensor) -> Tensor:
         batch = max(table.shape[0], positions.shape[0])
         index = torch.arange(batch, device=table.device)[:, None]
         rows = table.expand(batch, -1, -1)[index, positions.expand(batch, -1)]
-    return rows.unsqueeze(-3)
+    # No entry would be right for a position outside the tables.
+    return rows.masked_fill(~inside[..., None], torch.nan).unsqueeze(-3)

@@ -48,6 +48,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
     # A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the
     # zero gradient that it gets back makes all of its gradients exactly 0.
     empty = ~visible.any(dim=-1, keepdim=True)
+    q = q.masked_fill(empty, 0.0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=enable_gqa)
     return out.masked_fill(empty, 0.0)
 

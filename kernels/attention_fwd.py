@@ -198,6 +198,7 @@ def attention_fwd(
     acc = acc / l_i[:, None]
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
     tl.store(lse_ptr + row_base + offs_m, m_i * LN2 + tl.log(l_i), mask=query_exists)
+    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
     m_i = tl.where(m_i == float("-inf"), float("inf"), m_i)
     tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
     tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)

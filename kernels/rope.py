@@ -84,7 +84,9 @@ def rotate_tile(
     table = batch.to(tl.int64) * stride_tb + positions.to(tl.int64)[:, None] * HALF + pair[None, :]
     entry = (exists & in_table)[:, None] & rotates[None, :]
     cos = tl.load(cos_ptr + table, mask=entry, other=1.0)
-    cos = tl.where(no_entry[:, None] & rotates[None, :], float("nan"), cos).to(ACC)
+    if not TRANSPOSE:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
+        cos = tl.where(no_entry[:, None] & rotates[None, :], float("nan"), cos)
+    cos = cos.to(ACC)
     sin = (tl.load(sin_ptr + table, mask=entry, other=0.0) * sign[None, :]).to(ACC)
 
     x = widen(x, ACC)

@@ -34,7 +34,7 @@ from tests.conftest import (
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
-EVERYTHING = CASES[-1]
+EVERYTHING = replace(CASES[-1], nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
 SMALL = Case(
     "small", nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=37, head_dim=16, causal="bottom_right", padding="uneven",
     rope="half",
@@ -83,7 +83,7 @@ def test_torch_backend_budget(case, dtype):
     assert_ratios(testing.check(without_lse, inputs), case, TORCH_LIMIT[dtype])
 
 
-@pytest.mark.parametrize("case", [CASES[0], EVERYTHING], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda c: c.name)
 @dtypes
 def test_torch_backend_with_lse_is_the_reference(case, dtype):
     inputs = inputs_of(replace(case, dtype=dtype))
@@ -95,7 +95,7 @@ def test_torch_backend_with_lse_is_the_reference(case, dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        replace(EVERYTHING, batch=1, nheads_q=2, nheads_kv=1, seqlen_q=67, seqlen_k=131, empty_batch=False),
+        replace(EVERYTHING, batch=1, seqlen_q=67, seqlen_k=131, empty_batch=False),
         Case("padded", nheads_q=1, nheads_kv=1, seqlen_q=70, seqlen_k=91, causal="bottom_right", padding="left"),
         Case("more queries", nheads_q=1, nheads_kv=1, seqlen_q=90, seqlen_k=51, causal="bottom_right", head_dim=16),
     ],
@@ -112,9 +112,9 @@ def test_other_tiles(monkeypatch, case, block_m, block_n):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_of_lse_alone(dtype):
     """With no gradient of out at all; dv is then exactly zero."""
-    inputs = inputs_of(replace(SMALL, batch=3, nheads_q=4, dtype=dtype, empty_batch=True))
+    inputs = inputs_of(replace(SMALL, dtype=dtype, empty_batch=True))
     inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
-    assert_budget(triton_attention, inputs)
+    assert_accurate(triton_attention, inputs)
     q, k, v = leaves(inputs)
     _, lse = triton_attention(q, k, v, return_lse=True, **options(inputs))
     dlse = inputs.dlse.masked_fill(lse == -math.inf, 0.0)
@@ -187,8 +187,11 @@ def windows(x: Tensor) -> Tensor:
 LAYOUTS = (transposed, seqlen_first, sliced, every_other, over_batch, over_heads, over_seqlen, windows)
 
 
-@pytest.mark.parametrize("seqlen_q", [5, 37])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("layout", "seqlen_q"),
+    [*((layout, 5) for layout in LAYOUTS), (seqlen_first, 37), (sliced, 37), (windows, 37)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 @backends
 def test_strides(layout, backend, seqlen_q):
     """Any strides whose last is 1, of inputs and of the gradient that comes back: the same numbers."""
@@ -297,7 +300,7 @@ def test_shared_inputs():
     torch.testing.assert_close(got, sum(expected))
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_every_time(dtype):
     inputs = inputs_of(replace(EVERYTHING, dtype=dtype))
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, inputs))
