@@ -32,6 +32,22 @@ class Mask:
     valid: Tensor | None = None
     allowed: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for align in self.causal:
+            if align not in _ALIGNMENTS:
+                raise ValueError(f"align: got {align!r}, allowed are {_ALIGNMENTS}")
+        if self.valid is not None:
+            _check_bool(self.valid, "valid")
+            if self.valid.dim() != 2:
+                raise ValueError(f"valid: got shape {tuple(self.valid.shape)}, allowed is (batch, seqlen_k)")
+        if self.allowed is not None:
+            _check_bool(self.allowed, "m")
+            if self.allowed.dim() > 4:
+                raise ValueError(
+                    f"m: got shape {tuple(self.allowed.shape)}, "
+                    "allowed is at most (batch, nheads_q, seqlen_q, seqlen_k)"
+                )
+
     def __and__(self, other: Mask) -> Mask:
         """A query attends where both masks allow it."""
         if not isinstance(other, Mask):
@@ -115,8 +131,6 @@ def causal(align: CausalAlign = "bottom_right") -> Mask:
     Raises:
         ValueError: ``align`` is neither.
     """
-    if align not in _ALIGNMENTS:
-        raise ValueError(f"align: got {align!r}, allowed are {_ALIGNMENTS}")
     return Mask(causal=frozenset({align}))
 
 
@@ -130,9 +144,6 @@ def padding(valid: Tensor) -> Mask:
         TypeError: ``valid`` is not a bool tensor.
         ValueError: ``valid`` is not two-dimensional.
     """
-    _check_bool(valid, "valid")
-    if valid.dim() != 2:
-        raise ValueError(f"valid: got shape {tuple(valid.shape)}, allowed is (batch, seqlen_k)")
     return Mask(valid=valid)
 
 
@@ -146,9 +157,6 @@ def boolean(m: Tensor) -> Mask:
         TypeError: ``m`` is not a bool tensor (additive float masks are a bias, not a mask).
         ValueError: ``m`` has more than four dimensions.
     """
-    _check_bool(m, "m")
-    if m.dim() > 4:
-        raise ValueError(f"m: got shape {tuple(m.shape)}, allowed is at most (batch, nheads_q, seqlen_q, seqlen_k)")
     return Mask(allowed=m)
 
 

@@ -10,6 +10,7 @@ so that ``q . k`` depends on positions only through their difference.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,8 +51,7 @@ class Rope:
             if not isinstance(table, Tensor) or table.dtype != torch.float32:
                 got = table.dtype if isinstance(table, Tensor) else type(table).__name__
                 raise TypeError(f"rope.{name}: got {got}, allowed is a torch.float32 tensor")
-            if table.requires_grad:
-                raise NotImplementedError(f"rope.{name}: requires_grad=True, but tables get no gradient; detach it")
+        self._check_constant()
         if self.cos.shape != self.sin.shape or self.cos.dim() not in (2, 3):
             raise ValueError(
                 f"rope: got cos {tuple(self.cos.shape)} and sin {tuple(self.sin.shape)}, allowed is one shape, "
@@ -74,6 +74,11 @@ class Rope:
                     f"rope.{name}: got shape {tuple(positions.shape)}, allowed are (seqlen,) and (batch, seqlen)"
                 )
 
+    def _check_constant(self) -> None:
+        for name in ("cos", "sin"):
+            if getattr(self, name).requires_grad:
+                raise NotImplementedError(f"rope.{name}: requires_grad=True, but tables get no gradient; detach it")
+
     @classmethod
     def from_theta(
         cls,
@@ -91,10 +96,14 @@ class Rope:
             max_seqlen: positions ``0 .. max_seqlen - 1`` get a row.
 
         Raises:
-            ValueError: ``rotary_dim`` is odd or not positive.
+            ValueError: ``rotary_dim`` is odd or not positive, or ``theta`` is not positive and finite.
         """
         if rotary_dim <= 0 or rotary_dim % 2:
             raise ValueError(f"rotary_dim: got {rotary_dim}, allowed are positive even numbers")
+        if max_seqlen < 0:
+            raise ValueError(f"max_seqlen: got {max_seqlen}, allowed are 0 and more")
+        if not 0.0 < theta < math.inf:
+            raise ValueError(f"theta: got {theta}, allowed are positive finite numbers")
         # float64 until the end: an angle near 1e6 radians has only 2-3 correct digits in float32.
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
         positions = torch.arange(max_seqlen, dtype=torch.float64, device=device)
@@ -137,6 +146,7 @@ class Rope:
             )
         if self.cos.dim() == 3 and self.cos.shape[0] not in (1, batch):
             raise ValueError(f"rope: got tables for batch {self.cos.shape[0]}, allowed are 1 and batch = {batch}")
+        self._check_constant()
         for name, positions, seqlen in (
             ("positions_q", self.positions_q, seqlen_q),
             ("positions_k", self.positions_k, seqlen_k),

