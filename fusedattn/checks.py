@@ -58,7 +58,7 @@ def check_mask(mask: Mask, q: Tensor, k: Tensor) -> None:
     mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     for name, x in (("padding(valid)", mask.valid), ("boolean(m)", mask.allowed)):
         if x is not None and x.device != q.device:
-            raise ValueError(f"mask: {name} is on {x.device}, allowed is the device of q, {q.device}")
+            raise ValueError(f"mask: got {name} on {x.device}, allowed is the device of q, {q.device}")
 
 
 def check_rope(rope: Rope, q: Tensor, k: Tensor) -> None:

@@ -61,7 +61,7 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are finite; taken for granted under a compiler, which cannot branch on data."""
-    if torch.compiler.is_compiling():
+    """Whether all values are finite; taken for granted where there is no data to look at."""
+    if torch.compiler.is_compiling() or tensors[0].is_meta:
         return True
     return all(bool(torch.isfinite(bound)) for x in tensors for bound in torch.aminmax(x.detach()))

@@ -308,12 +308,12 @@ def test_errors_of_the_constructor(make, error, message):
     ("rope", "sizes", "message"),
     [
         (Rope.from_theta(8, 16), (2, 5, 5, 6), r"rotary_dim 8, allowed are 2 \.\. head_dim = 6"),
-        (Rope.from_theta(8, 4), (2, 3, 5, 8), r"keys at positions 0 \.\. 4 by default, but the tables have 4 rows"),
+        (Rope.from_theta(8, 4), (2, 3, 5, 8), r"got tables of 4 rows, allowed are 5 and more, for keys"),
         (Rope.from_theta(8, 16), (2, 6, 5, 8), r"positions_q: needed when seqlen_q = 6 > seqlen_k = 5"),
         (
             Rope.from_theta(8, 4).at(None, torch.zeros(5, dtype=torch.int64)),
             (2, 3, 5, 8),
-            r"queries at positions 2 \.\. 4 by default, but the tables have 4 rows",
+            r"got tables of 4 rows, allowed are 5 and more, for queries",
         ),
         (Rope.from_theta(8, 16).at(torch.arange(4), None), (2, 5, 5, 8), r"positions_q: got shape \(4,\).*\(5,\)"),
         (
