@@ -1,7 +1,8 @@
 """Launch configurations: one committed table, one lookup, one validity rule.
 
 Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills;
-`python -m bench.codegen` compiles them all and reports. The sequence length is not part of the key, so a new length compiles nothing.
+`python -m bench.codegen` compiles them all and reports. The sequence length is not part of the key, so a new length
+compiles nothing.
 """
 
 from __future__ import annotations
