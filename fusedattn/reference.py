@@ -62,7 +62,7 @@ def attention(
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     """``q k^T``; a non-finite key reaches only the queries that see it, in value and in gradient."""
-    if k.isfinite().all():
+    if torch.compiler.is_compiling() or k.isfinite().all():  # a compiler cannot branch on data
         return q @ k.mT
     # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
     # back, as NaN scores, where they are seen.
@@ -73,7 +73,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
 
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """``weights @ v``; a non-finite value reaches only the queries that see it."""
-    if v.isfinite().all():
+    if torch.compiler.is_compiling() or v.isfinite().all():
         return weights @ v
     poisoned = ~v.isfinite()  # (batch, nheads_q, seqlen_k, head_dim)
     out = weights @ v.masked_fill(poisoned, 0.0)

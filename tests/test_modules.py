@@ -35,7 +35,7 @@ from tests.conftest import DEVICE, INTERPRETING
 
 pytestmark = [pytest.mark.usefixtures("_seed")]
 
-WIDTH, HEADS, LAYERS, VOCAB = 32, 4, 2, 13
+WIDTH, HEADS, LAYERS, VOCAB = 32, 4, 1, 13
 BATCH, LENGTH, OTHER = 2, 9, 6
 
 # The gradient of relu jumps at 0: a rounding error anywhere before it may become a large one.
@@ -134,11 +134,12 @@ def test_a_fused_model_computes_the_same_function(name):
     arguments = cast(EXAMPLES[name].arguments(), torch.float64)
     expected = outcome(model, arguments)
     fuse(model, backend="triton")
-    for mode in (True, False):
-        got = outcome(model.train(mode), arguments)
-        assert got.keys() == expected.keys()
-        for key, x in expected.items():
-            torch.testing.assert_close(got[key], x, rtol=1e-9, atol=1e-11 * max(1.0, x.abs().max().item()))
+    got = outcome(model.train(), arguments)
+    assert got.keys() == expected.keys()
+    for key, x in expected.items():
+        torch.testing.assert_close(got[key], x, rtol=1e-9, atol=1e-11 * max(1.0, x.abs().max().item()))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(*arguments), got["output"])
 
 
 # A model is mostly not attention: its linear layers and norms round as before, and the errors of a single small
@@ -329,11 +330,11 @@ def test_copies_of_a_fused_model(how):
 
 
 def test_a_report_names_what_was_fused(caplog):
-    model = GPTModel(VOCAB, WIDTH, HEADS, LAYERS, max_len=16)
+    model = GPTModel(VOCAB, WIDTH, HEADS, 2, max_len=16)
     assert fusion_report(model) == []
     with caplog.at_level(logging.INFO, logger="fusedattn"):
         fuse(model)
-    names = [f"blocks.{i}.self_attention.attention" for i in range(LAYERS)]
+    names = [f"blocks.{i}.self_attention.attention" for i in range(2)]
     assert [r.name for r in fusion_report(model)] == names
     assert str(fusion_report(model)[0]) == f"{names[0]}: ScaledDotProductAttention -> FusedScaledDotProductAttention"
     assert [r.getMessage() for r in caplog.records] == [f"fused {r}" for r in fusion_report(model)]
