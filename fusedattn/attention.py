@@ -252,7 +252,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale
     allowed = mask.allowed
     if allowed is not None:
         allowed = allowed.expand(batch, nheads_q, seqlen_q, seqlen_k)
-    out, lse, _, _ = Attention.apply(
+    # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
+    # the op, which has the same backward, as it is.
+    function = attention_fwd if torch.compiler.is_compiling() else Attention.apply
+    out, lse, _, _ = function(
         q,
         k,
         v,
