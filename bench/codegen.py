@@ -158,7 +158,9 @@ def _constants(what: Compilation, flags: dict[str, bool]) -> dict[str, Any]:
         "PRECISION": "ieee",
     }
     if what.kernel == "attention_fwd":
-        constants["NEGATE_Q"] = False
+        constants |= {"NEGATE_Q": False, "KEEP_REST": what.dtype.itemsize == 2}
+        if not constants["KEEP_REST"]:
+            constants["rest_ptr"] = None
     else:
         constants["EXACT"] = is_exact(what.dtype)
         if not constants["EXACT"]:
@@ -185,6 +187,7 @@ def _type(name: str, element: str) -> str:
         "row_max_ptr": "*fp32",
         "row_sum_ptr": "*fp32",
         "shift_ptr": "*fp32",
+        "rest_ptr": "*i8",
         "factor_ptr": "*fp32",
         "delta_ptr": "*fp32",
         "cos_ptr": "*fp32",

@@ -100,18 +100,20 @@ def attention_fwd(
     is_causal: bool,
     diagonal: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out, lse, row_max, row_sum)`` by the Triton kernels; the last two are for the backward.
+    keep_rest: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(out, lse, row_max, row_sum, rest)`` by the Triton kernels; the last three are for the backward.
 
+    rest is empty unless `keep_rest` asks for it and the inputs have 16 bits; gradients are less precise without.
     `allowed` is four-dimensional; tables and positions are as in :class:`Rope`.
     """
     from fusedattn.kernels import attention_fwd as kernel
     from fusedattn.kernels import configs
     from fusedattn.kernels.rope import rotated
 
-    out, lse, row_max, row_sum = _attention_fwd_empty(q)
+    out, lse, row_max, row_sum, rest = _attention_fwd_empty(q, keep_rest)
     if out.numel() == 0:
-        return out, lse, row_max, row_sum
+        return out, lse, row_max, row_sum, rest
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
@@ -120,22 +122,30 @@ def attention_fwd(
         if rotation_k is not None and k.numel() > 0:
             k = rotated(k, rotation_k)
         mask = _device_mask(valid, allowed, is_causal, diagonal)
-        kernel.launch(q, k, v, out, lse, row_max, row_sum, mask, rotation_q, scale, _precision(q.dtype), config)
-    return out, lse, row_max, row_sum
+        kernel.launch(
+            q, k, v, out, lse, row_max, row_sum, rest if rest.numel() else None, mask, rotation_q, scale,
+            _precision(q.dtype), config,
+        )  # fmt: skip
+    return out, lse, row_max, row_sum, rest
 
 
-def _attention_fwd_empty(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_fwd_empty(q: Tensor, keep_rest: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     lse = torch.empty(
         q.shape[:3],
         dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
         device=q.device,
     )
-    return _new_like(q), lse, torch.empty_like(lse), torch.empty_like(lse)
+    out = _new_like(q)
+    if keep_rest and q.dtype.itemsize == 2:
+        rest = torch.empty_like(out, dtype=torch.int8)
+    else:
+        rest = torch.empty(0, dtype=torch.int8, device=q.device)
+    return out, lse, torch.empty_like(lse), torch.empty_like(lse), rest
 
 
 @attention_fwd.register_fake
-def _attention_fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _attention_fwd_empty(q)
+def _attention_fwd_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _attention_fwd_empty(q, keep_rest=arguments[-1])
 
 
 @torch.library.custom_op("fusedattn::attention_bwd", mutates_args=())
@@ -148,6 +158,7 @@ def attention_bwd(
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
+    rest: Tensor,
     valid: Tensor | None,
     allowed: Tensor | None,
     cos: Tensor | None,
@@ -175,7 +186,9 @@ def attention_bwd(
     with _on_device_of(q):
         if rotation_q is not None and rotation_k is not None:
             q, k = rotated(q, rotation_q), rotated(k, rotation_k)
-        rows = kernel.launch_rows(out, dout, row_max, row_sum, None if dlse is None else dlse.contiguous())
+        rows = kernel.launch_rows(
+            out, rest if rest.numel() else None, dout, row_max, row_sum, None if dlse is None else dlse.contiguous()
+        )
         kernel.launch(
             q,
             k,
@@ -206,37 +219,37 @@ def _attention_bwd_empty(
 
 @attention_bwd.register_fake
 def _attention_bwd_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _attention_bwd_empty(q, k, v, needs_dq=rest[-2], needs_dkdv=rest[-1])
+    return _attention_bwd_empty(q, k, v, needs_dq=arguments[-2], needs_dkdv=arguments[-1])
 
 
 class Attention(torch.autograd.Function):
     """:func:`attention_fwd` with gradients for q, k and v; everything else is constant."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *constants: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *constants: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return attention_fwd(q, k, v, *constants)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         q, k, v, *constants = inputs
-        out, _, row_max, row_sum = output
-        tensors, ctx.numbers = constants[:6], constants[6:]
-        ctx.save_for_backward(q, k, v, out, row_max, row_sum, *tensors)
-        ctx.mark_non_differentiable(row_max, row_sum)
+        out, _, row_max, row_sum, rest = output
+        tensors, ctx.numbers = constants[:6], constants[6:-1]
+        ctx.save_for_backward(q, k, v, out, row_max, row_sum, rest, *tensors)
+        ctx.mark_non_differentiable(row_max, row_sum, rest)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
+        q, k, v, out, row_max, row_sum, rest, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
         dq, dk, dv = attention_bwd(
-            dout, dlse, q, k, v, out, row_max, row_sum, *tensors, *ctx.numbers, needs_dq, needs_dk or needs_dv
+            dout, dlse, q, k, v, out, row_max, row_sum, rest, *tensors, *ctx.numbers, needs_dq, needs_dk or needs_dv
         )
-        nones = (None,) * (len(tensors) + len(ctx.numbers))
+        nones = (None,) * (len(tensors) + len(ctx.numbers) + 1)
         return (dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, *nones)
 
 
@@ -255,7 +268,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
     function = attention_fwd if torch.compiler.is_compiling() else Attention.apply
-    out, lse, _, _ = function(
+    out, lse, *_ = function(
         q,
         k,
         v,
@@ -269,6 +282,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rope: Rope | None, scale
         diagonal is not None,
         0 if diagonal is None else diagonal,
         scale,
+        torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     )
     return out, lse
 

@@ -54,6 +54,7 @@ class Case:
     rope_tables: Literal["shared", "per_batch"] = "shared"
     rope_positions: bool = False  # random ones, per batch, rather than the default
     scale: float | None = None
+    offset: float = 0.0  # of what the keys, and the values, of a head have in common; lse then gets no gradient
     seed: int = 0
 
 
@@ -91,6 +92,10 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     dlse = normal(case.batch, case.nheads_q, case.seqlen_q).to(torch.promote_types(case.dtype, torch.float32))
     mask = _make_mask(case, generator).to(device)
     rope = _make_rope(case, generator)
+    if case.offset:
+        shape = (case.batch, case.nheads_kv, 1, case.head_dim)
+        k, v = k + case.offset * normal(*shape), v + case.offset * normal(*shape)
+        dlse = torch.zeros_like(dlse)  # its part in dq would hide what does not cancel there
     return Inputs(q, k, v, dout, dlse, mask, None if rope is None else rope.to(device), case.scale)
 
 
@@ -258,6 +263,7 @@ CASES = (
     Case("RoPE, tables and positions per batch", rope="interleaved", rope_tables="per_batch", rope_positions=True),
     Case("scale", scale=0.37),
     Case("negative scale", scale=-0.2, causal="bottom_right"),
+    Case("keys and values with a common part", offset=1.0, causal="bottom_right"),
     Case(
         "everything together", seqlen_q=45, seqlen_k=70, causal="bottom_right", padding="uneven", empty_batch=True,
         boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch", rope_positions=True, scale=0.3,

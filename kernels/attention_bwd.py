@@ -33,6 +33,7 @@ from fusedattn.kernels.primitives import (
     LOG2E,
     accumulator,
     block_d,
+    decode_rest,
     dot,
     dot_add,
     has_nan,
@@ -55,6 +56,7 @@ ROWS_BLOCK_M = 32
 @triton.jit(do_not_specialize=["seqlen_q", "n_tiles"])
 def attention_bwd_rows(
     out_ptr,
+    rest_ptr,
     dout_ptr,
     row_max_ptr,
     row_sum_ptr,
@@ -71,6 +73,7 @@ def attention_bwd_rows(
     nheads_q,
     seqlen_q,
     n_tiles,
+    HAS_REST: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -84,6 +87,9 @@ def attention_bwd_rows(
     every weight of the row the same way. That does not matter where weights are rounded to 16 bits, and `factor` is
     then left out; with EXACT the maximum and the sum stay apart, for one more multiplication a weight.
     A row that saw nothing has shift inf, hence weights 0, and delta 0.
+
+    delta is taken from out as it was before rounding to 16 bits. In ``dout v^T - delta`` everything cancels that the
+    values have in common; an error of delta does not, and the common part of the keys adds it up in dq.
     """
     tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=False)
     start_m = tile * BLOCK_M
@@ -98,6 +104,10 @@ def attention_bwd_rows(
     dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
     out = load_tile(out_head, start_m, stride_os, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
     dout = load_tile(dout_head, start_m, stride_gs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    if HAS_REST:
+        rest_head = head_base(rest_ptr, batch, head, stride_ob, stride_oh)
+        rest = load_tile(rest_head, start_m, stride_os, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+        out = decode_rest(out, rest)
     delta = row_dot(out, dout, ACC)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
@@ -459,12 +469,13 @@ class Rows:
 
 def launch_rows(
     out: torch.Tensor,
+    rest: torch.Tensor | None,
     dout: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Rows:
-    """The rows of ``out`` and its gradient, ready for :func:`launch`."""
+    """The rows of ``out``, which `rest` makes more precise, and its gradient, ready for :func:`launch`."""
     batch, nheads_q, seqlen_q, head_dim = out.shape
     exact = is_exact(out.dtype)
     delta = torch.empty_like(row_max)
@@ -473,6 +484,7 @@ def launch_rows(
     n_tiles = triton.cdiv(seqlen_q, ROWS_BLOCK_M)
     attention_bwd_rows[(n_tiles * nheads_q * batch,)](
         out,
+        rest,
         dout,
         row_max,
         row_sum,
@@ -485,6 +497,7 @@ def launch_rows(
         nheads_q,
         seqlen_q,
         n_tiles,
+        HAS_REST=rest is not None,
         HAS_DLSE=dlse is not None,
         HEAD_DIM=head_dim,
         BLOCK_M=ROWS_BLOCK_M,

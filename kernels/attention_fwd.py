@@ -8,6 +8,7 @@ walks over the key blocks that the tile may see.
     k, v    (batch, nheads_kv, seqlen_k, head_dim)    likewise; k already rotated
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
+    rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs (KEEP_REST)
     grid    (tiles of queries * nheads_q * batch,)
 """
 
@@ -30,6 +31,7 @@ from fusedattn.kernels.primitives import (
     block_d,
     dot,
     dot_add,
+    encode_rest,
     has_nan,
     head_base,
     load_tile,
@@ -61,6 +63,7 @@ def attention_fwd(
     lse_ptr,
     row_max_ptr,
     row_sum_ptr,
+    rest_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -109,6 +112,7 @@ def attention_fwd(
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEEP_REST: tl.constexpr,
 ):
     tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=IS_CAUSAL)
     start_m = tile * BLOCK_M
@@ -137,6 +141,9 @@ def attention_fwd(
 
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
+    # Summed by a narrow matrix product, which costs less than widening the weights again.
+    ones = round_to(tl.full([BLOCK_N, 16], 1.0, tl.float32), v_ptr.dtype.element_ty)
+    w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are rounded for the product with v
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
 
     key_start, key_stop, contiguous = load_key_range(key_range_ptr, batch, seqlen_k, HAS_PADDING)
@@ -157,7 +164,10 @@ def attention_fwd(
         scores = dot(q, tl.trans(k), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale)
         v = load_tile(v_head, start_n, stride_vs, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        acc = dot_add(round_to(p, v.dtype), v, acc * alpha[:, None], ACC, PRECISION)
+        p = round_to(p, v.dtype)
+        if KEEP_REST:
+            w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+        acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)
 
     for start_n in range(full_stop, stop, BLOCK_N):
         keys = start_n + offs_n
@@ -171,7 +181,10 @@ def attention_fwd(
         scores = tl.where(pairs, scores * qk_scale, float("-inf"))
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, 1.0)
         v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-        acc = dot_add(round_to(p, v.dtype), v, acc * alpha[:, None], ACC, PRECISION)
+        p = round_to(p, v.dtype)
+        if KEEP_REST:
+            w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+        acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
@@ -194,8 +207,9 @@ def attention_fwd(
 
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.
-    l_i = tl.where(l_i == 0.0, 1.0, l_i)
-    acc = acc / l_i[:, None]
+    unseen = l_i == 0.0
+    l_i = tl.where(unseen, 1.0, l_i)
+    out = round_to(acc / l_i[:, None], out_ptr.dtype.element_ty)
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
     tl.store(lse_ptr + row_base + offs_m, m_i * LN2 + tl.log(l_i), mask=query_exists)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
@@ -203,7 +217,14 @@ def attention_fwd(
     tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
     tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)
     out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)
-    store_tile(out_head, start_m, stride_os, seqlen_q, acc, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_tile(out_head, start_m, stride_os, seqlen_q, out, HEAD_DIM, BLOCK_M, BLOCK_D)
+    if KEEP_REST:
+        w_i = tl.max(w_i, 1)
+        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
+        # passes unchanged, as it must for the backward to cancel it.
+        rest = encode_rest(acc / tl.where(unseen, 1.0, w_i)[:, None], out)
+        rest_head = head_base(rest_ptr, batch, head, stride_ob, stride_oh)
+        store_tile(rest_head, start_m, stride_os, seqlen_q, rest, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 def launch(
@@ -214,13 +235,14 @@ def launch(
     lse: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
+    rest: torch.Tensor | None,
     mask: DeviceMask,
     rotation_q: Rotation | None,
     scale: float,
     precision: str,
     config: TileConfig,
 ) -> None:
-    """Fill `out`, `lse`, `row_max` and `row_sum`; layouts as in the module docstring. There is at least one query."""
+    """Fill the results, `rest` where it is given; layouts as in the module docstring. There is at least one query."""
     batch, nheads_q, seqlen_q, head_dim = q.shape
     n_tiles = triton.cdiv(seqlen_q, config.BLOCK_M)
     attention_fwd[(n_tiles * nheads_q * batch,)](
@@ -231,6 +253,7 @@ def launch(
         lse,
         row_max,
         row_sum,
+        rest,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -249,6 +272,7 @@ def launch(
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(q.dtype),
         PRECISION=precision,
+        KEEP_REST=rest is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **mask.arguments(),

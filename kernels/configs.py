@@ -1,6 +1,7 @@
 """Launch configurations: one committed table, one lookup, one validity rule.
 
-Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills;
+Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills under
+Triton 3.6 and 3.7 on the NVIDIA architectures (on gfx942 float32 entries spill, up to 576 bytes);
 `python -m bench.codegen` compiles them all and reports. The sequence length is not part of the key, so a new length
 compiles nothing.
 """
@@ -74,21 +75,21 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
     "sm_80": {
         2: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 32, 4, 2), dq=_T(32, 32, 4, 1)),
                 dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(32, 64, 8, 2)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 4, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
@@ -96,8 +97,8 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
             ),
         },
     },
@@ -105,20 +106,20 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 4, 2), dkdv=_T(32, 64, 4, 1), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 64, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 32, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 32, 8, 2), dq=_T(32, 64, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 32, 4, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
@@ -126,8 +127,8 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 16, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -139,11 +140,11 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 2)),
             ),
         },
         4: {
@@ -156,8 +157,8 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -165,7 +166,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 4, 2), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+                dense=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
@@ -178,11 +179,11 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(

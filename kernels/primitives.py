@@ -148,6 +148,34 @@ def split_poison(x, ACC: tl.constexpr):
 
 
 @triton.jit
+def _rest_unit(rounded, dtype: tl.constexpr):
+    """The distance between neighbours in a 16-bit `dtype` at each value of `rounded` (float32), over 127."""
+    # The power of two that a value lies above. Below the normal numbers of float16 the neighbours are as far apart
+    # as at 2^-14; those of bfloat16 are out of any use.
+    power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    if dtype == tl.float16:
+        return tl.maximum(power, 2.0**-14) * (2.0**-10 / 127.0)
+    else:
+        return tl.maximum(power, 2.0**-100) * (2.0**-7 / 127.0)
+
+
+@triton.jit
+def encode_rest(exact, rounded):
+    """int8 that tells how far the float32 tile `exact` lies from `rounded`, at most one unit in the last place."""
+    near = widen(rounded, tl.float32)
+    steps = (exact - near) / _rest_unit(near, rounded.dtype)
+    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
+    return tl.floor(steps + 0.5).to(tl.int8)
+
+
+@triton.jit
+def decode_rest(rounded, rest):
+    """What encode_rest was given, in float32, to about 8 bits more than `rounded` has."""
+    near = widen(rounded, tl.float32)
+    return near + rest.to(tl.float32) * _rest_unit(near, rounded.dtype)
+
+
+@triton.jit
 def softmax_update(scores, m_i, l_i, factor):
     """One step of the online softmax (Milakov and Gimelshein, 2018), in base 2.
 

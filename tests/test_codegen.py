@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # make codegen compiles sm_86 too
-FIT = ("sm_80",)  # where no fault at all is tolerated; the others are reported by make codegen
+TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 REPORTS_PER_TARGET = 2 * 3 * 3 * 2  # dtypes, head_dims, kernels, regimes
 
 
@@ -27,7 +26,7 @@ def codegen(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_config_compiles_to_fit_code(target: str, tmp_path: Path) -> None:
-    """Everything compiles; on the targets in FIT without spills and within the shared memory of the architecture."""
+    """No spills (on AMD they are only reported), no more shared memory than there is, products on tensor cores."""
     result = codegen("--target", target, "--json", cache=tmp_path)
     assert result.stdout, result.stderr
     reports = json.loads(result.stdout)
@@ -37,9 +36,8 @@ def test_every_config_compiles_to_fit_code(target: str, tmp_path: Path) -> None:
         if r["faults"]
     }
     assert len(reports) == REPORTS_PER_TARGET
-    if target in FIT:
-        assert not faults
-        assert result.returncode == 0
+    assert not faults
+    assert result.returncode == 0
 
 
 def test_a_config_that_spills_is_found(tmp_path: Path) -> None:

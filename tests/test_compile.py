@@ -45,7 +45,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
     """Of attention_fwd."""
     q, k, v = qkv(requires_grad=False)
     constants: list[Any] = [None] * 6
-    numbers: list[Any] = [False, False, 0, 0.25]
+    numbers: list[Any] = [False, False, 0, 0.25, True]
     if kind == "expanded":
         q, k, v = q[:1].expand_as(q), k[:, :1].expand_as(k), v[:, :, :1].expand_as(v)
     elif kind == "transposed":
@@ -62,11 +62,14 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         allowed = (torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, device=DEVICE) < 0.7).expand(-1, HEADS, -1, -1)
         at = [torch.arange(n, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K)]
         constants = [valid, allowed, rope.cos, rope.sin, *at]
-        numbers = [True, True, SEQLEN_K - SEQLEN_Q, -0.25]
+        numbers = [True, True, SEQLEN_K - SEQLEN_Q, -0.25, True]
+    elif kind.startswith("half"):
+        q, k, v = (x.half().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        numbers[-1] = kind == "half"
     return (q, k, v, *constants, *numbers)
 
 
-KINDS = ("plain", "expanded", "transposed", "overlapping", "empty", "no keys", "everything")
+KINDS = ("plain", "expanded", "transposed", "overlapping", "empty", "no keys", "half", "half, inference", "everything")
 
 
 @pytest.mark.parametrize(("kind", "requires_grad"), [*((kind, True) for kind in KINDS), ("plain", False)])
@@ -90,14 +93,14 @@ def test_opcheck_backward(kind, dlse, needs):
     arguments = op_arguments(kind)
     out, lse, *saved = attention_fwd(*arguments)
     dout = torch.randn(1, device=DEVICE).expand_as(out) if kind == "expanded" else torch.randn_like(out)
-    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:3], out, *saved, *arguments[3:], *needs)
+    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:3], out, *saved, *arguments[3:-1], *needs)
     torch.library.opcheck(attention_bwd, call)
 
 
 def test_the_op_by_itself_is_differentiable():
     """What torch.compile and torch.func see is the op; its gradients are those of attention()."""
     q, k, v = qkv()
-    out, lse, _, _ = attention_fwd(q, k, v, *op_arguments("plain")[3:])
+    out, lse, *_ = attention_fwd(q, k, v, *op_arguments("plain")[3:])
     got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
     out, lse = attention(q, k, v, scale=0.25, return_lse=True, backend="triton")
     expected = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
