@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusedattn.kernels import attention_bwd, attention_fwd, configs
+from fusedattn.kernels import attention_bwd, attention_bwd_rows, attention_fwd, configs
 from fusedattn.kernels.primitives import accumulator, block_d, is_exact
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
@@ -39,6 +39,13 @@ TARGETS: dict[configs.Arch, GPUTarget] = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+KERNELS: dict[str, Any] = {
+    "attention_fwd": attention_fwd.attention_fwd,
+    "attention_bwd_exact_rows": attention_bwd_rows.attention_bwd_exact_rows,
+    "attention_bwd_dkdv": attention_bwd.attention_bwd_dkdv,
+    "attention_bwd_dq": attention_bwd.attention_bwd_dq,
 }
 
 DTYPES: dict[torch.dtype, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -109,17 +116,24 @@ def compilations(
     """Every matrix-product kernel of the config table that the arguments select."""
     for target, dtype, head_dim, name in itertools.product(targets, dtypes, head_dims, features):
         entry = configs.lookup(target, head_dim, dtype, dense_mask=FEATURES[name].get("HAS_ALLOWED", False))
-        tiles = {"attention_fwd": entry.fwd, "attention_bwd_dkdv": entry.dkdv, "attention_bwd_dq": entry.dq}
+        tiles = {
+            "attention_fwd": entry.fwd,
+            "attention_bwd_exact_rows": configs.lookup_exact_rows(target, head_dim),
+            "attention_bwd_dkdv": entry.dkdv,
+            "attention_bwd_dq": entry.dq,
+        }
         for kernel in kernels:
+            if kernel == "attention_bwd_exact_rows" and not is_exact(dtype):
+                continue
             yield Compilation(kernel, target, head_dim, dtype, name, tiles[kernel])
 
 
 def compile_kernel(what: Compilation) -> Report:
     """Compile one kernel as a launch would, with 16-byte aligned pointers and strides."""
-    fn = getattr(attention_fwd if what.kernel == "attention_fwd" else attention_bwd, what.kernel)
+    fn = KERNELS[what.kernel]
     element = DTYPES[what.dtype]
     flags = FEATURES[what.features]
-    constants = _constants(what, flags)
+    constants = {name: value for name, value in _constants(what, flags).items() if name in fn.arg_names}
     signature: dict[str, str] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(fn.arg_names):
@@ -142,6 +156,7 @@ def compile_kernel(what: Compilation) -> Report:
 
 
 def _constants(what: Compilation, flags: dict[str, bool]) -> dict[str, Any]:
+    """The constants of all kernels."""
     has_rope = bool(flags.get("ROPE"))
     constants: dict[str, Any] = {
         "IS_CAUSAL": bool(flags.get("IS_CAUSAL")),
@@ -156,16 +171,13 @@ def _constants(what: Compilation, flags: dict[str, bool]) -> dict[str, Any]:
         "BLOCK_D": block_d(what.head_dim),
         "ACC": accumulator(what.dtype),
         "PRECISION": "ieee",
+        "NEGATE_Q": False,
+        "KEEP_REST": not is_exact(what.dtype),
+        "EXACT": is_exact(what.dtype),
+        "HAS_DLSE": True,
     }
-    if what.kernel == "attention_fwd":
-        constants |= {"NEGATE_Q": False, "KEEP_REST": what.dtype.itemsize == 2}
-        if not constants["KEEP_REST"]:
-            constants["rest_ptr"] = None
-    else:
-        constants["EXACT"] = is_exact(what.dtype)
-        if not constants["EXACT"]:
-            constants["factor_ptr"] = None
     # Pointers that a launch would pass as None.
+    constants |= {"rest_ptr": None} if is_exact(what.dtype) else {"factor_ptr": None}
     if not constants["HAS_PADDING"]:
         constants |= {"key_range_ptr": None, "valid_ptr": None}
     if not constants["HAS_ALLOWED"]:
@@ -190,6 +202,7 @@ def _type(name: str, element: str) -> str:
         "rest_ptr": "*i8",
         "factor_ptr": "*fp32",
         "delta_ptr": "*fp32",
+        "dlse_ptr": "*fp32",
         "cos_ptr": "*fp32",
         "sin_ptr": "*fp32",
         "positions_ptr": "*i64",
@@ -279,12 +292,12 @@ def _product_loops(instructions: list[Instruction]) -> list[int]:
 
 def table(reports: list[Report]) -> Iterator[str]:
     """One aligned line a report."""
-    yield f"{'kernel':19} {'target':7} {'D':>3} {'dtype':5} {'features':15} {'tile':>14} regs spill shared mma   loops"
+    yield f"{'kernel':24} {'target':7} {'D':>3} {'dtype':5} {'features':15} {'tile':>14} regs spill shared mma   loops"
     for r in reports:
         c = r.config
         tile = f"{c['BLOCK_M']}x{c['BLOCK_N']} w{c['num_warps']} s{c['num_stages']}"
         yield (
-            f"{r.kernel:19} {r.target:7} {r.head_dim:3} {r.dtype:5} {r.features:15} {tile:>14} {r.registers:4} "
+            f"{r.kernel:24} {r.target:7} {r.head_dim:3} {r.dtype:5} {r.features:15} {tile:>14} {r.registers:4} "
             f"{r.spill_bytes:5} {r.shared_bytes:6} {r.hgmma or r.hmma:4}  {r.loop_instructions} {'; '.join(r.faults)}"
         )
 
@@ -293,8 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the reports; exit code 1 where a configuration is not fit to be launched."""
     parser = argparse.ArgumentParser(prog="python -m bench.codegen", description=__doc__.splitlines()[0])
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
-    kernels = ["attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"]
-    parser.add_argument("--kernel", action="append", choices=kernels, help="default: all")
+    parser.add_argument("--kernel", action="append", choices=list(KERNELS), help="default: all")
     parser.add_argument("--head-dim", action="append", type=int, help="default: 64, 128, 256")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES.values()), help="default: bf16, fp32")
     parser.add_argument("--features", action="append", choices=list(FEATURES), help="default: the last two")
@@ -303,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = {name: dtype for dtype, name in DTYPES.items()}
     selected = compilations(
         options.target or list(TARGETS),
-        options.kernel or kernels,
+        options.kernel or list(KERNELS),
         options.head_dim or [64, 128, 256],
         [names[name] for name in options.dtype or ["bf16", "fp32"]],
         options.features or list(FEATURES)[-2:],

@@ -174,7 +174,9 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` by the Triton kernels; a gradient that is not needed comes back empty."""
     from fusedattn.kernels import attention_bwd as kernel
+    from fusedattn.kernels import attention_bwd_rows as rows_kernel
     from fusedattn.kernels import configs
+    from fusedattn.kernels.primitives import is_exact
     from fusedattn.kernels.rope import rotated
 
     dq, dk, dv = _attention_bwd_empty(q, k, v, needs_dq, needs_dkdv)
@@ -183,12 +185,20 @@ def attention_bwd(
     q, k, v, dout = _tileable(q), _tileable(k), _tileable(v), _tileable(dout)
     rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
+    config = configs.for_tensor(q, dense_mask=allowed is not None)
+    precision = _precision(q.dtype)
     with _on_device_of(q):
         if rotation_q is not None and rotation_k is not None:
             q, k = rotated(q, rotation_q), rotated(k, rotation_k)
-        rows = kernel.launch_rows(
-            out, rest if rest.numel() else None, dout, row_max, row_sum, None if dlse is None else dlse.contiguous()
-        )
+        mask = _device_mask(valid, allowed, is_causal, diagonal)
+        dlse = None if dlse is None else dlse.contiguous()
+        if is_exact(q.dtype):
+            config_rows = configs.exact_rows_for_tensor(q)
+            rows = rows_kernel.launch_exact(
+                q, k, v, dout, row_max, row_sum, dlse, mask, scale, precision, config_rows
+            )  # fmt: skip
+        else:
+            rows = rows_kernel.launch(out, rest if rest.numel() else None, dout, row_max, row_sum, dlse)
         kernel.launch(
             q,
             k,
@@ -197,12 +207,12 @@ def attention_bwd(
             rows,
             dq if needs_dq else None,
             (dk, dv) if needs_dkdv else None,
-            _device_mask(valid, allowed, is_causal, diagonal),
+            mask,
             rotation_q,
             rotation_k,
             scale,
-            _precision(q.dtype),
-            configs.for_tensor(q, dense_mask=allowed is not None),
+            precision,
+            config,
         )
     return dq, dk, dv
 

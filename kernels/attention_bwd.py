@@ -1,9 +1,9 @@
-"""Backward of attention in three kernels, without atomics: the result is the same bit for bit on every run.
+"""Backward of attention without atomics: the result is the same bit for bit on every run.
 
 With the weights ``p`` recomputed tile by tile from the maximum and the sum of each row that the forward kept,
 and ``dlse`` the gradient of the returned lse::
 
-    delta = rowsum(dout * out) - dlse                      attention_bwd_rows
+    delta = rowsum(p * dout v^T) - dlse                    attention_bwd_rows
     dv = p^T dout,   ds = p * (dout v^T - delta)
     dk = scale * R_k^T (ds^T q)                            attention_bwd_dkdv, one program per tile of keys
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
@@ -14,12 +14,11 @@ row_sum and delta are contiguous ``(batch, nheads_q, seqlen_q)``. The gradient o
 inside one program.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.attention_bwd_rows import Rows
 from fusedattn.kernels.configs import KernelConfigs
 from fusedattn.kernels.masking import (
     DeviceMask,
@@ -33,7 +32,6 @@ from fusedattn.kernels.primitives import (
     LOG2E,
     accumulator,
     block_d,
-    decode_rest,
     dot,
     dot_add,
     has_nan,
@@ -43,79 +41,11 @@ from fusedattn.kernels.primitives import (
     load_tile,
     program_tile,
     round_to,
-    row_dot,
     softmax_weights,
     split_poison,
     store_tile,
 )
 from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
-
-ROWS_BLOCK_M = 32
-
-
-@triton.jit(do_not_specialize=["seqlen_q", "n_tiles"])
-def attention_bwd_rows(
-    out_ptr,
-    rest_ptr,
-    dout_ptr,
-    row_max_ptr,
-    row_sum_ptr,
-    dlse_ptr,
-    delta_ptr,
-    shift_ptr,
-    factor_ptr,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    nheads_q,
-    seqlen_q,
-    n_tiles,
-    HAS_REST: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """What each row contributes: delta, and how its weights are recomputed, ``p = exp2(logit - shift) * factor``.
-
-    One number, ``lse2 = row_max + log2(row_sum)``, would do for `shift`, but its rounding moves the exponent of
-    every weight of the row the same way. That does not matter where weights are rounded to 16 bits, and `factor` is
-    then left out; with EXACT the maximum and the sum stay apart, for one more multiplication a weight.
-    A row that saw nothing has shift inf, hence weights 0, and delta 0.
-
-    delta is taken from out as it was before rounding to 16 bits. In ``dout v^T - delta`` everything cancels that the
-    values have in common; an error of delta does not, and the common part of the keys adds it up in dq.
-    """
-    tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=False)
-    start_m = tile * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    exists = offs_m < seqlen_q
-    rows = (batch.to(tl.int64) * nheads_q + head) * seqlen_q + offs_m
-    row_max = tl.load(row_max_ptr + rows, mask=exists, other=float("inf"))
-    row_sum = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)
-    seen = row_max != float("inf")
-
-    out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)
-    dout_head = head_base(dout_ptr, batch, head, stride_gb, stride_gh)
-    out = load_tile(out_head, start_m, stride_os, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    dout = load_tile(dout_head, start_m, stride_gs, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    if HAS_REST:
-        rest_head = head_base(rest_ptr, batch, head, stride_ob, stride_oh)
-        rest = load_tile(rest_head, start_m, stride_os, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-        out = decode_rest(out, rest)
-    delta = row_dot(out, dout, ACC)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
-    tl.store(delta_ptr + rows, delta, mask=exists)
-    if EXACT:
-        tl.store(factor_ptr + rows, 1.0 / row_sum, mask=exists)
-    else:
-        tl.store(shift_ptr + rows, row_max + tl.math.log2(row_sum), mask=exists)
 
 
 @triton.jit
@@ -456,57 +386,6 @@ def attention_bwd_dq(
         )  # fmt: skip
     dq_head = head_base(dq_ptr, batch, head, stride_dqb, stride_dqh)
     store_tile(dq_head, start_m, stride_dqs, seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What attention_bwd_rows made, each contiguous ``(batch, nheads_q, seqlen_q)``; no factor without EXACT."""
-
-    delta: torch.Tensor
-    shift: torch.Tensor
-    factor: torch.Tensor | None
-
-
-def launch_rows(
-    out: torch.Tensor,
-    rest: torch.Tensor | None,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Rows:
-    """The rows of ``out``, which `rest` makes more precise, and its gradient, ready for :func:`launch`."""
-    batch, nheads_q, seqlen_q, head_dim = out.shape
-    exact = is_exact(out.dtype)
-    delta = torch.empty_like(row_max)
-    shift = row_max if exact else torch.empty_like(row_max)
-    factor = torch.empty_like(row_max) if exact else None
-    n_tiles = triton.cdiv(seqlen_q, ROWS_BLOCK_M)
-    attention_bwd_rows[(n_tiles * nheads_q * batch,)](
-        out,
-        rest,
-        dout,
-        row_max,
-        row_sum,
-        dlse,
-        delta,
-        shift,
-        factor,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        nheads_q,
-        seqlen_q,
-        n_tiles,
-        HAS_REST=rest is not None,
-        HAS_DLSE=dlse is not None,
-        HEAD_DIM=head_dim,
-        BLOCK_M=ROWS_BLOCK_M,
-        BLOCK_D=block_d(head_dim),
-        ACC=accumulator(out.dtype),
-        EXACT=exact,
-        num_warps=4,
-    )
-    return Rows(delta, shift, factor)
 
 
 def launch(

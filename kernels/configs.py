@@ -49,7 +49,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The three matrix-product kernels at one (architecture, head_dim, dtype)."""
+    """The matrix-product kernels at one (architecture, head_dim, dtype)."""
 
     fwd: TileConfig
     dkdv: TileConfig
@@ -225,6 +225,9 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
 }
 # fmt: on
 
+# attention_bwd_exact_rows, which runs for float32 only: largest head_dim -> config, on every architecture.
+EXACT_ROWS: dict[int, TileConfig] = {64: _T(16, 64, 8, 1), 128: _T(16, 16, 8, 1), 256: _T(32, 16, 8, 1)}
+
 # Small tiles, so that small inputs still take several blocks and ragged ones.
 INTERPRETER = KernelConfigs(fwd=TileConfig(32, 16, 4, 1), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
 
@@ -242,6 +245,18 @@ def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, *, dense_mask: bool = 
         if head_dim <= largest:
             return entry.dense if dense_mask else entry.streamed
     raise NotImplementedError(f"head_dim: got {head_dim}, allowed are 1 .. {max(by_head_dim)}")
+
+
+def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
+    """The config of attention_bwd_exact_rows; head_dim is one that :func:`lookup` knows."""
+    if arch == "interpreter":
+        return INTERPRETER.dq
+    return next(config for largest, config in EXACT_ROWS.items() if head_dim <= largest)
+
+
+def exact_rows_for_tensor(x: torch.Tensor) -> TileConfig:
+    """The config of attention_bwd_exact_rows on the device of ``x``, ``(..., head_dim)``."""
+    return lookup_exact_rows(arch_of(x.device), x.shape[-1])
 
 
 def for_tensor(x: torch.Tensor, *, dense_mask: bool) -> KernelConfigs:
