@@ -171,7 +171,6 @@ def _constants(what: Compilation, flags: dict[str, bool]) -> dict[str, Any]:
         "BLOCK_D": block_d(what.head_dim),
         "ACC": accumulator(what.dtype),
         "PRECISION": "ieee",
-        "NEGATE_Q": False,
         "KEEP_REST": not is_exact(what.dtype),
         "EXACT": is_exact(what.dtype),
         "HAS_DLSE": True,

@@ -105,12 +105,14 @@ def attention_fwd(
     """``(out, lse, row_max, row_sum, rest)`` by the Triton kernels; the last three are for the backward.
 
     rest is empty unless `keep_rest` asks for it and the inputs have 16 bits; gradients are less precise without.
-    `allowed` is four-dimensional; tables and positions are as in :class:`Rope`.
+    `allowed` is four-dimensional; tables and positions are as in :class:`Rope`; `scale` is positive.
     """
     from fusedattn.kernels import attention_fwd as kernel
     from fusedattn.kernels import configs
     from fusedattn.kernels.rope import rotated
 
+    if scale <= 0:
+        raise ValueError(f"scale: got {scale}, allowed are positive numbers")
     out, lse, row_max, row_sum, rest = _attention_fwd_empty(q, keep_rest)
     if out.numel() == 0:
         return out, lse, row_max, row_sum, rest
@@ -198,7 +200,7 @@ def attention_bwd(
                 q, k, v, dout, row_max, row_sum, dlse, mask, scale, precision, config_rows
             )  # fmt: skip
         else:
-            rows = rows_kernel.launch(out, rest if rest.numel() else None, dout, row_max, row_sum, dlse)
+            rows = rows_kernel.launch(out, rest if rest.numel() else None, dout, row_max, row_sum, dlse, scale)
         kernel.launch(
             q,
             k,
@@ -408,14 +410,17 @@ def attention(
     if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
         rope.check_positions()
 
+    scale = float(scale)
+    if scale <= 0:  # kernels take the maximum of the scores before they scale, or hide keys before they scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     if backend == "triton":
-        out, lse = _fused(q, k, v, mask, rope, float(scale))
+        out, lse = _fused(q, k, v, mask, rope, scale)
         return (out, lse) if return_lse else out
     if return_lse:
         # torch's own function returns no lse.
-        out, lse, _ = reference.attention(q, k, v, mask=mask, rope=rope, scale=float(scale))
+        out, lse, _ = reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)
         return out, lse
-    return sdpa.attention(q, k, v, mask=mask, rope=rope, scale=float(scale))
+    return sdpa.attention(q, k, v, mask=mask, rope=rope, scale=scale)
 
 
 def _autocast(x: Tensor) -> Tensor:

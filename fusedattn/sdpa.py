@@ -16,7 +16,7 @@ from fusedattn.rope import Rope
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, scale: float) -> Tensor:
-    """The output of :func:`fusedattn.attention`; arguments likewise, already checked."""
+    """The output of :func:`fusedattn.attention`; arguments likewise, already checked, scale positive."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
         return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
@@ -26,8 +26,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
         return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
-    if scale <= 0:  # torch's CPU kernel masks before it scales: -inf * -1 is what it should not be
-        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     enable_gqa = False
     if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
         enable_gqa = True

@@ -1,6 +1,6 @@
 """What each query row contributes to its gradients: one program per tile of rows, before the products of attention_bwd.
 
-The weights are recomputed as ``p = exp2(logit - shift) * factor``, and::
+The weights are recomputed from scores, by ``softmax_weights(scores, qk_scale, shift, factor)``, and::
 
     delta = rowsum(p * dout v^T) - dlse = rowsum(dout * out) - dlse
 
@@ -52,6 +52,7 @@ def attention_bwd_rows(
     nheads_q,
     seqlen_q,
     n_tiles,
+    qk_scale,
     HAS_REST: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -59,7 +60,7 @@ def attention_bwd_rows(
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """For 16-bit inputs: delta from out, and one number ``row_max + log2(row_sum)`` as shift, with a factor of 1.
+    """For 16-bit inputs: delta from out, and one number, ``qk_scale * row_max + log2(row_sum)``, as shift.
 
     Rounding that number moves the exponent of every weight of the row the same way, which does not matter where
     weights are rounded to 16 bits. Rounding out does: delta is taken from out as it was before, with HAS_REST.
@@ -85,7 +86,7 @@ def attention_bwd_rows(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
-    tl.store(shift_ptr + rows, row_max + tl.math.log2(row_sum), mask=exists)
+    tl.store(shift_ptr + rows, row_max * qk_scale + tl.math.log2(row_sum), mask=exists)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "diagonal", "n_tiles"])
@@ -209,6 +210,7 @@ def launch(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     dlse: torch.Tensor | None,
+    scale: float,
 ) -> Rows:
     """The rows of 16-bit `out`, which `rest` makes more precise, and its gradient."""
     batch, nheads_q, seqlen_q, head_dim = out.shape
@@ -228,6 +230,7 @@ def launch(
         nheads_q,
         seqlen_q,
         n_tiles,
+        scale * LOG2E.value,
         HAS_REST=rest is not None,
         HAS_DLSE=dlse is not None,
         HEAD_DIM=head_dim,

@@ -25,22 +25,22 @@ from fusedattn.kernels.masking import (
     visible,
 )
 from fusedattn.kernels.primitives import (
-    LN2,
     LOG2E,
     accumulator,
     block_d,
     dot,
     dot_add,
     encode_rest,
+    exp_scaled,
     has_nan,
     head_base,
+    is_exact,
     load_tile,
     program_tile,
     round_to,
     softmax_update,
     split_poison,
     store_tile,
-    widen,
 )
 from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
 
@@ -81,6 +81,7 @@ def attention_fwd(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    scale,
     qk_scale,
     # masking.DeviceMask.arguments()
     key_range_ptr,
@@ -105,13 +106,13 @@ def attention_fwd(
     INTERLEAVED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    NEGATE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
     KEEP_REST: tl.constexpr,
 ):
     tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=IS_CAUSAL)
@@ -135,8 +136,6 @@ def attention_fwd(
             q, start_m, seqlen_q, batch, cos_ptr, sin_ptr, positions_ptr, stride_tb, stride_pb, n_positions,
             position_offset, False, INTERLEAVED, HAS_POSITIONS, ROTARY_DIM, BLOCK_M, BLOCK_D, ACC,
         )  # fmt: skip
-    if NEGATE_Q:
-        q = -widen(q, ACC)
     q = round_to(q, q_ptr.dtype.element_ty)
 
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
@@ -162,7 +161,7 @@ def attention_fwd(
     for start_n in range(start, full_stop, BLOCK_N):
         k = load_tile(k_head, start_n, stride_ks, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
         scores = dot(q, tl.trans(k), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
-        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale)
+        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
         v = load_tile(v_head, start_n, stride_vs, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
         p = round_to(p, v.dtype)
         if KEEP_REST:
@@ -178,8 +177,8 @@ def attention_fwd(
             start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
             allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
         )  # fmt: skip
-        scores = tl.where(pairs, scores * qk_scale, float("-inf"))
-        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, 1.0)
+        scores = tl.where(pairs, scores, float("-inf"))
+        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
         v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
         p = round_to(p, v.dtype)
         if KEEP_REST:
@@ -201,7 +200,7 @@ def attention_fwd(
                 start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
                 allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
             )  # fmt: skip
-            p = tl.math.exp2(dot(q, tl.trans(k), ACC, PRECISION) * qk_scale - shift[:, None])
+            p = exp_scaled(dot(q, tl.trans(k), ACC, PRECISION), shift[:, None], qk_scale, EXACT)
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v.dtype), v, acc, ACC, PRECISION)
 
@@ -211,7 +210,7 @@ def attention_fwd(
     l_i = tl.where(unseen, 1.0, l_i)
     out = round_to(acc / l_i[:, None], out_ptr.dtype.element_ty)
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-    tl.store(lse_ptr + row_base + offs_m, m_i * LN2 + tl.log(l_i), mask=query_exists)
+    tl.store(lse_ptr + row_base + offs_m, m_i * scale + tl.log(l_i), mask=query_exists)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
     m_i = tl.where(m_i == float("-inf"), float("inf"), m_i)
     tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
@@ -242,7 +241,10 @@ def launch(
     precision: str,
     config: TileConfig,
 ) -> None:
-    """Fill the results, `rest` where it is given; layouts as in the module docstring. There is at least one query."""
+    """Fill the results, `rest` where it is given; layouts as in the module docstring.
+
+    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
+    """
     batch, nheads_q, seqlen_q, head_dim = q.shape
     n_tiles = triton.cdiv(seqlen_q, config.BLOCK_M)
     attention_fwd[(n_tiles * nheads_q * batch,)](
@@ -263,15 +265,15 @@ def launch(
         seqlen_q,
         k.shape[2],
         n_tiles,
-        # The kernel takes maxima of scaled scores by scaling maxima, so the sign of the scale goes into q.
-        abs(scale) * LOG2E.value,
-        NEGATE_Q=scale < 0,
+        scale,
+        scale * LOG2E.value,
         HEAD_DIM=head_dim,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(q.dtype),
         PRECISION=precision,
+        EXACT=is_exact(q.dtype),
         KEEP_REST=rest is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # The interpreter stores bfloat16 as uint16, multiplies the bit patterns as integers, and truncates where hardware
 # rounds; and its products are NumPy's, whose order of summation is no GPU's. When interpreting, bfloat16 is widened
@@ -176,27 +175,37 @@ def decode_rest(rounded, rest):
 
 
 @triton.jit
-def softmax_update(scores, m_i, l_i, factor):
+def exp_scaled(scores, row_max, qk_scale, EXACT: tl.constexpr):
+    """``exp2(qk_scale * (scores - row_max))``, of tiles ``(BLOCK_M, BLOCK_N)`` and ``(BLOCK_M, 1)``."""
+    if EXACT:
+        # The heaviest weights have the smallest differences, hence the smallest errors.
+        return tl.math.exp2((scores - row_max) * qk_scale)
+    else:
+        return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction an element
+
+
+@triton.jit
+def softmax_update(scores, m_i, l_i, qk_scale, EXACT: tl.constexpr):
     """One step of the online softmax (Milakov and Gimelshein, 2018), in base 2.
 
     Args:
-        scores: ``(BLOCK_M, BLOCK_N)``; `factor` (not negative) brings them to base-2 logits.
-        m_i, l_i: ``(BLOCK_M,)`` running maximum of the logits, and sum of ``2 ** (logit - m_i)``.
+        scores: ``(BLOCK_M, BLOCK_N)``; `qk_scale` (positive) brings them to base-2 logits.
+        m_i, l_i: ``(BLOCK_M,)`` running maximum of the scores, and sum of the weights relative to it.
 
     Returns:
         ``(p, alpha, m_i, l_i)``: the unnormalised weights, and what earlier sums must be multiplied by.
     """
-    m_new = tl.maximum(m_i, tl.max(scores, 1) * factor)
+    m_new = tl.maximum(m_i, tl.max(scores, 1))
     # A row that has seen nothing has a maximum of -inf; -inf - -inf would be NaN.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(scores * factor - shift[:, None])
-    alpha = tl.math.exp2(m_i - shift)
+    p = exp_scaled(scores, shift[:, None], qk_scale, EXACT)
+    alpha = exp_scaled(m_i, shift, qk_scale, EXACT)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
 def load_softmax(shift_ptr, factor_ptr, row_base, rows, exists, EXACT: tl.constexpr):
-    """(shift, factor) of rows: their weights are ``exp2(logits - shift) * factor``; see attention_bwd_rows."""
+    """(shift, factor) of rows, for softmax_weights; see attention_bwd_rows."""
     shift = tl.load(shift_ptr + row_base + rows, mask=exists, other=float("inf"))
     if EXACT:
         return shift, tl.load(factor_ptr + row_base + rows, mask=exists, other=0.0)
@@ -206,11 +215,15 @@ def load_softmax(shift_ptr, factor_ptr, row_base, rows, exists, EXACT: tl.conste
 
 @triton.jit
 def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
-    """The weights of a tile of scores; `shift` and `factor` come from load_softmax. Without EXACT, factor is 1."""
-    weights = tl.math.exp2(scores * qk_scale - shift)
+    """The weights of a tile of scores; `shift` and `factor` come from load_softmax.
+
+    With EXACT, shift is the maximum of the row's scores, and factor 1 over its sum; else shift has both in it, in
+    base 2, and there is no factor.
+    """
     if EXACT:
-        weights = weights * factor
-    return weights
+        return exp_scaled(scores, shift, qk_scale, True) * factor
+    else:
+        return tl.math.exp2(scores * qk_scale - shift)
 
 
 def block_d(head_dim: int) -> int:

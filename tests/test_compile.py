@@ -62,7 +62,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         allowed = (torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, device=DEVICE) < 0.7).expand(-1, HEADS, -1, -1)
         at = [torch.arange(n, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K)]
         constants = [valid, allowed, rope.cos, rope.sin, *at]
-        numbers = [True, True, SEQLEN_K - SEQLEN_Q, -0.25, True]
+        numbers = [True, True, SEQLEN_K - SEQLEN_Q, 0.25, True]
     elif kind.startswith("half"):
         q, k, v = (x.half().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         numbers[-1] = kind == "half"
