@@ -111,7 +111,7 @@ def attention_fwd(
     from fusedattn.kernels import configs
     from fusedattn.kernels.rope import rotated
 
-    if scale <= 0:
+    if not scale > 0:
         raise ValueError(f"scale: got {scale}, allowed are positive numbers")
     out, lse, row_max, row_sum, rest = _attention_fwd_empty(q, keep_rest)
     if out.numel() == 0:

@@ -140,7 +140,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(128, 32, 8, 3), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
@@ -170,7 +170,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),

@@ -97,6 +97,14 @@ def test_opcheck_backward(kind, dlse, needs):
     torch.library.opcheck(attention_bwd, call)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.25, float("nan")])
+def test_the_op_takes_positive_scales(scale):
+    """attention() takes any: the sign goes into q there."""
+    *arguments, _, keep_rest = op_arguments("plain")
+    with pytest.raises(ValueError, match="scale: got"):
+        attention_fwd(*arguments, scale, keep_rest)
+
+
 def test_the_op_by_itself_is_differentiable():
     """What torch.compile and torch.func see is the op; its gradients are those of attention()."""
     q, k, v = qkv()
