@@ -21,7 +21,7 @@ demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARG
 	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
 
 test: .venv/.test ## run all tests (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
-	@$(VENV_PYTHON) -m pytest -n 2 --maxfail=0 --durations=10 $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 $(ARGS)
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy
 	@status=0; \

@@ -374,7 +374,8 @@ def attention(
         (float64 for float64), ``(batch, nheads_q, seqlen_q)``, differentiable too.
 
         A query that may attend to nothing has out 0 and lse ``-inf`` and causes no gradient. A NaN or Inf in a
-        key or value never reaches the output or gradient of a query that may not attend to it. Under autocast,
+        key or value never reaches the output or gradient of a query that may not attend to it (under torch.compile
+        the torch backend keeps this for keys that are hidden from every query, such as padding). Under autocast,
         float32 inputs are cast to the autocast dtype, as torch's own function does.
 
     Raises:

@@ -297,11 +297,10 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(seqlen_q=150, seqlen_k=150, nheads_q=2, nheads_kv=1, offset=1.0, causal="bottom_right"),
-        Case(seqlen_q=130, seqlen_k=200, nheads_q=2, nheads_kv=1, offset=16.0, padding="uneven"),
-        Case(seqlen_q=60, seqlen_k=60, offset=0.01, scale=2.0, causal="bottom_right"),
+        Case(batch=1, seqlen_q=110, seqlen_k=110, nheads_q=2, nheads_kv=1, offset=1.0, causal="bottom_right"),
+        Case(seqlen_q=50, seqlen_k=90, nheads_q=2, nheads_kv=1, offset=16.0, padding="uneven"),
     ],
-    ids=["mild", "strong", "peaked"],
+    ids=["mild", "strong"],
 )
 def test_what_keys_and_values_have_in_common_cancels(case, dtype):
     """In dq an error of delta is multiplied with the sum of the keys: rounding out to 16 bits would be enough."""
