@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # .ci/run adds sm_86 through make codegen
 REPORTS_PER_TARGET = (3 + 4) * 3 * 2  # kernels in 16 bits and in float32, head_dims, regimes
 
 
