@@ -32,8 +32,8 @@ def _tileable(x: Tensor) -> Tensor:
 
 def _new_like(x: Tensor) -> Tensor:
     """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous where rows of ``x`` overlap."""
-    overlap = any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
-    return torch.empty_like(x, memory_format=torch.contiguous_format if overlap else torch.preserve_format)
+    layout = torch.contiguous_format if sdpa.rows_overlap(x) else torch.preserve_format
+    return torch.empty_like(x, memory_format=layout)
 
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -52,10 +52,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None,
     return out.masked_fill(empty, 0.0)
 
 
+def rows_overlap(x: Tensor) -> bool:
+    """Whether rows of ``x``, ``(..., head_dim)``, share some of their memory, but not all of it."""
+    return any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
+
+
 def _apart(x: Tensor) -> Tensor:
-    """``x``, copied if its rows partly overlap in memory: torch's CPU kernel returns wrong numbers for such views."""
-    overlap = any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
-    return x.contiguous() if overlap else x
+    """``x``, copied if its rows overlap: torch's CPU kernel returns wrong numbers for such views."""
+    return x.contiguous() if rows_overlap(x) else x
 
 
 def _finite(*tensors: Tensor) -> bool:

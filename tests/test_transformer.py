@@ -31,25 +31,9 @@ from fusedattn.transformer import (
     TransformerBlock,
     TransformerEncoder,
 )
-from tests.test_transformer_attention import complex_rotation, torch_mha
+from tests.test_transformer_attention import WIDTH, B, D, H, L, S, complex_rotation, padding, qkv, torch_mha
 
-B, H, L, S, D = 2, 4, 5, 7, 8  # batch, heads, seqlen_q, seqlen_k, head_dim
-WIDTH = H * D
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def qkv(kv_heads=H, dtype=torch.float32, requires_grad=False) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = [(B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, D)]
-    q, k, v = (torch.randn(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
-    return q, k, v
-
-
-def padding() -> Tensor:
-    return torch.tensor([[True] * S, [True] * (S - 3) + [False] * 3])
+pytestmark = [pytest.mark.usefixtures("_seed")]
 
 
 def small_transformer(**kwargs) -> Transformer:

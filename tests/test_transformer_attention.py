@@ -16,17 +16,13 @@ from fusedattn.transformer import (
     RotaryPositionalEmbedding,
     ScaledDotProductAttention,
     SelfAttention,
-    Transformer,
     scaled_dot_product_attention,
 )
 
+pytestmark = [pytest.mark.usefixtures("_seed")]
+
 B, H, L, S, D = 2, 4, 5, 7, 8  # batch, heads, seqlen_q, seqlen_k, head_dim
 WIDTH = H * D
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def qkv(kv_heads=H, dtype=torch.float32, requires_grad=False) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,10 +33,6 @@ def qkv(kv_heads=H, dtype=torch.float32, requires_grad=False) -> tuple[Tensor, T
 
 def padding() -> Tensor:
     return torch.tensor([[True] * S, [True] * (S - 3) + [False] * 3])
-
-
-def small_transformer(**kwargs) -> Transformer:
-    return Transformer(11, 13, WIDTH, H, 2, 48, max_len=16, **kwargs).eval()
 
 
 @pytest.mark.parametrize("kv_heads", [H, 2, 1])
