@@ -1,11 +1,10 @@
-"""The kernels in float64, where rounding is negligible: against formulas in extended precision, and gradcheck.
+"""The kernels in float64, where rounding is negligible, against formulas in extended precision.
 
 A GPU has no float64 kernels; this is for the interpreter alone.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, masks, testing
-from fusedattn.testing import CASES, Case
+from fusedattn import Rope, testing
+from fusedattn.testing import CASES
 from tests.conftest import INTERPRETING, assert_accurate, triton_attention
 
 pytestmark = [
@@ -112,61 +111,3 @@ def test_budget_in_float64(case):
         assert torch.equal(eager[name].isfinite(), finite)
         error = torch.where(finite, eager[name] - x, 0.0).abs().max()
         assert error <= 1e-14 * torch.where(finite, x, 0.0).abs().max(), name
-
-
-TINY = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=4, seqlen_k=5, head_dim=4, dtype=torch.float64)
-
-GRADCHECKS = {
-    "full": TINY,
-    "causal": replace(TINY, causal="bottom_right"),
-    "causal, top-left": replace(TINY, causal="top_left"),
-    "causal, empty rows": replace(TINY, causal="bottom_right", seqlen_q=6, seqlen_k=3),
-    "padding": replace(TINY, batch=2, padding="uneven"),
-    "padding, left, causal": replace(TINY, batch=2, padding="left", causal="bottom_right"),
-    "padding, empty batch": replace(TINY, batch=2, padding="right", empty_batch=True),
-    "boolean": replace(TINY, boolean="full"),
-    "boolean, broadcast": replace(TINY, boolean="broadcast"),
-    "one head per group": replace(TINY, nheads_q=1, seqlen_q=2, seqlen_k=3, head_dim=3),
-    "rope": replace(TINY, rope="half"),
-    "rope, interleaved": replace(TINY, rope="interleaved"),
-    "rope, partial": replace(TINY, rope="half", rotary_dim=2),
-    "rope, scaled tables, positions": replace(
-        TINY, batch=2, rope="interleaved", rope_tables="per_batch", rope_positions=True
-    ),
-    "scale": replace(TINY, scale=-0.7),
-    "several blocks": replace(TINY, seqlen_q=34, seqlen_k=35, nheads_q=1, head_dim=2, causal="bottom_right"),
-    "everything": replace(
-        TINY, batch=2, causal="bottom_right", padding="uneven", boolean="full", rope="half", rotary_dim=2,
-        rope_tables="per_batch", rope_positions=True, scale=0.3,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "returned"), [*((name, "out and lse") for name in GRADCHECKS), ("full", "out"), ("full", "lse")]
-)
-def test_gradcheck(name, returned):
-    inputs = testing.make_inputs(GRADCHECKS[name])
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, lse = triton_attention(q, k, v, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=True)
-        # The difference quotient of a constant -inf is NaN.
-        lse = lse.masked_fill(lse == -math.inf, 0.0)
-        return {"out": (out,), "lse": (lse,), "out and lse": (out, lse)}[returned]
-
-    x = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    # Along random directions, except once: element by element.
-    slow = name == "one head per group"
-    assert torch.autograd.gradcheck(
-        function, x, fast_mode=not slow, atol=1e-6, rtol=1e-4, check_undefined_grad=name == "full"
-    )
-
-
-def test_gradcheck_of_an_out_of_order_mask():
-    """A query that sees later keys only; and one that sees every second."""
-    allowed = torch.zeros(5, 7, dtype=torch.bool)
-    allowed[0, 4:], allowed[1, ::2], allowed[3] = True, True, True
-    q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
-    assert torch.autograd.gradcheck(
-        lambda *x: triton_attention(*x, mask=masks.boolean(allowed)), (q, k, v), fast_mode=True
-    )
