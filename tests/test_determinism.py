@@ -1,0 +1,146 @@
+"""The same bits: on every run, in every batch, and for a prompt that is computed in pieces.
+
+What a query gets depends on its keys, on the head_dim, the dtype and the presence of a boolean mask (which chooses the
+tiles), and on nothing else that stands in the call.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import Rope, masks, testing
+from fusedattn.testing import CASES, Case, Inputs
+from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+ROOT = Path(__file__).parents[1]
+EVERYTHING = replace(CASES[-1], nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
+KINDS = {
+    "causal": Case(seqlen_q=37, seqlen_k=37, nheads_q=2, nheads_kv=1, head_dim=16, causal="bottom_right"),
+    "padding": Case(seqlen_q=19, seqlen_k=37, nheads_q=2, nheads_kv=1, head_dim=16, padding="uneven"),
+    "everything": EVERYTHING,
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture
+def _deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dtypes
+@kinds
+def test_the_same_bits_every_time(kind, dtype):
+    inputs = testing.make_inputs(replace(KINDS[kind], dtype=dtype), DEVICE)
+    expected = testing.run(triton_attention, inputs)
+    for _ in range(1 if INTERPRETING else 20):
+        assert_equal(testing.run(triton_attention, inputs), expected)
+
+
+@pytest.mark.usefixtures("_deterministic_algorithms")
+def test_deterministic_algorithms_change_nothing():
+    """Whatever torch fills uninitialised memory with then, and nothing raises."""
+    inputs = testing.make_inputs(replace(EVERYTHING, dtype=torch.bfloat16), DEVICE)
+    got = testing.run(triton_attention, inputs)
+    torch.use_deterministic_algorithms(False)
+    assert_equal(got, testing.run(triton_attention, inputs))
+
+
+def test_no_kernel_adds_atomically():
+    """Atomic additions come in any order, on a GPU; the interpreter would not show it."""
+    names = {
+        node.attr
+        for path in (ROOT / "kernels").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert "store" in names
+    assert not {name for name in names if name.startswith("atomic")}
+
+
+def test_tiles_do_not_depend_on_batch_or_length():
+    """Else a sequence would be summed in another order when its neighbours change."""
+    from fusedattn.kernels import configs
+
+    assert set(inspect.signature(configs.lookup).parameters) == {"arch", "head_dim", "dtype", "dense_mask"}
+    assert set(inspect.signature(configs.lookup_exact_rows).parameters) == {"arch", "head_dim"}
+
+
+def member(inputs: Inputs, b: int) -> Inputs:
+    """Batch `b` alone."""
+
+    def row(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[b : b + 1]
+
+    rope = inputs.rope
+    if rope is not None:
+        tables = [x if x.dim() == 2 else x[b : b + 1] for x in (rope.cos, rope.sin)]
+        rope = Rope(*tables, rope.interleaved, row(rope.positions_q), row(rope.positions_k))
+    return replace(
+        inputs,
+        **{name: getattr(inputs, name)[b : b + 1] for name in ("q", "k", "v", "dout", "dlse")},
+        mask=replace(inputs.mask, valid=row(inputs.mask.valid), allowed=row(inputs.mask.allowed)),
+        rope=rope,
+    )
+
+
+@dtypes
+@kinds
+def test_a_sequence_does_not_know_its_batch(kind, dtype):
+    """Batch invariance: out, lse and all gradients of a member are what it gets alone."""
+    inputs = testing.make_inputs(replace(KINDS[kind], dtype=dtype), DEVICE)
+    together = testing.run(triton_attention, inputs)
+    for b in range(2):
+        alone = testing.run(triton_attention, member(inputs, b))
+        assert_equal(alone, {name: x[b : b + 1] for name, x in together.items()})
+
+
+@dtypes
+def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
+    """Other contents, other lengths, even NaN: the first member's bits stay."""
+    case = Case(seqlen_q=37, seqlen_k=37, nheads_q=2, nheads_kv=1, head_dim=16, dtype=dtype, causal="bottom_right")
+    inputs = testing.make_inputs(replace(case, padding="right"), DEVICE)
+    assert inputs.mask.valid is not None
+    other = replace(
+        inputs,
+        **{name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout", "dlse")},
+        mask=replace(inputs.mask, valid=inputs.mask.valid.clone()),
+    )
+    for x in (other.q, other.k, other.v, other.dout, other.dlse):
+        x[1] = torch.nan
+    other.mask.valid[1] = torch.arange(37, device=DEVICE) % 3 == 0  # type: ignore[index]
+    got, expected = testing.run(triton_attention, other), testing.run(triton_attention, inputs)
+    assert_equal({name: x[:1] for name, x in got.items()}, {name: x[:1] for name, x in expected.items()})
+
+
+@dtypes
+@pytest.mark.parametrize("pieces", [(1, 36), (16, 16, 5), (30, 7)], ids=str)
+def test_a_prompt_in_pieces(pieces, dtype):
+    """With the keys so far in a cache, queries come a few at a time: out, lse and dq have the bits of all at once."""
+    case = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=37, seqlen_k=37, head_dim=16, dtype=dtype, rope="half")
+    inputs = replace(testing.make_inputs(case, DEVICE), mask=masks.causal())
+    expected = testing.run(triton_attention, inputs)
+    stop = 0
+    for n in pieces:
+        start, stop = stop, stop + n
+        piece = replace(
+            inputs,
+            q=inputs.q[:, :, start:stop], k=inputs.k[:, :, :stop], v=inputs.v[:, :, :stop],
+            dout=inputs.dout[:, :, start:stop], dlse=inputs.dlse[:, :, start:stop],
+        )  # fmt: skip
+        got = testing.run(triton_attention, piece)
+        names = ("out", "lse", "dq")
+        assert_equal({n: got[n] for n in names}, {n: expected[n][:, :, start:stop] for n in names})
+    assert stop == 37
