@@ -254,6 +254,15 @@ def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
     return next(config for largest, config in EXACT_ROWS.items() if head_dim <= largest)
 
 
+def rope_rows(head_dim: int) -> int:
+    """Rows of a program of the rope kernel, which has 4 warps on every architecture.
+
+    A thread holds the row elements, their partners, and both table entries: with 64 rows of 256 float32 features it
+    spilled up to 16 KiB.
+    """
+    return 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
+
+
 def exact_rows_for_tensor(x: torch.Tensor) -> TileConfig:
     """The config of attention_bwd_exact_rows on the device of ``x``, ``(..., head_dim)``."""
     return lookup_exact_rows(arch_of(x.device), x.shape[-1])

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.configs import rope_rows
 from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
@@ -25,8 +26,6 @@ from fusedattn.kernels.primitives import (
     store_tile,
     widen,
 )
-
-BLOCK_M = 64
 
 
 @triton.jit
@@ -213,7 +212,8 @@ def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """
     batch, nheads, seqlen, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n_tiles = triton.cdiv(seqlen, BLOCK_M)
+    block = rope_rows(head_dim)
+    n_tiles = triton.cdiv(seqlen, block)
     _rope[(n_tiles * nheads * batch,)](
         x,
         out,
@@ -227,7 +227,7 @@ def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         seqlen=seqlen,
         n_tiles=n_tiles,
         HEAD_DIM=head_dim,
-        BLOCK=BLOCK_M,
+        BLOCK=block,
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(x.dtype),
         num_warps=4,
