@@ -1,0 +1,194 @@
+"""Do the tests bite? Plant each fault of the lists beside this file, and see whether the tests notice.
+
+    python -m tests.mutation [--only TEXT] [--survivors] [--jobs 2] [--list]
+
+Each fault is planted in a copy of the tree. The tests that probably see it run first, then the other tests of the kernels,
+then all. A fault that none sees has survived: it needs a test, or the proof that it changes nothing. The unchanged copy
+must pass first, else a failure would mean nothing. Writes docs/results/mutants.json; exit status 1 where a fault survived.
+
+General-purpose tools (mutmut, cosmic-ray) were not used: what they put in a function's place, Triton cannot compile, and
+most of what they change in a kernel changes its speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.mutation import kernels, package
+from tests.mutation.fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/results/mutants.json"
+FAULTS: tuple[Fault, ...] = (*kernels.FAULTS, *package.FAULTS)
+TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
+        "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip
+# Where a fault in the operation would show, the quickest first.
+OPERATION_TESTS = (
+    "attention", "masking", "rope", "float64", "properties", "memory", "determinism", "fuzz", "large_tensors", "gradcheck",
+)  # fmt: skip
+TIMEOUT = 1800  # seconds of one run of tests: a fault may make a loop endless
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one fault."""
+
+    what: str
+    path: str
+    killed_by: str | None
+    seconds: int
+
+
+def copy_tree(to: Path) -> None:
+    """What the tests need, without caches; `fusedattn/kernels` stays a link."""
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy2(source, to / name)
+
+
+def run_tests(tree: Path, arguments: Sequence[str]) -> str | None:
+    """The first test that fails, or None.
+
+    Raises:
+        RuntimeError: pytest found no tests, or could not be asked.
+    """
+    # A stale .pyc would hide a fault that was planted within the same second.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return "no test ended in time"
+    if done.returncode == 0:
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (1, 2) or not failed:
+        raise RuntimeError(f"pytest {arguments}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}")
+    return failed[0].split(" - ")[0].split(" ", 1)[1]
+
+
+def judge(fault: Fault, tree: Path) -> Verdict:
+    """Plant one fault in `tree`, test, and take it out again."""
+    start = time.perf_counter()
+    file = tree / fault.path
+    before = file.read_text(encoding="utf-8")
+    fault.plant(tree)
+    try:
+        killer = run_tests(tree, pytest_arguments(fault.tests))
+        if killer is None and fault.equivalent is None:
+            killer = run_tests(tree, [f"tests/test_{name}.py" for name in OPERATION_TESTS]) or run_tests(
+                tree, ["tests"]
+            )
+    finally:
+        file.write_text(before, encoding="utf-8")
+    return Verdict(fault.what, fault.path, killer, round(time.perf_counter() - start))
+
+
+def pytest_arguments(tests: str) -> list[str]:
+    """``"FILE -k EXPRESSION"`` in parts."""
+    file, _, expression = tests.partition(" -k ")
+    return [file, "-k", expression.strip("'")] if expression else [file]
+
+
+def judge_all(faults: Sequence[Fault], jobs: int) -> list[Verdict]:
+    """Each job has a tree of its own; prints as it goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        trees: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            tree = Path(folder, str(number))
+            tree.mkdir()
+            copy_tree(tree)
+            trees.put(tree)
+
+        def work(fault: Fault) -> Verdict:
+            tree = trees.get()
+            try:
+                verdict = judge(fault, tree)
+            finally:
+                trees.put(tree)
+            fate = verdict.killed_by or ("equivalent" if fault.equivalent else "SURVIVED")
+            print(f"{verdict.seconds:5} s  {fault.what:60}  {fate}", flush=True)
+            return verdict
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(work, faults))
+
+
+def unchanged_passes(faults: Sequence[Fault]) -> None:
+    """Raise RuntimeError where a test that is meant to see a fault fails without one."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        for tests in dict.fromkeys(fault.tests for fault in faults):
+            failed = run_tests(Path(folder), pytest_arguments(tests))
+            if failed is not None:
+                raise RuntimeError(f"{failed} fails without a fault; nothing can be judged by it")
+            print(f"unchanged: {tests} passes", flush=True)
+
+
+def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The figures, and every verdict."""
+    equivalent = {fault.what: fault.equivalent for fault in FAULTS if fault.equivalent}
+    survived = [v.what for v in verdicts if v.killed_by is None and v.what not in equivalent]
+    killed = sum(v.killed_by is not None for v in verdicts)
+    return {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "triton")}},
+        "planted": len(verdicts),
+        "killed": killed,
+        "equivalent": equivalent,
+        "survived": survived,
+        "share_killed": round(killed / max(1, killed + len(survived)), 4),
+        "verdicts": [asdict(v) for v in verdicts],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print every verdict, and write them all where all faults were judged."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="faults with this in their name or path")
+    parser.add_argument(
+        "--survivors", action="store_true", help="judge those again that the last results call survivors"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--list", action="store_true", help="list the faults and plant nothing")
+    options = parser.parse_args(arguments)
+    faults = [f for f in FAULTS if options.only in f.what or options.only in f.path]
+    known: list[Verdict] = []
+    if options.survivors:
+        last = json.loads(RESULTS.read_text())
+        again = set(last["survived"]) | {f.what for f in FAULTS} - {v["what"] for v in last["verdicts"]}
+        known = [Verdict(**v) for v in last["verdicts"] if v["what"] not in again]
+        faults = [f for f in faults if f.what in again]
+    if options.list:
+        print("\n".join(f"{f.path:28} {f.what}" for f in faults))
+        return 0
+    unchanged_passes(faults)
+    verdicts = {v.what: v for v in (*known, *judge_all(faults, options.jobs))}
+    result = report([verdicts[f.what] for f in FAULTS if f.what in verdicts])
+    if len(verdicts) == len(FAULTS):
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['killed']} of {result['planted']} faults killed, {len(result['equivalent'])} equivalent")
+    print("\n".join(f"survived: {what}" for what in result["survived"]))
+    return int(bool(result["survived"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
