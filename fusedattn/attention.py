@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fusedattn.kernels.masking import DeviceMask
     from fusedattn.kernels.rope import Rotation
 
-# A kernel's offsets inside one tile are int32: rows further apart than this are copied together first.
+# A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
 MAX_ROW_STRIDE = 2**31 // 512
 
 
@@ -31,8 +31,9 @@ def _tileable(x: Tensor) -> Tensor:
 
 
 def _new_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous where rows of ``x`` overlap."""
-    layout = torch.contiguous_format if sdpa.rows_overlap(x) else torch.preserve_format
+    """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous where that fits no tile."""
+    unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE
+    layout = torch.contiguous_format if unfit else torch.preserve_format
     return torch.empty_like(x, memory_format=layout)
 
 
@@ -58,7 +59,8 @@ def _device_mask(valid: Tensor | None, allowed: Tensor | None, is_causal: bool, 
     if valid is not None:
         valid = valid.contiguous().view(torch.uint8)
     if allowed is not None and max(allowed.stride()[2:]) > MAX_ROW_STRIDE:
-        allowed = allowed.contiguous()
+        # Contiguous, or, where its rows are too long for that, transposed.
+        allowed = allowed.contiguous() if allowed.shape[3] <= MAX_ROW_STRIDE else allowed.mT.contiguous().mT
     return DeviceMask(
         diagonal=diagonal if is_causal else None,
         valid=valid,
@@ -184,7 +186,11 @@ def attention_bwd(
     dq, dk, dv = _attention_bwd_empty(q, k, v, needs_dq, needs_dkdv)
     if out.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, dout = _tileable(q), _tileable(k), _tileable(v), _tileable(dout)
+    # Hooks on saved tensors may have changed the layout of some of them.
+    q, k, v, dout, out = _tileable(q), _tileable(k), _tileable(v), _tileable(dout), _tileable(out)
+    row_max, row_sum = row_max.contiguous(), row_sum.contiguous()
+    if rest.numel() and rest.stride() != out.stride():
+        rest = torch.empty_like(out, dtype=torch.int8).copy_(rest)
     rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)
     rotation_k = _rotation(cos, sin, positions_k, 0, interleaved)
     config = configs.for_tensor(q, dense_mask=allowed is not None)
@@ -370,8 +376,9 @@ def attention(
             is used or the call raises; it is never replaced.
 
     Returns:
-        out, shape, dtype and strides of q. With ``return_lse``, ``(out, lse)``: lse natural logarithm, float32
-        (float64 for float64), ``(batch, nheads_q, seqlen_q)``, differentiable too.
+        out, shape, dtype and strides of q (contiguous where rows of q overlap, or lie more than 2^22 elements apart).
+        With ``return_lse``, ``(out, lse)``: lse natural logarithm, float32 (float64 for float64),
+        ``(batch, nheads_q, seqlen_q)``, differentiable too.
 
         A query that may attend to nothing has out 0 and lse ``-inf`` and causes no gradient. A NaN or Inf in a
         key or value never reaches the output or gradient of a query that may not attend to it (under torch.compile

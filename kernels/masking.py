@@ -22,7 +22,7 @@ RANGE_BLOCK = 1024
 def load_key_range(key_range_ptr, batch, seqlen_k, HAS_PADDING: tl.constexpr):
     """(start, stop, contiguous): all visible keys of the batch lie in [start, stop), with or without gaps."""
     if HAS_PADDING:
-        base = key_range_ptr + batch * 3
+        base = key_range_ptr + batch.to(tl.int64) * 3
         return tl.load(base), tl.load(base + 1), tl.load(base + 2)
     else:
         return 0, seqlen_k, 1
@@ -143,7 +143,7 @@ def _key_range(valid_ptr, key_range_ptr, seqlen_k, BLOCK: tl.constexpr):
         first = tl.minimum(first, tl.min(tl.where(seen, offs, seqlen_k), 0))
         stop = tl.maximum(stop, tl.max(tl.where(seen, offs + 1, 0), 0))
         count += tl.sum(seen.to(tl.int32), 0)
-    base = key_range_ptr + batch * 3
+    base = key_range_ptr + batch.to(tl.int64) * 3
     tl.store(base, tl.minimum(first, stop))  # nothing visible: the empty range [0, 0)
     tl.store(base + 1, stop)
     tl.store(base + 2, (count == stop - first).to(tl.int32))

@@ -28,7 +28,10 @@ TRANSFORMER = "tests/test_transformer_attention.py"
 # fmt: off
 OPERATION = (
     Fault(OP, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
-    Fault(OP, "torch.contiguous_format if sdpa.rows_overlap(x) else torch.preserve_format", "torch.preserve_format", "outputs whose rows overlap", STRIDES),
+    Fault(OP, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
+    Fault(OP, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = sdpa.rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
+    Fault(OP, "allowed.contiguous() if allowed.shape[3] <= MAX_ROW_STRIDE else allowed.mT.contiguous().mT", "allowed.contiguous()", "boolean masks whose rows are too long for int32", LARGE),
+    Fault(OP, "if rest.numel() and rest.stride() != out.stride():", "if rest.numel() and rest.shape != out.shape:", "rest in another layout than out", "tests/test_attention.py -k come_back"),
     Fault(OP, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/test_attention.py -k precision"),
     Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "forward: queries count from 0", ROTARY, nth=0),
     Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "backward: queries count from 0", ROTARY, nth=1),

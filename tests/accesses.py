@@ -1,0 +1,131 @@
+"""Every address that an interpreted kernel touches, checked: what compute-sanitizer is on a GPU.
+
+Inside :func:`checked_accesses` a launch fails unless each load reads elements of one tensor argument that the kernel
+does not write, each store writes elements of one output, and each element of an output is written exactly once. So no
+program depends on another one of its launch. An element is one of the tensor as it was passed: the rest of its storage
+is out of bounds. Lanes that are masked off may have any address.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+# What each kernel writes; its other tensors are read.
+OUTPUTS = {
+    "attention_fwd": {"out_ptr", "lse_ptr", "row_max_ptr", "row_sum_ptr", "rest_ptr"},
+    "attention_bwd_rows": {"delta_ptr", "shift_ptr"},
+    "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
+    "attention_bwd_dkdv": {"dk_ptr", "dv_ptr"},
+    "attention_bwd_dq": {"dq_ptr"},
+    "_rope": {"out_ptr"},
+    "_key_range": {"key_range_ptr"},
+}
+
+# Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.
+COUNTED = 2**22
+
+
+class Argument:
+    """A tensor argument of a launch, and how often each of its elements was written."""
+
+    def __init__(self, name: str, x: Tensor, is_output: bool) -> None:
+        self.name, self.is_output = name, is_output
+        self.start, self.itemsize = x.data_ptr(), x.element_size()
+        # (size, stride in bytes), outermost first; what is expanded has only one element.
+        sizes = ((n, stride * self.itemsize) for n, stride in zip(x.shape, x.stride(), strict=True))
+        self.dims = sorted(((n, stride) for n, stride in sizes if n > 1 and stride > 0), key=lambda dim: -dim[1])
+        extent = self.itemsize
+        for n, stride in reversed(self.dims):
+            if stride < extent:
+                raise ValueError(f"{name}: got overlapping rows, strides {x.stride()}; allowed are separate ones")
+            extent += (n - 1) * stride
+        numel = math.prod(n for n, _ in self.dims)
+        self.writes = np.zeros(numel, np.int32) if is_output and numel <= COUNTED else None
+
+    def index(self, addresses: np.ndarray) -> np.ndarray | None:
+        """Which elements stand at the addresses, or None if one is not the address of an element."""
+        rest = addresses.astype(np.int64) - self.start
+        index = np.zeros_like(rest)
+        inside = rest >= 0
+        for n, stride in self.dims:
+            at, rest = np.divmod(rest, stride)
+            inside &= at < n
+            index = index * n + at
+        return index if inside.all() and not rest.any() else None
+
+
+@dataclass
+class Accesses:
+    """Stands in for the interpreter's memory, of one launch at a time."""
+
+    memory: Any
+    kernel: str = ""
+    arguments: list[Argument] = field(default_factory=list)
+    launched: list[str] = field(default_factory=list)
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
+        self._find(addresses[mask], np.dtype(dtype).itemsize, is_output=False)
+        return self.memory.load(addresses, mask, other, dtype)
+
+    def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
+        found = self._find(addresses[mask], value.dtype.itemsize, is_output=True)
+        if found is not None and found[0].writes is not None:
+            argument, index = found
+            np.add.at(argument.writes, index, 1)
+            if (argument.writes[index] > 1).any():
+                raise AssertionError(f"{self.kernel} writes an element of {argument.name} twice")
+        self.memory.store(addresses, value, mask)
+
+    def _find(self, addresses: np.ndarray, itemsize: int, is_output: bool) -> tuple[Argument, np.ndarray] | None:
+        if addresses.size == 0:
+            return None
+        for argument in self.arguments:
+            if argument.is_output == is_output and argument.itemsize == itemsize:
+                index = argument.index(addresses)
+                if index is not None:
+                    return argument, index
+        low, high = int(addresses.min()), int(addresses.max())
+        nearby = ", ".join(f"{x.name}{low - x.start:+d} .. {high - x.start:+d}" for x in self.arguments)
+        what = "writes outside its outputs" if is_output else "reads outside its inputs"
+        raise AssertionError(f"{self.kernel} {what}, at bytes {nearby}")
+
+    def launch(self, kernel: str, arguments: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.launched.append(kernel)
+        self.arguments = [
+            Argument(name, x, name in OUTPUTS[kernel]) for name, x in arguments.items() if isinstance(x, Tensor)
+        ]
+
+    def finish(self) -> None:
+        for argument in self.arguments:
+            if argument.writes is not None and (missing := int((argument.writes == 0).sum())):
+                raise AssertionError(f"{self.kernel} leaves {missing} elements of {argument.name} unwritten")
+        self.arguments = []
+
+
+@contextmanager
+def checked_accesses() -> Iterator[Accesses]:
+    """Check what the interpreter's launches read and write; `launched` of the result names the kernels."""
+    from triton.runtime import interpreter
+
+    accesses = Accesses(interpreter._interpreter)
+    run = interpreter.GridExecutor.__call__
+
+    def checked(executor: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+        accesses.launch(executor.fn.__name__, {name: named[name] for name in executor.arg_names if name in named})
+        run(executor, *args, **kwargs)
+        accesses.finish()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_interpreter", accesses)
+        patch.setattr(interpreter.GridExecutor, "__call__", checked)
+        yield accesses
