@@ -34,7 +34,7 @@ from tests.conftest import (
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
-EVERYTHING = replace(CASES[-1], nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
+EVERYTHING = replace(CASES[-1], batch=2, nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
 SMALL = Case(
     "small", nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=37, head_dim=16, causal="bottom_right", padding="uneven",
     rope="half",

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedattn import __version__, fuse, not_supported_reasons, testing
+from fusedattn import __version__, fuse, not_supported_reasons, peers, reference, testing
 from fusedattn.__main__ import main
-from fusedattn.cli import check, corpus, settings, threads, verify
+from fusedattn.cli import check, check_json, comparison, corpus, settings, threads, verify
 from fusedattn.cli.errors import CommandError
 from fusedattn.cli.memory import peak_memory
+from fusedattn.cli.outcome import Outcome
 from fusedattn.modules import FusedScaledDotProductAttention
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +105,9 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--device", "tpu"], "--device: got 'tpu', allowed are cpu, cuda and cuda:N"),
         (["demo", "--device", "cuda:99"], "GPUs"),
         (["check", "--feature", "telepathy"], "--feature: got 'telepathy'"),
+        (["check", "--against", "telepathy"], "--against: got 'telepathy', allowed are torch.sdpa-math, "),
+        (["check", "--against", "no.such:f"], "--against: got 'no.such:f': ModuleNotFoundError: No module named 'no'"),
+        (["check", "--against", "math:pi"], "--against: got 'math:pi', which is a float"),
         (["info", "--shape", "1,3,2,8,8,16"], "nheads_q divisible by nheads_kv"),
         (["info", "--softcap", "30"], "--shape"),
     ],
@@ -229,15 +233,26 @@ def test_check_passes() -> None:
 def test_check_prints_json() -> None:
     done = run("check", "--json", "--feature", "negative", "--dtype", "float16", "--device", "cpu")
     report = json.loads(done.stdout)
-    assert report.keys() == {"device", "backend", "versions", "results", "ok"}
+    assert report.keys() == {
+        "device", "backend", "how", "versions", "budget", "results", "features", "tensors", "against", "ok"
+    }  # fmt: skip
     assert report["ok"] is True
+    assert report["against"] == []
     assert report["backend"] == "triton"
     assert report["versions"]["torch"] == torch.__version__
     assert [result["tensor"] for result in report["results"]] == list(testing.TENSORS)
     for result in report["results"]:
-        assert result.keys() == {"case", "dtype", "tensor", "max", "mean", "row", "used", "ok"}
+        assert result.keys() == {"case", "dtype", "tensor", "max", "mean", "row", "used", "ok", "lse_gradient"}
         assert (result["case"], result["dtype"]) == ("negative scale", "float16")
         assert 0.0 <= result["used"] <= 1.0
+        assert result["lse_gradient"] is True
+    (feature,) = report["features"]
+    for number in ("max", "mean", "row", "used"):
+        assert feature[number] == max(result[number] for result in report["results"])
+    assert {"tensor": feature["tensor"], "used": feature["used"]}.items() <= max(
+        report["results"], key=lambda result: result["used"]
+    ).items()
+    assert [row["tensor"] for row in report["tensors"]] == list(testing.TENSORS)
 
 
 BROKEN = """
@@ -278,6 +293,130 @@ def test_check_goes_on_where_a_kernel_does_not_run_or_gives_nan() -> None:
     assert crashed["error"] == "RuntimeError: out of luck"
     assert [result["tensor"] for result in of_nan] == list(testing.TENSORS)
     assert (of_nan[0]["max"], of_nan[0]["used"], of_nan[0]["ok"]) == (None, None, False)
+
+
+def outcome(case: str, dtype: str, **used: float) -> Outcome:
+    return Outcome(case, dtype, {tensor: testing.Ratios(x, x / 2, x / 4, x / 1.5) for tensor, x in used.items()})
+
+
+def test_json_has_the_worst_of_each_feature_and_of_each_tensor() -> None:
+    rounds = [
+        {"fusedattn": outcome("a", "float32", out=0.5, dq=1.4), "f": outcome("a", "float32", out=3.0)},
+        {
+            "fusedattn": outcome("b", "float32", out=1.2, dq=0.3),
+            "f": Outcome("b", "float32", {}, missing={"out": "no"}),
+        },
+    ]
+    report = check_json.report(rounds, "triton", CPU)
+    assert [(row["case"], row["tensor"], row["max"], row["mean"]) for row in report["features"]] == [
+        ("a", "dq", 1.4, 0.7),
+        ("b", "out", 1.2, 0.6),
+    ]
+    assert [(row["tensor"], row["case"], row["max"], row["row"]) for row in report["tensors"]] == [
+        ("out", "b", 1.2, 0.3),
+        ("dq", "a", 1.4, 0.35),
+    ]
+    other: dict = report["against"][0]
+    assert [(row["tensor"], row["ok"], row["max"]) for row in other["features"]] == [
+        ("out", False, 3.0),
+        (None, None, None),
+    ]
+    assert other["results"][-1]["missing"] == "no"
+    assert report["ok"] is True, "the others do not count"
+    assert json.loads(check_json.dumps(report)) == report
+
+
+# Of the few numbers of a tiny case it is luck whether one of them is beyond the budget.
+COMPARED = BROKEN.replace("seqlen_q=8, seqlen_k=8", "seqlen_q=48, seqlen_k=48")
+
+MINE = """
+import torch
+
+def wrong(q, k, v, *, mask, rope, scale, return_lse):
+    if return_lse:
+        raise NotImplementedError("there is no lse")
+    out = q @ k.mT
+    return out.softmax(-1) @ v * torch.tensor([1.0] + [float("nan")] * (v.shape[-1] - 1))
+
+def crash(*arguments, **options):
+    raise RuntimeError("out of luck")
+"""
+
+
+@pytest.mark.usefixtures("_triton")
+def test_check_against_others(tmp_path: Path) -> None:
+    """What they get wrong, or cannot do, is printed and does not make the check fail."""
+    (tmp_path / "mine.py").write_text(MINE)
+    arguments = ["check", "--dtype", "float32", "--device", "cpu"]
+    for name in ("sdpa-math", "sdpa-cudnn", "mine:wrong"):
+        arguments += ["--against", name]
+    code = COMPARED.format(fault="pass", arguments=arguments)
+    out = run_python("-c", code, cwd=tmp_path, TRITON_INTERPRET="1").stdout
+    table = out[out.index("Error against") :]
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(r"^ +fusedattn +sdpa-math +sdpa-cudnn +mine:wrong$", table, re.MULTILINE)
+    cell = r"\d\.\d\d +\d\.\d\d +\d+%!?\*?"
+    assert re.search(rf"^  out +{cell} +{cell} +none \[1\] +inf +inf +>999%!$", table, re.MULTILINE)
+    assert re.search(rf"^  lse +{cell} +none \[2\] +none \[1\] +none \[3\]$", table, re.MULTILINE)
+    assert "[1] torch.sdpa-cudnn: device: got cpu" in table
+    assert "[2] torch.sdpa-math: return_lse: " in table
+    assert "[3] mine:wrong: there is no lse" in table
+    assert re.search(r"mine:wrong, out: 720 of 768 elements are NaN or infinite", table)
+    assert "fusedattn: 1 of 1 within the budget" in table
+    assert "torch.sdpa-cudnn: 0 of 1 within the budget, 1 not run" in table
+    assert "mine:wrong: 0 of 1 within the budget, 1 beyond it, 1 NaN or Inf, without lse" in table
+
+
+@pytest.mark.usefixtures("_triton")
+def test_check_against_a_function_fails_where_a_kernel_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    arguments = ["check", "--dtype", "float32", "--json", "--against", "sdpa-math", "--against", "mine:crash"]
+    code = COMPARED.format(fault="out[..., -1, :] *= 1.0001", arguments=arguments)
+    report = json.loads(run_python("-c", code, status=1, cwd=tmp_path, TRITON_INTERPRET="1").stdout)
+    assert report["ok"] is False
+    math, crash = report["against"]
+    assert (math["name"], crash["name"]) == ("torch.sdpa-math", "mine:crash")
+    assert [row["tensor"] for row in math["results"] if row["ok"] is not None] == ["out", "dq", "dk", "dv"]
+    assert crash["results"][0]["error"] == "RuntimeError: out of luck"
+    # The same problem for all: torch's function gives no gradient through lse.
+    assert not any(row["lse_gradient"] for row in report["results"])
+
+
+def test_the_most_accurate_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    table = comparison.Table(["f"])
+    better, worse = outcome("a", "float32", out=0.5, dq=1.00), outcome("a", "float32", out=1.8, dq=1.04)
+    table.print_block({"fusedattn": better, "f": worse})
+    table.print_block({"fusedattn": worse, "f": better})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("  out", "  dq"))]
+    assert lines == [
+        ["out", "0.50", "0.25", "33%*", "1.80", "0.90", "120%!"],
+        ["dq", "1.00", "0.50", "67%*", "1.04", "0.52", "69%*"],
+        ["out", "1.80", "0.90", "120%!", "0.50", "0.25", "33%*"],
+        ["dq", "1.04", "0.52", "69%*", "1.00", "0.50", "67%*"],
+    ]
+    table.print_summary()
+    assert capsys.readouterr().out.endswith(
+        "fusedattn: 1 of 2 within the budget, 1 beyond it\nf: 1 of 2 within the budget, 1 beyond it\n"
+    )
+
+
+def test_all_solve_what_the_least_of_them_can() -> None:
+    """A function with a gradient through lse is measured without it beside one that has none."""
+    inputs = testing.make_inputs(testing.Case(seqlen_q=8, seqlen_k=8, head_dim=8))
+
+    def complete(q, k, v, *, return_lse, **options):
+        out, lse, _ = reference.attention(q, k, v, **options)
+        return (out, lse) if return_lse else out
+
+    functions = {"complete": complete}
+    outcomes, same = comparison.measure(functions, inputs, "a", "float32")
+    assert same is inputs
+    assert outcomes["complete"].lse_gradient
+    functions["math"] = peers.PEERS["torch.sdpa-math"]
+    outcomes, same = comparison.measure(functions, inputs, "a", "float32")
+    assert not same.dlse.any()
+    assert {outcome.lse_gradient for outcome in outcomes.values()} == {False}
+    assert outcomes["complete"].ratios == testing.check(complete, same)
 
 
 def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> None:

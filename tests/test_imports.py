@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "fusedattn",
         "testing",
+        "peers",
         "modules",
         "transformer",
         "attention",
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "fusedattn": {"modules", "attention", "support", "rope", "masks"},
     "testing": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},
+    "peers": {"rope", "masks"},
     "modules": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks"},
     "transformer": {"rope", "masks"},
     "attention": {"support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},

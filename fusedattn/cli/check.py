@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,44 +12,25 @@ import torch
 from torch import Tensor
 
 from fusedattn import attention, testing
-from fusedattn.cli import machine
+from fusedattn.cli import check_json, comparison, machine
 from fusedattn.cli.columns import line
+from fusedattn.cli.comparison import OWN
 from fusedattn.cli.errors import CommandError
+from fusedattn.cli.outcome import Outcome, failed, number, percent
 from fusedattn.cli.parser import DTYPES
+from fusedattn.peers import Peer
 from fusedattn.support import Backend
-from fusedattn.testing import Case, Ratios
+from fusedattn.testing import Case, Inputs, Ratios
 
 EXPLANATION = f"""\
 Error against float64 over that of eager PyTorch in the same dtype; shown is the
 tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst
 row {testing.MAX_FACTOR}, and always one unit in the last place (row "-": a row that needs it).
 """
-FAILED = Ratios(math.inf, math.inf, math.inf, math.inf)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One case in one dtype: the ratios of each tensor, or the error that it ended with."""
-
-    case: str
-    dtype: str
-    ratios: dict[str, Ratios]
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None and all(r.ok for r in self.ratios.values())
-
-    @property
-    def worst(self) -> tuple[str, Ratios]:
-        """The tensor that uses most of its budget."""
-        if self.error is not None:
-            return "-", FAILED
-        return max(self.ratios.items(), key=lambda item: item[1].used)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0 if every case is within the budget, 1 if not."""
+    """Exit status 0 if every case is within the budget, 1 if not; functions of ``--against`` do not count."""
     device = machine.choose_device(options.device)
     machine.choose_how_triton_runs(device)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
@@ -60,34 +39,51 @@ def run(options: argparse.Namespace) -> int:
     if not cases:
         names = ", ".join(repr(case.name) for case in testing.CASES)
         raise CommandError(f"--feature: got {options.feature!r}, which is in none of the names {names}")
+    others = comparison.find(options.against)
     if device.type == "cpu":
         torch.set_num_threads(1)  # the cases are small, and threads that wait for each other cost more than they do
-    outcomes = _outcomes(cases, options.dtype or DTYPES, options.backend, device)
+    rounds = _rounds(cases, options.dtype or DTYPES, options.backend, device, others)
     if options.json:
-        return _print_json(list(outcomes), options.backend, device)
-    return _print_table(outcomes, cases, options.backend, device)
+        report = check_json.report(list(rounds), options.backend, device)
+        print(check_json.dumps(report))
+        return 0 if report["ok"] else 1
+    _print_machine(options.backend, device)
+    if others:
+        return _print_comparison(rounds, list(others))
+    return _print_table((outcomes[OWN] for outcomes in rounds), cases)
 
 
-def _outcomes(
-    cases: Iterable[Case], dtypes: Iterable[str], backend: Backend, device: torch.device
-) -> Iterator[Outcome]:
+def _rounds(
+    cases: Iterable[Case], dtypes: Iterable[str], backend: Backend, device: torch.device, others: dict[str, Peer]
+) -> Iterator[dict[str, Outcome]]:
+    """For each case and dtype, the outcome of every function on the same problem."""
     for case in cases:
         for dtype in dict.fromkeys(dtypes):
+            inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
+            outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
             try:
-                ratios = measure(replace(case, dtype=getattr(torch, dtype)), backend, device)
+                ratios = _measure(inputs, backend)
             except Exception as error:  # a kernel that does not run is a result too, and the others still count
-                yield Outcome(case.name, dtype, {}, " ".join(f"{type(error).__name__}: {error}".split()))
+                own = failed(case.name, dtype, error)
             else:
-                yield Outcome(case.name, dtype, ratios)
+                own = Outcome(case.name, dtype, ratios, lse_gradient=bool(inputs.dlse.any()))
+            yield {OWN: own, **outcomes}
 
 
 def measure(case: Case, backend: Backend, device: torch.device) -> dict[str, Ratios]:
     """What each tensor of a case uses of its budget."""
+    return _measure(_make_inputs(case, backend, device), backend)
+
+
+def _make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
     inputs = testing.make_inputs(case, device)
+    # The lse of the torch backend is the reference's own, so that only what comes without it is worth measuring.
+    return inputs if backend == "triton" else testing.without_lse_gradient(inputs)
+
+
+def _measure(inputs: Inputs, backend: Backend) -> dict[str, Ratios]:
     if backend == "triton":
         return testing.check(partial(attention, backend="triton"), inputs)
-    # The lse of the torch backend is the reference's own, so that only what comes without it is worth measuring.
-    inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
     ratios = testing.check(_torch_backend, inputs)
     return {tensor: ratios[tensor] for tensor in ratios if tensor != "lse"}
 
@@ -98,61 +94,39 @@ def _torch_backend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **argum
     return out, lse
 
 
-def _print_table(outcomes: Iterable[Outcome], cases: list[Case], backend: Backend, device: torch.device) -> int:
+def _print_machine(backend: Backend, device: torch.device) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     print(machine.describe(device), machine.how_it_runs(backend, device), versions, "", sep="\n")
+
+
+def _print_comparison(rounds: Iterable[dict[str, Outcome]], others: list[str]) -> int:
+    table = comparison.Table(others)
+    print(f"{OWN} against {', '.join(others)}\n")
+    print(comparison.EXPLANATION)
+    table.print_head()
+    for outcomes in rounds:
+        table.print_block(outcomes)
+    table.print_summary()
+    return 0 if all(outcomes[OWN].ok for outcomes in table.done) else 1
+
+
+def _print_table(outcomes: Iterable[Outcome], cases: list[Case]) -> int:
     print(EXPLANATION)
     widths = (max(len(case.name) for case in cases), 8, 6, -4, -4, -4, -5, 4)
     print(line(("case", "dtype", "tensor", "max", "mean", "row", "used", ""), widths))
     done = []
     for outcome in outcomes:
         tensor, ratios = outcome.worst
-        row = "-" if outcome.ok and ratios.row > testing.MAX_FACTOR else _number(ratios.row)
-        numbers = (_number(ratios.max), _number(ratios.mean), row, _percent(ratios.used))
+        row = "-" if outcome.ok and ratios.row > testing.MAX_FACTOR else number(ratios.row)
+        numbers = (number(ratios.max), number(ratios.mean), row, percent(ratios.used))
         cells = (outcome.case, outcome.dtype, tensor, *numbers, "ok" if outcome.ok else "FAIL")
         print(line(cells, widths), flush=True)
         if outcome.error is not None:
             print(f"  {outcome.error}", flush=True)
         done.append(outcome)
-    failed = sum(not outcome.ok for outcome in done)
+    n_failed = sum(not outcome.ok for outcome in done)
     worst = max(done, key=lambda outcome: outcome.worst[1].used)
     tensor, ratios = worst.worst
-    print(f"\n{len(done) - failed} of {len(done)} within the budget")
-    print(f"most used: {_percent(ratios.used)}, by {tensor} of '{worst.case}' in {worst.dtype}")
-    return 1 if failed else 0
-
-
-def _number(x: float) -> str:
-    if x < 99:
-        return f"{x:.2f}" if x < 9.99 else f"{x:.0f}"
-    return f"{x:.0e}".replace("e+0", "e").replace("e+", "e")
-
-
-def _percent(used: float) -> str:
-    return f"{100 * used:.0f}%" if used < 9.99 else ">999%"
-
-
-def _print_json(outcomes: list[Outcome], backend: Backend, device: torch.device) -> int:
-    results: list[dict[str, object]] = []
-    for outcome in outcomes:
-        common = {"case": outcome.case, "dtype": outcome.dtype}
-        for tensor, r in outcome.ratios.items():
-            numbers = {name: _finite(getattr(r, name)) for name in ("max", "mean", "row", "used")}
-            results.append({**common, "tensor": tensor, **numbers, "ok": r.ok})
-        if outcome.error is not None:
-            numbers = dict.fromkeys(("max", "mean", "row", "used"))
-            results.append({**common, "tensor": None, **numbers, "ok": False, "error": outcome.error})
-    ok = all(outcome.ok for outcome in outcomes)
-    report = {
-        "device": machine.describe(device),
-        "backend": backend,
-        "versions": machine.versions(),
-        "results": results,
-        "ok": ok,
-    }
-    print(json.dumps(report, indent=1, allow_nan=False))
-    return 0 if ok else 1
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
+    print(f"\n{len(done) - n_failed} of {len(done)} within the budget")
+    print(f"most used: {percent(ratios.used)}, by {tensor} of '{worst.case}' in {worst.dtype}")
+    return 1 if n_failed else 0

@@ -44,6 +44,16 @@ output, lse and the gradients of q, k, v it may be at most 1.5 times (largest),
 1.1 times (mean) and 1.5 times (worst row) that of eager PyTorch in the same
 dtype; one unit in the last place is always granted.
 
+With --against, another function solves the same problems beside the kernels:
+  torch.sdpa-math, torch.sdpa-flash, torch.sdpa-efficient, torch.sdpa-cudnn
+                   one backend of F.scaled_dot_product_attention
+  flex             FlexAttention: compiled, on a CPU eager
+  package.module:function
+                   any function of your own, called as fusedattn.attention is
+                   with (q, k, v, mask=, rope=, scale=, return_lse=)
+What such a function cannot do it says by raising NotImplementedError; the table
+gives the reason. It is measured only: the exit status is about the kernels.
+
 Without a GPU the kernels run through Triton's interpreter; that takes about two
 minutes.
 """
@@ -51,9 +61,11 @@ minutes.
 _CHECK_EXAMPLES = """\
 examples:
   python -m fusedattn check --feature rope --dtype bfloat16
+  python -m fusedattn check --against sdpa-flash --against mine:attention
   python -m fusedattn check --json > budget.json
 
-The JSON has every tensor; a ratio that is not finite is null.
+The JSON has every tensor, and the worst of each feature and of each tensor; a
+ratio that is not finite is null.
 """
 
 _INFO = """\
@@ -114,6 +126,9 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="repeat it for several (default: all three)")
     parser.add_argument(
         "--backend", choices=("triton", "torch"), default="triton", help="what to measure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--against", metavar="FUNCTION", action="append", default=[], help="compare with it; repeat it for several"
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     _add_device(parser)
