@@ -11,11 +11,11 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint gpu codegen bench clean gpu-check
+.PHONY: help demo test lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARGS go to the demo
 	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
@@ -30,17 +30,40 @@ lint: .venv/.test ## ruff check, ruff format --check and mypy
 	$(VENV_PYTHON) -m mypy || status=1; \
 	exit $$status
 
+accuracy: .venv/.test ## measure the error budget beside torch's functions on the CPU; rewrite docs/accuracy.md
+	@$(VENV_PYTHON) -m fusedattn check --json --device cpu --against sdpa-math --against sdpa-flash --against flex \
+	    > docs/results/accuracy.json.new && mv docs/results/accuracy.json.new docs/results/accuracy.json
+	@$(VENV_PYTHON) -m bench.accuracy
+
+TRITONS ?= 3.6.0 3.7.1 3.9.0
+codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels for every target GPU, under each of TRITONS (no GPU needed)
+	@status=0; \
+	for version in $(TRITONS); do \
+	    PYTHONPATH=.triton/$$version $(VENV_PYTHON) -m bench.codegen $(ARGS) || status=1; \
+	done; \
+	exit $$status
+
+N ?= 1000
+fuzz: .venv/.test ## check the kernels on N new problems, hostile ones among them
+	@$(VENV_PYTHON) -m tests.fuzz $(N)
+
+mutants: .venv/.test ## plant faults in the code, and see whether the tests notice
+	@$(VENV_PYTHON) -m tests.mutation $(ARGS)
+
+soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
+	@$(VENV_PYTHON) -m tests.soak $(ARGS)
+
 gpu: gpu-check ## on a machine with a GPU: tests, then timings; runs $(PYTHON) as it is, installs nothing
 	@"$(PYTHON)" -m pytest $(PYTEST_WORKERS) --maxfail=0 --durations=10 tests
 	@"$(PYTHON)" -m bench.first_timing
 
-codegen: .venv/.test ## compile the kernels for every target GPU and report on the machine code (no GPU needed)
-	@$(VENV_PYTHON) -m bench.codegen $(ARGS)
+sanitize: gpu-check ## on a machine with an NVIDIA GPU: memcheck, racecheck, initcheck, synccheck; installs nothing
+	@"$(PYTHON)" -m tests.sanitize
 
 bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/
 	@"$(PYTHON)" -m bench.first_timing $(ARGS)
 
-clean: ## remove caches and build outputs (.venv stays; delete it to install afresh)
+clean: ## remove caches and build outputs (.venv and .triton stay; delete them to install afresh)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find fusedattn kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -55,6 +78,16 @@ clean: ## remove caches and build outputs (.venv stays; delete it to install afr
 	@echo "installing fusedattn[test] into .venv (the first time downloads torch: some minutes)"
 	@$(INSTALL) -e '.[test]'
 	@touch $@ .venv/.demo
+
+# Triton alone, in front of the packages of .venv; nothing where .venv has that version.
+.triton/%/.installed: .venv/.test
+	@rm -rf .triton/$*
+	@mkdir -p .triton/$*
+	@$(VENV_PYTHON) -c 'import sys; from importlib.metadata import version; sys.exit(version("triton") != "$*")' || \
+	    { echo "installing Triton $* into .triton/$*"; \
+	      $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+	          --target .triton/$* triton==$*; }
+	@touch $@
 
 # Not .venv/bin/python: an interrupted `python -m venv` leaves that file behind without pip.
 .venv/.created:

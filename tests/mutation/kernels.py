@@ -21,7 +21,7 @@ STRIDES = "tests/test_attention.py -k strides"
 FORWARD = (
     Fault(FWD, "query_exists = offs_m < seqlen_q", "query_exists = offs_m <= seqlen_q", "forward: one query too many", MEMORY),
     Fault(FWD, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "forward: wrong KV head"),
-    Fault(FWD, "valid_ptr += batch.to(tl.int64) * seqlen_k", "valid_ptr += 0", "forward: padding of batch 0 for all"),
+    Fault(FWD, "valid_ptr += batch.to(tl.int64) * seqlen_k", "valid_ptr += 0", "forward: padding of batch 0 for all", "tests/test_attention.py -k 'test_budget and uneven'"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
     Fault(FWD, "acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)", "acc = dot_add(p, v, acc, ACC, PRECISION)", "forward: no rescaling in full blocks", nth=0),
     Fault(FWD, "acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)", "acc = dot_add(p, v, acc, ACC, PRECISION)", "forward: no rescaling in boundary blocks", nth=1),
@@ -118,7 +118,7 @@ WHAT_IS_SEEN = (
     Fault(MASKING, "first = tl.minimum(first, tl.min(", "first = tl.minimum(seqlen_k, tl.min(", "key range: first key of the last block", MASKS),
     Fault(MASKING, "row = valid_ptr + batch.to(tl.int64) * seqlen_k", "row = valid_ptr + batch * seqlen_k", "key range: int32 offset", LARGE),
     Fault(MASKING, "tl.load(row + offs, mask=offs < seqlen_k, other=0)", "tl.load(row + offs)", "key range: reads beyond its row", MEMORY),
-    Fault(MASKING, "base = key_range_ptr + batch * 3\n        return", "base = key_range_ptr\n        return", "key range of batch 0 for all"),
+    Fault(MASKING, "base = key_range_ptr + batch.to(tl.int64) * 3", "base = key_range_ptr + 0 * batch", "key range of batch 0 for all", nth=0),
 )
 
 ARITHMETIC = (

@@ -1,0 +1,147 @@
+"""The committed figures of each Triton version, and what has become worse since.
+
+One JSON file a version, one line a kernel, so that a diff shows which kernels changed and how. Faults that are known
+are listed in it one by one, with their figures: a new fault, or a known one that grew, is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.codegen.report import Report
+
+FOLDER = Path(__file__).parent.parent / "baselines"
+GROWTH = 1.03  # of the instructions of a loop
+COLUMNS = (
+    "tile",
+    "registers",
+    "spill_bytes",
+    "shared_bytes",
+    "ctas_per_sm",
+    "hgmma",
+    "tensor_core",
+    "loop_instructions",
+)
+
+
+@dataclass
+class Baseline:
+    """Figures and known faults by the key of a report."""
+
+    triton: str
+    known_faults: dict[str, list[str]] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class Judgement:
+    """Faults by the key of a report: those that fail, and those that the baseline knows of."""
+
+    new: dict[str, list[str]] = field(default_factory=dict)
+    known: dict[str, list[str]] = field(default_factory=dict)
+
+
+def path_of(triton: str) -> Path:
+    """The file of a Triton version."""
+    return FOLDER / f"triton-{triton}.json"
+
+
+def load(triton: str) -> Baseline | None:
+    """The baseline of a Triton version, if there is one."""
+    path = path_of(triton)
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    entries = {key: dict(zip(content["columns"], row, strict=True)) for key, row in content["entries"].items()}
+    return Baseline(content["triton"], content["known_faults"], entries)
+
+
+def save(baseline: Baseline) -> Path:
+    """Write the file of a Triton version: sorted, one line an entry."""
+
+    def block(rows: dict[str, Any]) -> str:
+        lines = [f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows, key=_sort_key)]
+        return "{\n" + ",\n".join(lines) + "\n}" if lines else "{}"
+
+    rows = {key: [entry[column] for column in COLUMNS] for key, entry in baseline.entries.items()}
+    path = path_of(baseline.triton)
+    path.write_text(
+        f'{{\n"triton": {json.dumps(baseline.triton)},\n"columns": {json.dumps(COLUMNS)},\n'
+        f'"known_faults": {block(baseline.known_faults)},\n"entries": {block(rows)}\n}}\n'
+    )
+    return path
+
+
+def judge(reports: list[Report], baseline: Baseline | None, complete: set[str]) -> Judgement:
+    """What is wrong with `reports`, which are all there are for the targets in `complete`.
+
+    Without a baseline, only what is wrong in itself.
+    """
+    judgement = Judgement()
+    for report in reports:
+        known = set(baseline.known_faults.get(report.key, ())) if baseline else set()
+        faults = report.faults + (_regressions(report, baseline) if baseline else [])
+        for where, selected in (
+            (judgement.new, [fault for fault in faults if fault not in known]),
+            (judgement.known, [fault for fault in faults if fault in known]),
+        ):
+            if selected:
+                where[report.key] = selected
+    for key in _gone(reports, baseline, complete) if baseline else ():
+        judgement.new[key] = ["is in the baseline, but nothing launches it"]
+    return judgement
+
+
+def updated(
+    reports: list[Report], baseline: Baseline | None, triton: str, complete: set[str], accept_faults: bool
+) -> Baseline:
+    """A baseline with the figures of `reports`. Known faults that are gone leave it, others enter if accepted."""
+    result = baseline or Baseline(triton)
+    for key in _gone(reports, result, complete):
+        del result.entries[key]
+        result.known_faults.pop(key, None)
+    for report in reports:
+        result.entries[report.key] = _entry(report)
+        was_known = result.known_faults.pop(report.key, [])
+        known = [fault for fault in report.faults if accept_faults or fault in was_known]
+        if known:
+            result.known_faults[report.key] = known
+    return result
+
+
+def _entry(report: Report) -> dict[str, Any]:
+    values = {column: getattr(report, column) for column in COLUMNS}
+    return values | {"loop_instructions": list(report.loop_instructions)}
+
+
+def _gone(reports: list[Report], baseline: Baseline, complete: set[str]) -> list[str]:
+    present = {report.key for report in reports}
+    return [key for key in baseline.entries if key not in present and key.split(" ")[1] in complete]
+
+
+def _regressions(report: Report, baseline: Baseline) -> list[str]:
+    """What is worse than in the baseline."""
+    before = baseline.entries.get(report.key)
+    if before is None:
+        return ["is not in the baseline"]
+    if before["tile"] != report.tile:
+        return [f"is launched as {report.tile}, in the baseline as {before['tile']}"]
+    faults = []
+    if report.ctas_per_sm < before["ctas_per_sm"]:
+        faults.append(f"fits {report.ctas_per_sm} times on a multiprocessor, {before['ctas_per_sm']} in the baseline")
+    loops = before["loop_instructions"]
+    if len(loops) != len(report.loop_instructions):
+        faults.append(f"has {len(report.loop_instructions)} loops with products, {len(loops)} in the baseline")
+    else:
+        for now, then in zip(report.loop_instructions, loops, strict=True):
+            if now > GROWTH * then:
+                faults.append(f"has a loop of {now} instructions, {then} in the baseline ({now / then - 1:+.1%})")
+    return faults
+
+
+def _sort_key(key: str) -> tuple[str, str, str, int, str]:
+    kernel, target, dtype, head_dim, features = key.split(" ")
+    return target, kernel, dtype, int(head_dim), features

@@ -1,0 +1,155 @@
+"""What is compiled, in which order, and the report of each kernel."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench.codegen import launches, machine_code, ttgir
+from bench.codegen.machine_code import MachineCode
+from bench.codegen.occupancy import ctas_per_sm
+from bench.codegen.report import Report
+from fusedattn.kernels import configs
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table
+ALL, HEAVIEST = tuple(launches.FEATURES), tuple(launches.FEATURES)[-2:]
+
+# dtype -> what of it the gate compiles. fp16 and bf16 differ by the names of the instructions; tf32, which the user
+# must allow, runs the configs of fp32.
+EVERYTHING: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "bf16": (HEAD_DIMS, ALL),
+    "fp16": ((128,), HEAVIEST),
+    "fp32": (HEAD_DIMS, ALL),
+    "tf32": (HEAD_DIMS, HEAVIEST),
+}
+QUICK = {"bf16": (HEAD_DIMS, HEAVIEST), "fp32": (HEAD_DIMS, HEAVIEST)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of attention() that share a compiler process: one (target, dtype, head_dim), several feature sets.
+
+    Empty `kernels` are all. With `inference`, the heaviest features without gradients too: in 16 bits, that forward
+    is another kernel.
+    """
+
+    target: configs.Arch
+    dtype: str
+    head_dim: int
+    features: tuple[str, ...]
+    kernels: tuple[str, ...]
+    inference: bool
+
+
+def cases(
+    targets: Iterable[configs.Arch],
+    *,
+    quick: bool = False,
+    dtypes: Iterable[str] = (),
+    head_dims: Iterable[int] = (),
+    features: Iterable[str] = (),
+    kernels: Iterable[str] = (),
+) -> Iterator[Case]:
+    """The cases of the gate, all or (quick) those of the tests; arguments that are not empty replace a part."""
+    plan = QUICK if quick else EVERYTHING
+    for target, dtype in itertools.product(targets, dtypes or plan):
+        if dtype == "tf32" and launches.TARGETS[target].backend == "hip":
+            continue  # the package computes in float32 there
+        planned_head_dims, planned_features = plan.get(dtype, EVERYTHING[dtype])
+        for head_dim in head_dims or planned_head_dims:
+            names = tuple(features) or planned_features
+            yield Case(target, dtype, head_dim, names, tuple(kernels), inference=not quick)
+
+
+def compile_all(selected: list[Case], jobs: int) -> list[Report]:
+    """The reports of all cases, in their order; each kernel once."""
+    if jobs == 1:
+        found = list(map(compile_case, selected))
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(compile_case, selected))
+    reports: dict[str, Report] = {}
+    for report in itertools.chain.from_iterable(found):
+        if reports.setdefault(report.key, report) != report:
+            raise RuntimeError(f"two different compilations are both called {report.key}: name what differs")
+    return list(reports.values())
+
+
+def compile_case(case: Case) -> list[Report]:
+    """The reports of one case."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        with launches.compiling(case.target, case.kernels) as found:
+            for name in case.features:
+                features = launches.FEATURES[name]
+                launches.call(case.head_dim, DTYPES[case.dtype], features, training=True)
+                if case.inference and name in HEAVIEST:
+                    launches.call(case.head_dim, DTYPES[case.dtype], features, training=False)
+        return [_report(case, launch) for launch in found]
+
+
+def _report(case: Case, launch: launches.Launch) -> Report:
+    # Not every kernel depends on what the case is about.
+    typed = "HEAD_DIM" in launch.constants
+    report = Report(
+        kernel=launch.kernel,
+        target=case.target,
+        head_dim=case.head_dim if typed else 0,
+        dtype=case.dtype if typed else "any",
+        features=_features(launch.constants),
+        config=_config(launch),
+        has_products="PRECISION" in launch.constants,
+        error=launch.error,
+    )
+    if launch.compiled is None:
+        return report
+    code = _machine_code(launch)
+    metadata = launch.compiled.metadata
+    return replace(
+        report,
+        **asdict(code),
+        shared_bytes=metadata.shared,
+        ctas_per_sm=ctas_per_sm(
+            case.target, code.registers, metadata.shared, metadata.num_warps, getattr(metadata, "tmem_size", None) or 0
+        ),
+        transposed_products=ttgir.transposed_products(launch.compiled.asm["ttgir"]),
+    )
+
+
+def _machine_code(launch: launches.Launch) -> MachineCode:
+    if "amdgcn" in launch.compiled.asm:
+        return machine_code.of_amdgcn(launch.compiled.asm["amdgcn"])
+    tools = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+    return machine_code.of_cubin(launch.compiled.asm["cubin"], launch.log, tools)
+
+
+def _features(constants: dict[str, Any]) -> str:
+    """The switches that are on, by the kernel's own names for them."""
+    names = ["rope"] if constants.get("ROTARY_DIM") else []
+    for name, value in constants.items():
+        if value is True and name != "EXACT":  # EXACT follows from the dtype
+            names.append(name.removeprefix("IS_").removeprefix("HAS_").removeprefix("KEEP_").lower())
+    return "+".join(sorted(names)) or "plain"
+
+
+def _config(launch: launches.Launch) -> dict[str, int]:
+    """Tile, warps and stages, as the launcher chose them."""
+    tile = {name: value for name, value in launch.constants.items() if name in ("BLOCK_M", "BLOCK_N", "BLOCK")}
+    metadata = launch.compiled.metadata if launch.compiled else None
+    options = {"num_warps": 4, "num_stages": 0} | launch.options
+    if metadata is not None:
+        options = {name: getattr(metadata, name, value) for name, value in options.items()}
+    return tile | options

@@ -1,0 +1,130 @@
+"""What a compiled kernel is made of: registers and spills by the assembler, instructions by the disassembly."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+# Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
+TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
+FMA = ("FFMA",)
+FMAS_OF_A_PRODUCT = 16  # a loop with fewer multiplies no tiles
+SPILLS = ("LDL", "STL", "scratch_")
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Figures of one kernel.
+
+    `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
+    multiply tiles, in program order, and `loop_spills` the instructions in them that spill or fetch again.
+    """
+
+    registers: int
+    spill_bytes: int
+    hgmma: int
+    tensor_core: int
+    loop_instructions: tuple[int, ...]
+    loop_spills: int
+    serialized_wgmma: bool
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction, and where it branches to; addresses are those of the disassembly, or just count."""
+
+    address: int
+    opcode: str
+    target: int | None = None
+
+
+def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
+    """Figures of a kernel for an NVIDIA target, with what ptxas printed and a folder that has cuobjdump."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [str(tools / "cuobjdump"), "-sass", str(path)]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ptxas_log)
+    registers = re.search(r"Used (\d+) registers", ptxas_log)
+    if spills is None or registers is None:
+        raise RuntimeError(f"ptxas printed no register count:\n{ptxas_log}")
+    instructions = sass_instructions(sass)
+    loops = product_loops(instructions)
+    return MachineCode(
+        registers=int(registers[1]),
+        spill_bytes=int(spills[1]) + int(spills[2]),
+        hgmma=_count(instructions, ("HGMMA",)),
+        tensor_core=_count(instructions, TENSOR_CORE),
+        loop_instructions=tuple(map(len, loops)),
+        loop_spills=sum(_count(loop, SPILLS) for loop in loops),
+        serialized_wgmma="serializ" in ptxas_log,
+    )
+
+
+def of_amdgcn(assembly: str) -> MachineCode:
+    """Figures of a kernel for an AMD target, whose assembly ends with the compiler's metadata."""
+
+    def number(field: str) -> int:
+        found = re.search(rf"\.{field}:\s+(\d+)", assembly)
+        if found is None:
+            raise RuntimeError(f"the assembly has no {field}")
+        return int(found[1])
+
+    instructions = amdgcn_instructions(assembly)
+    loops = product_loops(instructions)
+    return MachineCode(
+        registers=number("vgpr_count"),
+        spill_bytes=4 * number("vgpr_spill_count"),
+        hgmma=0,
+        tensor_core=_count(instructions, TENSOR_CORE),
+        loop_instructions=tuple(map(len, loops)),
+        loop_spills=sum(_count(loop, SPILLS) for loop in loops),
+        serialized_wgmma=False,
+    )
+
+
+def sass_instructions(sass: str) -> list[Instruction]:
+    """The instructions of a disassembly by cuobjdump."""
+    pattern = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
+    found = []
+    for match in map(pattern.search, sass.splitlines()):
+        if match:
+            target = re.search(r"0x([0-9a-f]+)\s*$", match[3]) if match[2].startswith("BRA") else None
+            found.append(Instruction(int(match[1], 16), match[2], int(target[1], 16) if target else None))
+    return found
+
+
+def amdgcn_instructions(assembly: str) -> list[Instruction]:
+    """The instructions of AMD assembly, numbered from 0."""
+    pattern = re.compile(r"^\s+([vs]_\w+|ds_\w+|global_\w+|buffer_\w+|scratch_\w+|flat_\w+)(?:\s+(\S+))?")
+    labels: dict[str, int] = {}
+    found: list[tuple[str, str]] = []
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(found)
+        elif match := pattern.match(line):
+            found.append((match[1], match[2] or ""))
+    return [
+        Instruction(i, opcode, labels.get(operand) if opcode.startswith(("s_cbranch", "s_branch")) else None)
+        for i, (opcode, operand) in enumerate(found)
+    ]
+
+
+def product_loops(instructions: list[Instruction]) -> list[list[Instruction]]:
+    """The innermost loops that multiply tiles, in program order: backward branches and their bodies."""
+    products = [x.address for x in instructions if x.opcode.startswith(TENSOR_CORE)]
+    at_least = 1
+    if not products:
+        products, at_least = [x.address for x in instructions if x.opcode.startswith(FMA)], FMAS_OF_A_PRODUCT
+    loops = {(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address}
+    with_product = [(a, b) for a, b in loops if sum(a <= address <= b for address in products) >= at_least]
+    innermost = [x for x in with_product if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in with_product)]
+    return [[x for x in instructions if a <= x.address <= b] for a, b in sorted(innermost)]
+
+
+def _count(instructions: list[Instruction], opcodes: tuple[str, ...]) -> int:
+    return sum(x.opcode.startswith(opcodes) for x in instructions)

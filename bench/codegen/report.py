@@ -1,0 +1,90 @@
+"""What the compiler made of one kernel, and why that is not fit to be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fusedattn.kernels.configs import SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compilation. head_dim is 0 and dtype "any" for kernels that know neither; `config` is the tile, the warps
+    and the stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`."""
+
+    kernel: str
+    target: str
+    head_dim: int
+    dtype: str
+    features: str
+    config: dict[str, int] = field(hash=False)
+    has_products: bool
+    error: str = ""
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    ctas_per_sm: int = 0
+    hgmma: int = 0
+    tensor_core: int = 0
+    loop_instructions: tuple[int, ...] = ()
+    loop_spills: int = 0
+    serialized_wgmma: bool = False
+    transposed_products: int = 0
+
+    @property
+    def key(self) -> str:
+        """What names this compilation, whatever its config."""
+        return f"{self.kernel} {self.target} {self.dtype} {self.head_dim} {self.features}"
+
+    @property
+    def tile(self) -> str:
+        """The config in short: queries x keys, warps, stages."""
+        *blocks, warps, stages = self.config.values()
+        return f"{'x'.join(map(str, blocks))} w{warps} s{stages}"
+
+    @property
+    def faults(self) -> list[str]:
+        """Why this code is not fit to be launched; without what float32 spills on AMD, which is only shown."""
+        if self.error:
+            return [f"does not compile: {self.error}"]
+        faults = []
+        if self.spill_bytes and self.target != "gfx942":
+            n = self.loop_spills
+            where = f"{n} instruction{'s' if n > 1 else ''} in loops" if n else "outside of loops"
+            faults.append(f"spills {self.spill_bytes} bytes, {where}")
+        if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
+            faults.append(f"uses {self.shared_bytes} bytes of shared memory")
+        if self.serialized_wgmma:
+            faults.append("serialises wgmma")
+        if self.has_products and self.dtype != "fp32":
+            # At head_dim 256 the accumulators of a 64-row tile, which HGMMA needs, leave too few registers.
+            if self.target == "sm_90" and self.dtype != "tf32" and self.head_dim <= 128 and not self.hgmma:
+                faults.append("has no HGMMA")
+            elif not self.tensor_core:
+                faults.append("has no tensor-core instruction")
+        if self.target == "sm_90" and self.transposed_products:
+            faults.append(f"transposes {self.transposed_products} products, which Triton before 3.7.1 miscompiles")
+        return faults
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"faults": self.faults}
+
+
+HEADER = (
+    f"{'kernel':24} {'target':6} {'dtype':5} {'D':>3} {'features':42} {'tile':>14} regs spill shared CTAs  mma  "
+    "instructions of each loop"
+)
+
+
+def lines(reports: list[Report]) -> Iterator[str]:
+    """A table, one aligned line a report."""
+    yield HEADER
+    for r in reports:
+        yield (
+            f"{r.kernel:24} {r.target:6} {r.dtype:5} {r.head_dim:3} {r.features:42} {r.tile:>14} {r.registers:4} "
+            f"{r.spill_bytes:5} {r.shared_bytes:6} {r.ctas_per_sm:4} {r.tensor_core:4}  "
+            f"{' '.join(map(str, r.loop_instructions))}"
+        )
