@@ -95,7 +95,7 @@ def widen(x, ACC: tl.constexpr):
 def round_to(x, dtype: tl.constexpr):
     """``x`` rounded to the nearest value of `dtype`, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        bits = widen(x, tl.float32).to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
