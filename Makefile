@@ -45,7 +45,7 @@ codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels fo
 
 N ?= 1000
 fuzz: .venv/.test ## check the kernels on N new problems, hostile ones among them
-	@$(VENV_PYTHON) -m tests.fuzz $(N)
+	@$(VENV_PYTHON) -W ignore -m tests.fuzz $(N)
 
 mutants: .venv/.test ## plant faults in the code, and see whether the tests notice
 	@$(VENV_PYTHON) -m tests.mutation $(ARGS)

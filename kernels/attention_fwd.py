@@ -212,7 +212,7 @@ def attention_fwd(
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
     tl.store(lse_ptr + row_base + offs_m, m_i * scale + tl.log(l_i), mask=query_exists)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(m_i == float("-inf"), float("inf"), m_i)
+    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
     tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
     tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)
     out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)

@@ -217,6 +217,14 @@ def test_strides(layout, backend, seqlen_q):
         torch.testing.assert_close({**got, "no lse": out}, {**expected, "no lse": out_packed})
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_strides_of_one_tensor_alone(name):
+    """None is read or written with the strides of another."""
+    packed = inputs_of(SMALL)
+    inputs = replace(packed, **{name: seqlen_first(getattr(packed, name))})
+    assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
+
+
 @pytest.mark.parametrize("layout", [over_batch, over_seqlen, lambda x: x[..., :1].expand(x.shape)])
 def test_strides_of_the_gradient_alone(layout):
     """``out.sum().backward()`` brings a gradient whose strides are all 0."""
@@ -293,7 +301,7 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
     assert names == [launched]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize(
     "case",
     [

@@ -165,7 +165,22 @@ def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
     if sign > 0:
         assert clean_rows(out) == 0
     assert clean_rows(dq[out.isnan().any(-1)]) == 0
+    assert clean_rows(dq) == 0  # 0 times infinity, where the weight is 0
     assert int((lse == -math.inf).sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensor", ["q", "k"])
+def test_a_row_whose_scores_are_all_nan(tensor, dtype):
+    """The maximum of such a row is that of no score at all, and yet it is no row that sees nothing."""
+    inputs = testing.make_inputs(replace(SHAPE, seqlen_q=3, seqlen_k=1 if tensor == "k" else 20, dtype=dtype), DEVICE)
+    getattr(inputs, tensor)[0, :, 0] = math.nan
+    results = testing.run(triton_attention, inputs)
+    rows = slice(0, 1) if tensor == "q" else slice(None)
+    for name in ("out", "dq"):
+        assert clean_rows(results[name][0, :, rows]) == 0, name
+        assert results[name][1].isfinite().all()
+    assert results["lse"][0, :, rows].isnan().all()
 
 
 def with_empty_rows(kind: str) -> testing.Inputs:

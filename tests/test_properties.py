@@ -17,41 +17,10 @@ from torch import Tensor
 
 from fusedattn import Rope, masks, testing
 from fusedattn.testing import Case, Inputs
-from tests.conftest import DEVICE, DTYPES, INTERPRETING, assert_accurate, assert_equal, sum_of_terms, triton_attention
+from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, sum_of_terms, triton_attention
+from tests.strategies import cases
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
-
-LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 13, 16, 17, 29, 31, 32, 33, 37, 47, 61])
-ALIGNMENTS = st.sampled_from([None, "bottom_right", "top_left"])
-
-
-@st.composite
-def cases(draw: st.DrawFn, **fixed: object) -> Case:
-    """Small cases of every kind; those of `fixed` are not drawn."""
-    nheads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 3), (2, 2)]))
-    head_dim = draw(st.sampled_from([1, 2, 3, 8, 11, 16, 24, 40]))
-    rope = draw(st.sampled_from([None, "half", "interleaved"])) if head_dim > 1 else None
-    padding = draw(st.sampled_from([None, "right", "left", "uneven"]))
-    drawn = {
-        "batch": draw(st.integers(1, 2)),
-        "nheads_q": nheads_kv * group,
-        "nheads_kv": nheads_kv,
-        "seqlen_q": draw(LENGTHS),
-        "seqlen_k": draw(LENGTHS),
-        "head_dim": head_dim,
-        "dtype": draw(st.sampled_from(DTYPES)),
-        "causal": draw(ALIGNMENTS),
-        "padding": padding,
-        "empty_batch": padding is not None and draw(st.booleans()),
-        "boolean": draw(st.sampled_from([None, None, "full", "broadcast"])),
-        "rope": rope,
-        "rotary_dim": None if rope is None else 2 * draw(st.integers(1, head_dim // 2)),
-        "rope_tables": draw(st.sampled_from(["shared", "per_batch"])),
-        "rope_positions": draw(st.booleans()),
-        "scale": draw(st.sampled_from([None, None, 1.0, 0.01, -0.3])),
-        "seed": draw(st.integers(0, 10**6)),
-    }
-    return Case(**{**drawn, **fixed})  # type: ignore[arg-type]
 
 
 def inputs_of(case: Case) -> Inputs:

@@ -10,7 +10,9 @@ MASKS = "tests/test_masking.py"
 BLOCKS = "tests/test_masking.py -k test_blocks"
 NAN = "tests/test_masking.py -k 'triton and (reaches or infinite or nan or no_query)'"
 EMPTY = "tests/test_masking.py -k 'triton and nothing'"
-ROTARY = "tests/test_rope.py"
+ROTARY = "tests/test_gradcheck.py -k 'of_a_feature and (rope or tables or positions or more)'"
+TABLES = "tests/test_rope.py"
+HALVES = "tests/test_attention.py -k 'test_budget and bfloat16'"
 GRADIENTS = "tests/test_gradcheck.py -k of_a_feature"
 MEMORY = "tests/test_memory.py"
 LARGE = "tests/test_large_tensors.py"
@@ -37,7 +39,8 @@ FORWARD = (
     Fault(FWD, "m_i * scale + tl.log(l_i)", "m_i + tl.log(l_i)", "forward: lse of unscaled scores"),
     Fault(FWD, "m_i * scale + tl.log(l_i)", "m_i * scale + tl.math.log2(l_i)", "forward: lse in base 2"),
     Fault(FWD, "tl.where(m_i == float(\"inf\"), float(\"nan\"), m_i)", "tl.where(m_i == float(\"inf\"), float(\"inf\"), m_i)", "forward: an infinite score passes for an empty row", NAN),
-    Fault(FWD, "tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "tl.where(m_i == float(\"-inf\"), 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
+    Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
+    Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
     Fault(FWD, "tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)", "tl.store(row_sum_ptr + row_base + offs_m, l_i * 1.01, mask=query_exists)", "forward: row sums off by 1 %"),
     Fault(FWD, "encode_rest(acc / tl.where(unseen, 1.0, w_i)[:, None], out)", "encode_rest(acc / l_i[:, None], out)", "forward: rest without the rounding of the weights", COMMON),
     Fault(FWD, "rest_head = head_base(rest_ptr, batch, head, stride_ob, stride_oh)", "rest_head = head_base(rest_ptr, batch, 0, stride_ob, stride_oh)", "forward: rest of head 0 only", COMMON),
@@ -63,7 +66,8 @@ BACKWARD = (
     Fault(BWD, "dq * scale", "dq", "dq: scale dropped", GRADIENTS),
     Fault(BWD, "position_offset, True,", "position_offset, False,", "dk: turned forward, not back", ROTARY, nth=0),
     Fault(BWD, "position_offset, True,", "position_offset, False,", "dq: turned forward, not back", ROTARY, nth=1),
-    Fault(BWD, "seen = shift != float(\"inf\")\n    delta", "seen = rows < seqlen_q\n    delta", "dq: reads rows that see nothing", EMPTY),
+    Fault(BWD, "seen = shift != float(\"inf\")\n    delta", "seen = rows < seqlen_q\n    delta", "dq: reads rows that see nothing", EMPTY,
+          equivalent="what such a row holds stays in its own scores, and the mask of pairs makes its ds 0; not reading it saves time"),
     Fault(BWD, "ds = p * (dp - delta[:, None])\n", "ds = p * dp\n", "dq: delta lost in full blocks", GRADIENTS),
     Fault(BWD, "tl.where(pairs, p * (dp - delta[:, None]), 0.0)", "tl.where(pairs, p * dp, 0.0)", "dq: delta lost in boundary blocks", GRADIENTS),
     Fault(BWD, "tl.where(pairs, p * (dp - delta[:, None]), 0.0)", "p * (dp - delta[:, None])", "dq: hidden pairs not zeroed", GRADIENTS),
@@ -79,14 +83,15 @@ BACKWARD = (
     Fault(BWD, "valid_ptr += batch.to(tl.int64) * seqlen_k", "valid_ptr += batch * seqlen_k", "dk, dv: int32 offset of the padding mask", LARGE, nth=0),
     Fault(BWD, "head_kv = head // (nheads_q // nheads_kv)", "head_kv = head % nheads_kv", "dq: wrong KV head"),
     Fault(ROWS, "        out = decode_rest(out, rest)\n", "", "delta: from the rounded out", COMMON),
-    Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, 16 bits", nth=0),
+    Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, 16 bits", HALVES, nth=0),
     Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, float32", GRADIENTS, nth=1),
-    Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale", "backward: weights not divided by their sum"),
-    Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale + tl.log(row_sum)", "backward: natural logarithm of the sum"),
+    Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale", "backward: weights not divided by their sum", HALVES),
+    Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale + tl.log(row_sum)", "backward: natural logarithm of the sum", HALVES),
     Fault(ROWS, "factor = 1.0 / tl.load(row_sum_ptr + rows, mask=exists, other=1.0)", "factor = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)", "backward: weights multiplied by their sum"),
     Fault(ROWS, "delta += tl.sum(tl.where(pairs, p * dp, 0.0), 1)", "delta += tl.sum(p * dp, 1)", "delta: 0 times a hidden NaN", NAN),
-    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta / total", "delta: 0 / 0 in rows that see nothing", EMPTY),
-    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta + 0.0 * total", "delta: weights do not add up to 1"),
+    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta / total", "delta: 0 / 0 in rows that see nothing", EMPTY,
+          equivalent="a row that sees nothing has no visible pair, and the mask of pairs drops whatever its delta is multiplied with"),
+    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta + 0.0 * total", "delta: weights do not add up to 1", COMMON),
     Fault(ROWS, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "delta: wrong KV head"),
     Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY),
 )
@@ -131,7 +136,7 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "mask=(offs_d < HEAD_DIM)[None, :], other=0.0)", "mask=(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, unchecked", MEMORY),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]", "(start + offs < n_rows)[:, None]", "store_tile: features beyond head_dim", MEMORY),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None]", "(start + offs <= n_rows)[:, None]", "store_tile: one row too many", MEMORY),
-    Fault(PRIMITIVES, "rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = bits >> 16", "bfloat16 truncated"),
+    Fault(PRIMITIVES, "rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = bits >> 16", "bfloat16 truncated", HALVES),
     Fault(PRIMITIVES, "tl.abs(widen(x, ACC)) < float(\"inf\")", "tl.abs(widen(x, ACC)) <= float(\"inf\")", "an infinity is not poison", NAN),
     Fault(PRIMITIVES, "(2.0**-7 / 127.0)", "(2.0**-8 / 127.0)", "rest: half of a bfloat16 unit", COMMON),
     Fault(PRIMITIVES, "(2.0**-10 / 127.0)", "(2.0**-11 / 127.0)", "rest: half of a float16 unit", COMMON),
@@ -142,9 +147,9 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block"),
     Fault(PRIMITIVES, "exp_scaled(scores, shift, qk_scale, True) * factor", "exp_scaled(scores, shift, qk_scale, True)", "backward: weights not normalised", GRADIENTS),
     Fault(PRIMITIVES, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float32"),
-    Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits"),
+    Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
     Fault(PRIMITIVES, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
-    Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits"),
+    Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", "tests/test_attention.py -k 'test_budget and float32'"),
     Fault(PRIMITIVES, "max(16, triton.next_power_of_2(head_dim))", "triton.next_power_of_2(head_dim)", "tiles narrower than a product takes", "tests/test_attention.py -k head_dims"),
 )
 
@@ -156,10 +161,10 @@ ROTATION = (
     Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", ROTARY,
           equivalent="the sine of a feature that does not rotate is 0, and so is its product with whichever partner, unless that is not finite"),
     Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", ROTARY),
-    Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", ROTARY),
-    Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", ROTARY),
-    Fault(ROPE, "tl.where(no_entry[:, None] & rotates[None, :], float(\"nan\"), cos)", "tl.where(no_entry[:, None] & rotates[None, :], 1.0, cos)", "rope: a position outside the table does not turn", MASKS),
-    Fault(ROPE, "(exists & in_table)[:, None] & rotates[None, :]", "(exists & in_table)[:, None]", "rope: entries for features that do not rotate", ROTARY),
+    Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", TABLES),
+    Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
+    Fault(ROPE, "tl.where(no_entry[:, None] & rotates[None, :], float(\"nan\"), cos)", "tl.where(no_entry[:, None] & rotates[None, :], 1.0, cos)", "rope: a position outside the table does not turn", "tests/test_masking.py -k positions"),
+    Fault(ROPE, "(exists & in_table)[:, None] & rotates[None, :]", "(exists & in_table)[:, None]", "rope: entries for features that do not rotate", TABLES),
     Fault(ROPE, "table = batch.to(tl.int64) * stride_tb + positions.to(tl.int64)[:, None] * HALF", "table = batch * stride_tb + positions.to(tl.int32)[:, None] * HALF", "rope: int32 offsets in the tables", LARGE),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", ROTARY),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", ROTARY),

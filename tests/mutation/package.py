@@ -12,7 +12,7 @@ SDPA, MODULES, TESTING = "fusedattn/sdpa.py", "fusedattn/modules.py", "fusedattn
 CHECKS, SUPPORT, CONFIGS = "fusedattn/checks.py", "fusedattn/support.py", "kernels/configs.py"
 BLOCKS = "fusedattn/transformer/attention.py"
 
-ATTENTION = "tests/test_attention.py"
+ATTENTION = "tests/test_attention.py -k lse"
 MASKING = "tests/test_masking.py"
 ROTARY = "tests/test_rope.py"
 ERRORS = "tests/test_errors.py"
@@ -33,22 +33,22 @@ OPERATION = (
     Fault(OP, "allowed.contiguous() if allowed.shape[3] <= MAX_ROW_STRIDE else allowed.mT.contiguous().mT", "allowed.contiguous()", "boolean masks whose rows are too long for int32", LARGE),
     Fault(OP, "if rest.numel() and rest.stride() != out.stride():", "if rest.numel() and rest.shape != out.shape:", "rest in another layout than out", "tests/test_attention.py -k come_back"),
     Fault(OP, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/test_attention.py -k precision"),
-    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "forward: queries count from 0", ROTARY, nth=0),
-    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "backward: queries count from 0", ROTARY, nth=1),
-    Fault(OP, "q, k = rotated(q, rotation_q), rotated(k, rotation_k)", "q, k = rotated(q, rotation_q), rotated(k, rotation_q)", "backward: keys at the positions of queries", ROTARY),
+    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "forward: queries count from 0", "tests/test_gradcheck.py -k 'of_a_pair and rope and queries'", nth=0),
+    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "backward: queries count from 0", "tests/test_gradcheck.py -k 'of_a_pair and rope and queries'", nth=1),
+    Fault(OP, "q, k = rotated(q, rotation_q), rotated(k, rotation_k)", "q, k = rotated(q, rotation_q), rotated(k, rotation_q)", "backward: keys at the positions of queries", "tests/test_gradcheck.py -k 'of_a_feature and positions'"),
     Fault(OP, "if out.numel() == 0 or k.numel() == 0:", "if out.numel() == 0:", "backward: no keys", "tests/test_masking.py -k nothing_there"),
     Fault(OP, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),
     Fault(OP, "            dout = torch.zeros_like(out)\n", "            dout = torch.ones_like(out)\n", "no gradient of out is taken for ones", ATTENTION),
     Fault(OP, "needs_dq, needs_dk or needs_dv\n", "needs_dq, needs_dk\n", "no gradient of v without that of k", "tests/test_attention.py -k gradients_of_some"),
-    Fault(OP, "dv if needs_dv else None, *nones)", "dk if needs_dv else None, *nones)", "dk for dv"),
+    Fault(OP, "dv if needs_dv else None, *nones)", "dk if needs_dv else None, *nones)", "dk for dv", "tests/test_gradcheck.py -k of_a_feature"),
     Fault(OP, "torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),", "False,", "no rest kept for the backward", COMMON),
     Fault(OP, "torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),", "True,", "rest kept without a backward", "tests/test_attention.py -k kept"),
-    Fault(OP, "diagonal is not None,\n        0 if", "bool(diagonal),\n        0 if", "a causal mask on the main diagonal is dropped"),
+    Fault(OP, "diagonal is not None,\n        0 if", "bool(diagonal),\n        0 if", "a causal mask on the main diagonal is dropped", "tests/test_attention.py -k 'test_budget and causal'"),
     Fault(OP, "(-q, -scale) if scale < 0", "(q, -scale) if scale < 0", "sign of a negative scale", "tests/test_attention.py -k scales"),
     Fault(OP, "else (q * 0.0, 1.0)", "else (q, 1.0)", "a scale of 0", "tests/test_attention.py -k scales"),
-    Fault(OP, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension"),
+    Fault(OP, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", "tests/test_attention.py -k 'test_budget and cross'"),
     Fault(OP, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", ROTARY),
-    Fault(OP, "ctx.save_for_backward(q, k, v, out, row_max, row_sum, rest, *tensors)", "ctx.save_for_backward(q, k, k, out, row_max, row_sum, rest, *tensors)", "k saved for v"),
+    Fault(OP, "ctx.save_for_backward(q, k, v, out, row_max, row_sum, rest, *tensors)", "ctx.save_for_backward(q, k, k, out, row_max, row_sum, rest, *tensors)", "k saved for v", "tests/test_gradcheck.py -k of_a_feature"),
     Fault(OP, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/test_attention.py -k autocast"),
     Fault(OP, "valid = valid.contiguous().view(torch.uint8)", "valid = valid.view(torch.uint8)", "strides of the padding mask", STRIDES),
     Fault(OP, "if keep_rest and q.dtype.itemsize == 2:", "if keep_rest and q.dtype == torch.bfloat16:", "no rest in float16", COMMON),
@@ -57,8 +57,8 @@ OPERATION = (
 )
 
 MEANING = (
-    Fault(MASKS, "return min(0 if align", "return max(0 if align", "both causal alignments: the weaker wins", MASKING),
-    Fault(MASKS, 'seqlen_k - seqlen_q for align', 'seqlen_q - seqlen_k for align', "bottom-right the wrong way round", MASKING),
+    Fault(MASKS, "return min(0 if align", "return max(0 if align", "both causal alignments: the weaker wins", "tests/test_masking.py -k diagonal"),
+    Fault(MASKS, 'seqlen_k - seqlen_q for align', 'seqlen_q - seqlen_k for align', "bottom-right the wrong way round", "tests/test_masking.py -k 'diagonal or dense'"),
     Fault(MASKS, "dense = dense.tril(diagonal)", "dense = dense.tril(diagonal - 1)", "dense: a query does not see itself", ORACLE),
     Fault(MASKS, "dense = dense & self.valid[:, None, None, :]", "dense = dense | self.valid[:, None, None, :]", "dense: padding adds", ORACLE),
     Fault(MASKS, "dense = dense & self.allowed", "dense = dense & ~self.allowed", "dense: polarity", ORACLE),
