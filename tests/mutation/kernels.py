@@ -12,6 +12,7 @@ NAN = "tests/test_masking.py -k 'triton and (reaches or infinite or nan or no_qu
 EMPTY = "tests/test_masking.py -k 'triton and nothing'"
 ROTARY = "tests/test_gradcheck.py -k 'of_a_feature and (rope or tables or positions or more)'"
 TABLES = "tests/test_rope.py"
+EXACT = "tests/test_attention.py -k 'test_budget and float32'"
 HALVES = "tests/test_attention.py -k 'test_budget and bfloat16'"
 GRADIENTS = "tests/test_gradcheck.py -k of_a_feature"
 MEMORY = "tests/test_memory.py"
@@ -111,23 +112,23 @@ WHAT_IS_SEEN = (
     Fault(MASKING, "(start_n >= key_start) & (start_n + BLOCK_N <= key_stop)", "(start_n + BLOCK_N <= key_stop)", "query_blocks: full before the first key", BLOCKS),
     Fault(MASKING, " & (contiguous != 0)", "", "query_blocks: gaps in the padding overlooked", BLOCKS),
     Fault(MASKING, "(offs_n >= key_start) & (offs_n < key_stop)", "(offs_n >= key_start) & (offs_n <= key_stop)", "one key beyond the last", MEMORY),
-    Fault(MASKING, "(tl.load(valid_ptr + offs_n, mask=inside, other=0) != 0)", "(tl.load(valid_ptr + offs_n, mask=inside, other=0) != 2)", "padding between valid keys is visible"),
-    Fault(MASKING, "offs_n <= offs_m + diagonal", "offs_n < offs_m + diagonal", "causal: a query does not see itself"),
-    Fault(MASKING, "offs_n <= offs_m + diagonal", "offs_n <= offs_m + diagonal + 1", "causal: a query sees one ahead"),
-    Fault(MASKING, "other=0) != 0)\n    return pairs", "other=0) == 0)\n    return pairs", "boolean: polarity"),
-    Fault(MASKING, "(offs_m - start_m) * stride_aq + (offs_n - start_n) * stride_ak", "(offs_m - start_m) * stride_ak + (offs_n - start_n) * stride_aq", "boolean: transposed"),
+    Fault(MASKING, "(tl.load(valid_ptr + offs_n, mask=inside, other=0) != 0)", "(tl.load(valid_ptr + offs_n, mask=inside, other=0) != 2)", "padding between valid keys is visible", "tests/test_attention.py -k 'test_budget and float32 and uneven'"),
+    Fault(MASKING, "offs_n <= offs_m + diagonal", "offs_n < offs_m + diagonal", "causal: a query does not see itself", "tests/test_attention.py -k 'test_budget and float32 and causal'"),
+    Fault(MASKING, "offs_n <= offs_m + diagonal", "offs_n <= offs_m + diagonal + 1", "causal: a query sees one ahead", "tests/test_attention.py -k 'test_budget and float32 and causal'"),
+    Fault(MASKING, "other=0) != 0)\n    return pairs", "other=0) == 0)\n    return pairs", "boolean: polarity", "tests/test_attention.py -k 'test_budget and float32 and boolean'"),
+    Fault(MASKING, "(offs_m - start_m) * stride_aq + (offs_n - start_n) * stride_ak", "(offs_m - start_m) * stride_ak + (offs_n - start_n) * stride_aq", "boolean: transposed", "tests/test_attention.py -k 'test_budget and float32 and boolean'"),
     Fault(MASKING, "tl.cast(start_m, tl.int64) * stride_aq", "start_m * stride_aq", "boolean: int32 offset of a tile", LARGE),
-    Fault(MASKING, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", BLOCKS),
+    Fault(MASKING, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/test_masking.py -k key_range"),
     Fault(MASKING, "tl.where(seen, offs + 1, 0)", "tl.where(seen, offs, 0)", "key range: the last key left out", BLOCKS),
-    Fault(MASKING, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", MASKS),
-    Fault(MASKING, "first = tl.minimum(first, tl.min(", "first = tl.minimum(seqlen_k, tl.min(", "key range: first key of the last block", MASKS),
+    Fault(MASKING, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/test_masking.py -k key_range"),
+    Fault(MASKING, "first = tl.minimum(first, tl.min(", "first = tl.minimum(seqlen_k, tl.min(", "key range: first key of the last block", "tests/test_masking.py -k key_range"),
     Fault(MASKING, "row = valid_ptr + batch.to(tl.int64) * seqlen_k", "row = valid_ptr + batch * seqlen_k", "key range: int32 offset", LARGE),
     Fault(MASKING, "tl.load(row + offs, mask=offs < seqlen_k, other=0)", "tl.load(row + offs)", "key range: reads beyond its row", MEMORY),
-    Fault(MASKING, "base = key_range_ptr + batch.to(tl.int64) * 3", "base = key_range_ptr + 0 * batch", "key range of batch 0 for all", nth=0),
+    Fault(MASKING, "base = key_range_ptr + batch.to(tl.int64) * 3", "base = key_range_ptr + 0 * batch", "key range of batch 0 for all", "tests/test_attention.py -k 'test_budget and float32 and padding'", nth=0),
 )
 
 ARITHMETIC = (
-    Fault(PRIMITIVES, "return tile, head_and_batch % nheads, head_and_batch // nheads", "return tile, head_and_batch // nheads, head_and_batch % nheads", "programs: heads and batches exchanged"),
+    Fault(PRIMITIVES, "return tile, head_and_batch % nheads, head_and_batch // nheads", "return tile, head_and_batch // nheads, head_and_batch % nheads", "programs: heads and batches exchanged", EXACT),
     Fault(PRIMITIVES, "tl.cast(batch, tl.int64) * stride_b", "batch * stride_b", "int32 offset of a batch", LARGE),
     Fault(PRIMITIVES, "tl.cast(head, tl.int64) * stride_h", "head * stride_h", "int32 offset of a head", LARGE),
     Fault(PRIMITIVES, "tl.cast(start, tl.int64) * stride", "start * stride", "load_tile: int32 offset of a tile", LARGE, nth=0),
@@ -143,10 +144,10 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "return near + rest.to(tl.float32)", "return near - rest.to(tl.float32)", "rest: sign", COMMON),
     Fault(PRIMITIVES, "steps = (exact - near) / _rest_unit(near, rounded.dtype)", "steps = (exact - near) * 0.0", "rest: nothing kept", COMMON),
     Fault(PRIMITIVES, "shift = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "shift = m_new", "softmax: -inf minus -inf", EMPTY),
-    Fault(PRIMITIVES, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled"),
-    Fault(PRIMITIVES, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block"),
+    Fault(PRIMITIVES, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", EXACT),
+    Fault(PRIMITIVES, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block", EXACT),
     Fault(PRIMITIVES, "exp_scaled(scores, shift, qk_scale, True) * factor", "exp_scaled(scores, shift, qk_scale, True)", "backward: weights not normalised", GRADIENTS),
-    Fault(PRIMITIVES, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float32"),
+    Fault(PRIMITIVES, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float32", EXACT),
     Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
     Fault(PRIMITIVES, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
     Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", "tests/test_attention.py -k 'test_budget and float32'"),
