@@ -380,11 +380,26 @@ def visits(
 
 
 def block_cases() -> list[tuple[int, int, str | None, str | None, bool]]:
-    lengths = ((1, 1), (1, 40), (40, 1), (16, 32), (33, 33), (50, 70), (70, 50), (64, 100), (31, 95), (17, 0))
+    lengths = (
+        (1, 1),
+        (1, 40),
+        (40, 1),
+        (16, 32),
+        (33, 33),
+        (50, 70),
+        (70, 50),
+        (64, 100),
+        (31, 95),
+        (17, 0),
+        (20, 34),
+        (46, 62),
+    )
     return [
         (q, k, causal, padding, boolean)
         for (q, k), causal, padding in itertools.product(
-            lengths, (None, "bottom_right", "top_left"), (None, "right", "left", "uneven", "none valid")
+            lengths,
+            (None, "bottom_right", "top_left"),
+            (None, "right", "left", "left, whole tiles", "uneven", "none valid"),
         )
         for boolean in ((False, True) if (q, k) == (50, 70) else (False,))
     ]
@@ -403,6 +418,7 @@ def test_blocks(block_m, block_n, by_query):
         valid = {
             "right": positions < length,
             "left": positions >= length,
+            "left, whole tiles": positions >= 32,
             "uneven": torch.rand(seqlen_k, generator=generator) < 0.6,
             "none valid": positions < 0,
         }.get(padding or "")
@@ -427,6 +443,8 @@ def test_blocks(block_m, block_n, by_query):
                 # The kernels read all rows of a full block, also of a tile that reaches beyond the last one.
                 assert by_query or start + size <= dense.shape[0], f"{what}: {start}: full, but ragged"
             assert not rows[:, ~visited].any(), f"{what}: {start}: visible, but not visited"
+            if not by_query and valid is not None and padding != "uneven" and not valid[start : start + size].any():
+                assert full + boundary == [], f"{what}: {start}: a tile of padding visits blocks"
             cut = not by_query and not rows.any(-1).all()  # some of the keys are hidden: the others may see less
             if not boolean and padding != "uneven" and not cut:
                 for block in boundary:

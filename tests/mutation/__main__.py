@@ -81,6 +81,8 @@ def run_tests(tree: Path, arguments: Sequence[str]) -> str | None:
         return "no test ended in time"
     if done.returncode == 0:
         return None
+    if done.returncode < 0:  # by a signal: what is written out of bounds may be anything
+        return f"the tests crash with signal {-done.returncode}"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode not in (1, 2) or not failed:
         raise RuntimeError(f"pytest {arguments}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}")

@@ -59,7 +59,7 @@ BACKWARD = (
     Fault(BWD, "for i in range(0, group * n_boundary)", "for i in range(0, n_boundary)", "dk, dv: boundary blocks of the first head only"),
     Fault(BWD, "    start += n_boundary * BLOCK_M\n", "", "dk, dv: full blocks start at the boundary"),
     Fault(BWD, "seen = (rows >= 0) & (rows < seqlen_q)", "seen = rows < seqlen_q", "dk, dv: rows before the first", MEMORY),
-    Fault(BWD, "seen = seen & (rows + diagonal >= key_start)", "seen = seen & (rows + diagonal > key_start)", "dk, dv: the row that sees one key is lost", MASKS),
+    Fault(BWD, "seen = seen & (rows + diagonal >= key_start)", "seen = seen & (rows + diagonal > key_start)", "dk, dv: the row that sees one key is lost", "tests/test_gradcheck.py -k 'of_a_feature or left'"),
     Fault(BWD, "            seen = seen & (rows + diagonal >= key_start)\n", "            pass\n", "dk: NaN of a row above the diagonal", EMPTY),
     Fault(BWD, "            seen = seen & (shift != float(\"inf\"))\n", "", "dk: NaN of a row that a boolean mask empties", EMPTY),
     Fault(BWD, "p = tl.where(pairs, softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT), 0.0)", "p = softmax_weights(scores, qk_scale, shift[None, :], factor[None, :], EXACT)", "dv: hidden pairs not zeroed", GRADIENTS),
@@ -94,7 +94,8 @@ BACKWARD = (
           equivalent="a row that sees nothing has no visible pair, and the mask of pairs drops whatever its delta is multiplied with"),
     Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta + 0.0 * total", "delta: weights do not add up to 1", COMMON),
     Fault(ROWS, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "delta: wrong KV head"),
-    Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY),
+    Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY,
+          equivalent="a row that sees nothing has no visible pair, and the mask of pairs drops whatever its delta is multiplied with"),
 )
 
 WHAT_IS_SEEN = (
