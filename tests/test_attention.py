@@ -528,6 +528,13 @@ def test_head_dims(head_dim):
     assert_accurate(triton_attention, inputs_of(case), case)
 
 
+def test_tiles_are_as_wide_as_a_product_needs():
+    """At least 16 features, and a power of two; the interpreter would take any."""
+    from fusedattn.kernels.primitives import block_d
+
+    assert [block_d(head_dim) for head_dim in (1, 8, 16, 17, 80, 128, 255)] == [16, 16, 16, 32, 128, 128, 256]
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 33), (2, 31), (33, 2), (16, 16), (32, 64), (31, 65)])
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
 def test_lengths(seqlen_q, seqlen_k, causal):

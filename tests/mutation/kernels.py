@@ -12,6 +12,7 @@ NAN = "tests/test_masking.py -k 'triton and (reaches or infinite or nan or no_qu
 EMPTY = "tests/test_masking.py -k 'triton and nothing'"
 ROTARY = "tests/test_gradcheck.py -k 'of_a_feature and (rope or tables or positions or more)'"
 TABLES = "tests/test_rope.py"
+TURNED = "tests/test_attention.py -k 'test_budget and RoPE and float32'"
 EXACT = "tests/test_attention.py -k 'test_budget and float32'"
 HALVES = "tests/test_attention.py -k 'test_budget and bfloat16'"
 GRADIENTS = "tests/test_gradcheck.py -k of_a_feature"
@@ -151,28 +152,28 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float32", EXACT),
     Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
     Fault(PRIMITIVES, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
-    Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", "tests/test_attention.py -k 'test_budget and float32'"),
-    Fault(PRIMITIVES, "max(16, triton.next_power_of_2(head_dim))", "triton.next_power_of_2(head_dim)", "tiles narrower than a product takes", "tests/test_attention.py -k head_dims"),
+    Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", COMMON),
+    Fault(PRIMITIVES, "max(16, triton.next_power_of_2(head_dim))", "triton.next_power_of_2(head_dim)", "tiles narrower than a product takes", "tests/test_attention.py -k wide"),
 )
 
 ROTATION = (
     Fault(ROPE, "sign = tl.where(is_first, 1.0, -1.0)", "sign = tl.where(is_first, -1.0, 1.0)", "rope: sign of the transpose", ROTARY),
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),
-    Fault(ROPE, "is_first = offs_d % 2 == 0", "is_first = offs_d % 2 == 1", "rope: sign of the sine, interleaved", ROTARY),
+    Fault(ROPE, "is_first = offs_d % 2 == 0", "is_first = offs_d % 2 == 1", "rope: sign of the sine, interleaved", TURNED),
     Fault(ROPE, "pair = offs_d % HALF", "pair = offs_d // 2", "rope: angles of the other pairing", ROTARY),
     Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", ROTARY,
           equivalent="the sine of a feature that does not rotate is 0, and so is its product with whichever partner, unless that is not finite"),
-    Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", ROTARY),
+    Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", TURNED),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
     Fault(ROPE, "tl.where(no_entry[:, None] & rotates[None, :], float(\"nan\"), cos)", "tl.where(no_entry[:, None] & rotates[None, :], 1.0, cos)", "rope: a position outside the table does not turn", "tests/test_masking.py -k positions"),
     Fault(ROPE, "(exists & in_table)[:, None] & rotates[None, :]", "(exists & in_table)[:, None]", "rope: entries for features that do not rotate", TABLES),
     Fault(ROPE, "table = batch.to(tl.int64) * stride_tb + positions.to(tl.int64)[:, None] * HALF", "table = batch * stride_tb + positions.to(tl.int32)[:, None] * HALF", "rope: int32 offsets in the tables", LARGE),
-    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", ROTARY),
-    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", ROTARY),
-    Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", ROTARY),
+    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
+    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
+    Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", TURNED),
     Fault(ROPE, "stride_xs=x.stride(2)", "stride_xs=out.stride(2)", "rope: strides of the copy for those of x", "tests/test_attention.py -k 'strides and seqlen_first'"),
-    Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", ROTARY),
+    Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", TURNED),
 )
 
 # fmt: on
