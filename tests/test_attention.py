@@ -234,6 +234,20 @@ def test_strides_of_the_gradient_alone(layout):
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides_of_the_gradient_of_lse(dtype):
+    """``lse.sum().backward()`` brings one whose strides are all 0; another is transposed."""
+    inputs = inputs_of(replace(SMALL, dtype=dtype, padding=None))
+
+    def gradients(dlse: Tensor) -> dict[str, Tensor]:
+        x = leaves(inputs)
+        _, lse = triton_attention(*x, **options(inputs), return_lse=True)
+        return dict(zip("qkv", torch.autograd.grad(lse, x, dlse), strict=True))
+
+    for dlse in (inputs.dlse[:1, :1, :1].expand(inputs.dlse.shape), inputs.dlse.mT.contiguous().mT):
+        assert_equal(gradients(dlse), gradients(dlse.contiguous()))
+
+
 def test_strides_of_masks_tables_and_positions():
     """Whatever their layout, the same numbers."""
     case = replace(EVERYTHING, rope_tables="per_batch", empty_batch=False, boolean="full")
@@ -592,3 +606,18 @@ def test_float32_matmul_precision_may_be_set_either_way():
         [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="AMD's kernels have no TF32")
+@pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
+def test_float32_precision_is_what_torch_is_set_to(setting, expected):
+    """TF32 only where the user has allowed it, and for float32 only; the interpreter computes neither."""
+    from fusedattn.attention import _precision
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        assert _precision(torch.float32) == expected
+        assert _precision(torch.bfloat16) == _precision(torch.float64) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)

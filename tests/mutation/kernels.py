@@ -163,7 +163,7 @@ ROTATION = (
     Fault(ROPE, "pair = offs_d % HALF", "pair = offs_d // 2", "rope: angles of the other pairing", ROTARY),
     Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", ROTARY,
           equivalent="the sine of a feature that does not rotate is 0, and so is its product with whichever partner, unless that is not finite"),
-    Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", TURNED),
+    Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
     Fault(ROPE, "tl.where(no_entry[:, None] & rotates[None, :], float(\"nan\"), cos)", "tl.where(no_entry[:, None] & rotates[None, :], 1.0, cos)", "rope: a position outside the table does not turn", "tests/test_masking.py -k positions"),
