@@ -69,7 +69,7 @@ MEANING = (
     Fault(ROPE, "torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim", "torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim", "frequencies in float32", ROTARY),
     Fault(ROPE, "torch.stack((a * cos - b * sin, b * cos + a * sin)", "torch.stack((a * cos + b * sin, b * cos - a * sin)", "eager rope, interleaved: turns backwards", ORACLE),
     Fault(ROPE, "torch.cat((a * cos - b * sin, b * cos + a * sin)", "torch.cat((a * cos + b * sin, b * cos - a * sin)", "eager rope: turns backwards", ORACLE),
-    Fault(ROPE, "positions_q = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)", "positions_q = torch.arange(seqlen_q, device=q.device)", "eager rope: queries count from 0", ORACLE),
+    Fault(ROPE, "positions_q = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)", "positions_q = torch.arange(seqlen_q, device=q.device)", "eager rope: queries count from 0", ROTARY),
     Fault(ROPE, "return rows.masked_fill(~inside[..., None], torch.nan)", "return rows.masked_fill(~inside[..., None], 1.0)", "eager rope: a position outside the table", MASKING),
     Fault(ROPE, "low < 0 or high >= self.n_positions", "low < 0 or high > self.n_positions", "one position beyond the tables is allowed", ROTARY),
     Fault(REFERENCE, "scores = _scores(q, k, visible) * scale", "scores = _scores(q, k, visible)", "reference: scale dropped", ORACLE),
