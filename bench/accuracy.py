@@ -10,24 +10,21 @@ The JSON is what ``python -m fusedattn check --json`` printed::
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.page import with_block
 from fusedattn.cli.outcome import number, percent
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RESULTS = DOCS / "accuracy.md", DOCS / "results" / "accuracy.json"
-FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def with_figures(page: str, report: dict[str, Any]) -> str:
-    """The page with the figures of a report between its markers."""
-    if not FIGURES.search(page):
-        raise ValueError("page: got none of the comments 'figures: ...' and 'end of figures' to write between")
-    return FIGURES.sub(lambda match: f"{match[1]}\n{figures(report)}\n{match[2]}", page)
+    """The page with the figures of a report between its comments."""
+    return with_block(page, figures(report))
 
 
 def figures(report: dict[str, Any]) -> str:

@@ -13,22 +13,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedattn import testing
 from fusedattn.testing import Inputs, Results
-from tests.conftest import (
-    DEVICE,
-    TERMS_LIMIT,
-    assert_accurate,
-    assert_equal,
-    assert_ratios,
-    sum_of_terms,
-    triton_attention,
-)
+from tests.conftest import DEVICE, assert_equal, assert_results_accurate, sum_of_terms, triton_attention
 from tests.hostile import Problem
 
 
@@ -67,7 +58,9 @@ def _check(problem: Problem) -> bool:
     fits = _fits(clean, truth, eager)
     _assert_nothing_is_lost(results, inputs, reach, problem, fits)
     if fits:
-        _assert_accurate(results, clean, truth, eager, reach)
+        # Of what no NaN or infinity may reach.
+        left_out = {name: _like(reach.may[name], x) for name, x in results.items()}
+        assert_results_accurate(results, clean, truth, eager, left_out=left_out)
     return fits
 
 
@@ -232,40 +225,3 @@ def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:
     if not largest <= torch.finfo(clean.q.dtype).max / 16:
         return False
     return all(bool((eager[name].isfinite() | ~truth[name].isfinite()).all()) for name in truth)
-
-
-def _assert_accurate(results: Results, clean: Inputs, truth: Results, eager: Results, reach: Reach) -> None:
-    """:func:`tests.conftest.assert_accurate`, of the rows that no NaN or infinity may reach.
-
-    The other rows are left out of all three, results, truth and eager: any number put there, even eager's own, would
-    have a part in the means that the others are judged by.
-    """
-    if not any(bool(rows.any()) for rows in reach.may.values()):
-        assert_accurate(_replay(results), clean, truth=truth)
-        return
-    terms, limit = sum_of_terms(clean), TERMS_LIMIT[clean.q.dtype] * torch.finfo(clean.q.dtype).eps
-    ratios = {}
-    for name, x in results.items():
-        reached = _like(reach.may[name], x)
-        got, exact, other = (y.masked_fill(reached, 0.0) for y in (x, truth[name], eager[name]))
-        ratios[name] = testing.compare(got, exact, other)
-        error = (got.double() - exact).abs()
-        near = (got == exact) | (error <= limit * terms[name] + torch.finfo(clean.q.dtype).tiny)
-        if not ratios[name].ok and near.all():
-            del ratios[name]
-    assert_ratios(ratios)
-
-
-def _replay(results: Results) -> Any:
-    """A function whose results are known."""
-
-    class Replay(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return results["out"].clone(), results["lse"].clone()
-
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
-            return results["dq"], results["dk"], results["dv"]
-
-    return lambda q, k, v, **_: Replay.apply(q, k, v)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.page import with_block
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/testing.md"
-FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def with_figures(page: str) -> str:
     """The page with the committed figures between its markers."""
-    if not FIGURES.search(page):
-        raise ValueError("page: got none of the comments 'figures: ...' and 'end of figures' to write between")
     table = "\n".join(f"| {what} | {figure} |" for what, figure in [("what", "figure"), ("---", "---"), *figures()])
-    return FIGURES.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", page)
+    return with_block(page, table + "\n")
 
 
 def figures() -> Iterator[tuple[str, str]]:

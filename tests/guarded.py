@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+
+from tests.conftest import every_allocation
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -113,14 +114,6 @@ def guarded_allocations() -> Iterator[Allocations]:
         return guard(out, out.stride(), allocations.copies).copy_(out)
 
     empty_like, contiguous = torch.empty_like, Tensor.contiguous
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (torch, "empty"),
-            (torch, "empty_like"),
-            (torch, "empty_strided"),
-            (Tensor, "new_empty"),
-            (Tensor, "new_empty_strided"),
-        ):
-            patch.setattr(owner, name, guarded(getattr(owner, name)))
+    with every_allocation(guarded) as patch:
         patch.setattr(Tensor, "contiguous", copied)
         yield allocations
