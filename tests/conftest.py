@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -29,11 +30,19 @@ else:
 
 from fusedattn import attention, reference, testing
 from fusedattn.support import interpreting
+from fusedattn.testing import CASES, Case
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BACKENDS = ("triton", "torch")
+
+# Every feature at once, and the commonest ones, in few and ragged tiles.
+EVERYTHING = replace(CASES[-1], batch=2, nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
+SMALL = Case(
+    "small", nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=37, head_dim=16, causal="bottom_right", padding="uneven",
+    rope="half",
+)  # fmt: skip
 
 # Each xdist worker is one of several processes on the machine.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -100,6 +109,21 @@ def poison() -> Iterator[None]:
 
     with every_allocation(poisoned):
         yield
+
+
+def inputs_of(case: Case) -> testing.Inputs:
+    """Of a case, where the kernels run."""
+    return testing.make_inputs(case, DEVICE)
+
+
+def leaves(inputs: testing.Inputs) -> list[Tensor]:
+    """q, k and v, to differentiate by."""
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def options(inputs: testing.Inputs) -> dict[str, Any]:
+    """The keyword arguments of `attention` that `inputs` fix."""
+    return {"mask": inputs.mask, "rope": inputs.rope, "scale": inputs.scale}
 
 
 def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit: float = 1.0) -> None:

@@ -221,6 +221,21 @@ def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, inte
             torch.testing.assert_close(got, expected)
 
 
+@interleavings
+def test_features_that_do_not_rotate_are_left_alone(interleaved):
+    """A NaN in one of them reaches no other."""
+    from fusedattn.kernels.rope import Rotation, rotated
+
+    rope = Rope.from_theta(8, 6, device=DEVICE)
+    x = torch.randn(1, 1, 6, 13, device=DEVICE)
+    x[..., 9] = math.nan
+    got = rotated(x, Rotation(rope.cos[None], rope.sin[None], None, 0, interleaved))
+    assert got[..., 9].isnan().all()
+    rest = [8, 10, 11, 12]
+    assert torch.equal(got[..., rest], x[..., rest])
+    assert got[..., :8].isfinite().all()
+
+
 def test_the_kernel_marks_positions_outside_the_tables():
     from fusedattn.kernels.rope import Rotation, rotated
 

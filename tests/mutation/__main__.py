@@ -40,7 +40,8 @@ TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTR
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip
 # Where a fault in the operation would show, the quickest first.
 OPERATION_TESTS = (
-    "attention", "masking", "rope", "float64", "properties", "memory", "determinism", "fuzz", "large_tensors", "gradcheck",
+    "attention", "strides", "masking", "blocks", "rope", "float64", "properties", "memory", "determinism", "fuzz",
+    "large_tensors", "gradcheck",
 )  # fmt: skip
 TIMEOUT = 1800  # seconds of one run of tests: a fault may make a loop endless
 

@@ -7,7 +7,7 @@ MASKING, PRIMITIVES, ROPE = "kernels/masking.py", "kernels/primitives.py", "kern
 
 ATTENTION = "tests/test_attention.py"
 MASKS = "tests/test_masking.py"
-BLOCKS = "tests/test_masking.py -k test_blocks"
+BLOCKS = "tests/test_blocks.py -k test_blocks"
 NAN = "tests/test_masking.py -k 'triton and (reaches or infinite or nan or no_query)'"
 EMPTY = "tests/test_masking.py -k 'triton and nothing'"
 ROTARY = "tests/test_gradcheck.py -k 'of_a_feature and (rope or tables or positions or more)'"
@@ -19,7 +19,7 @@ GRADIENTS = "tests/test_gradcheck.py -k of_a_feature"
 MEMORY = "tests/test_memory.py"
 LARGE = "tests/test_large_tensors.py"
 COMMON = "tests/test_attention.py -k common"
-STRIDES = "tests/test_attention.py -k 'strides and not torch'"
+STRIDES = "tests/test_strides.py -k 'not torch'"
 
 # fmt: off
 FORWARD = (
@@ -120,10 +120,10 @@ WHAT_IS_SEEN = (
     Fault(MASKING, "other=0) != 0)\n    return pairs", "other=0) == 0)\n    return pairs", "boolean: polarity", "tests/test_attention.py -k 'test_budget and float32 and boolean'"),
     Fault(MASKING, "(offs_m - start_m) * stride_aq + (offs_n - start_n) * stride_ak", "(offs_m - start_m) * stride_ak + (offs_n - start_n) * stride_aq", "boolean: transposed", "tests/test_attention.py -k 'test_budget and float32 and boolean'"),
     Fault(MASKING, "tl.cast(start_m, tl.int64) * stride_aq", "start_m * stride_aq", "boolean: int32 offset of a tile", LARGE),
-    Fault(MASKING, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/test_masking.py -k key_range"),
+    Fault(MASKING, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/test_blocks.py -k key_range"),
     Fault(MASKING, "tl.where(seen, offs + 1, 0)", "tl.where(seen, offs, 0)", "key range: the last key left out", BLOCKS),
-    Fault(MASKING, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/test_masking.py -k key_range"),
-    Fault(MASKING, "first = tl.minimum(first, tl.min(", "first = tl.minimum(seqlen_k, tl.min(", "key range: first key of the last block", "tests/test_masking.py -k key_range"),
+    Fault(MASKING, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/test_blocks.py -k key_range"),
+    Fault(MASKING, "first = tl.minimum(first, tl.min(", "first = tl.minimum(seqlen_k, tl.min(", "key range: first key of the last block", "tests/test_blocks.py -k key_range"),
     Fault(MASKING, "row = valid_ptr + batch.to(tl.int64) * seqlen_k", "row = valid_ptr + batch * seqlen_k", "key range: int32 offset", LARGE),
     Fault(MASKING, "tl.load(row + offs, mask=offs < seqlen_k, other=0)", "tl.load(row + offs)", "key range: reads beyond its row", MEMORY),
     Fault(MASKING, "base = key_range_ptr + batch.to(tl.int64) * 3", "base = key_range_ptr + 0 * batch", "key range of batch 0 for all", "tests/test_attention.py -k 'test_budget and float32 and padding'", nth=0),
@@ -161,8 +161,7 @@ ROTATION = (
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),
     Fault(ROPE, "is_first = offs_d % 2 == 0", "is_first = offs_d % 2 == 1", "rope: sign of the sine, interleaved", TURNED),
     Fault(ROPE, "pair = offs_d % HALF", "pair = offs_d // 2", "rope: angles of the other pairing", ROTARY),
-    Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", ROTARY,
-          equivalent="the sine of a feature that does not rotate is 0, and so is its product with whichever partner, unless that is not finite"),
+    Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", "tests/test_rope.py -k left_alone"),
     Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
@@ -172,7 +171,7 @@ ROTATION = (
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
     Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", TURNED),
-    Fault(ROPE, "stride_xs=x.stride(2)", "stride_xs=out.stride(2)", "rope: strides of the copy for those of x", "tests/test_attention.py -k 'strides and seqlen_first'"),
+    Fault(ROPE, "stride_xs=x.stride(2)", "stride_xs=out.stride(2)", "rope: strides of the copy for those of x", "tests/test_strides.py -k seqlen_first"),
     Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", TURNED),
 )
 
