@@ -376,7 +376,8 @@ def attention(
             is used or the call raises; it is never replaced.
 
     Returns:
-        out, shape, dtype and strides of q (contiguous where rows of q overlap, or lie more than 2^22 elements apart).
+        out, shape and dtype of q; with the triton backend also its strides (contiguous where rows of q overlap, or lie
+        more than 2^22 elements apart).
         With ``return_lse``, ``(out, lse)``: lse natural logarithm, float32 (float64 for float64),
         ``(batch, nheads_q, seqlen_q)``, differentiable too.
 

@@ -8,6 +8,7 @@ Run on float64 copies of the inputs it is the golden answer of the tests; run on
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,15 +68,32 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
     # back, as NaN scores, where they are seen.
     poisoned = ~k.isfinite().all(dim=-1)  # (batch, nheads_q, seqlen_k)
-    scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT
+    scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT
     return scores + torch.zeros_like(scores).masked_fill(visible & poisoned[..., None, :], math.nan)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """``weights @ v``; a non-finite value reaches only the queries that see it."""
+    """``weights @ v``; a non-finite value reaches only the queries that see it, in value and in gradient."""
     if torch.compiler.is_compiling() or v.isfinite().all():
         return weights @ v
     poisoned = ~v.isfinite()  # (batch, nheads_q, seqlen_k, head_dim)
-    out = weights @ v.masked_fill(poisoned, 0.0)
-    seen = visible.to(v.dtype) @ poisoned.to(v.dtype) > 0
-    return out + torch.zeros_like(out).masked_fill(seen, math.nan)
+    out = weights @ _Zeroed.apply(v, poisoned)
+    pairs = visible & poisoned.any(dim=-1)[..., None, :]
+    nan = (weights * torch.zeros_like(weights).masked_fill(pairs, math.nan)).sum(dim=-1, keepdim=True)
+    return torch.where(visible.to(v.dtype) @ poisoned.to(v.dtype) > 0, out + nan, out)
+
+
+class _Zeroed(torch.autograd.Function):
+    """``x`` with 0 where `poisoned`; the gradient is that of ``x``, as if nothing had been replaced."""
+
+    @staticmethod
+    def forward(x: Tensor, poisoned: Tensor) -> Tensor:
+        return x.masked_fill(poisoned, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None

@@ -129,7 +129,7 @@ def options(inputs: testing.Inputs) -> dict[str, Any]:
 def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit: float = 1.0) -> None:
     """Fail, listing the ratios, where more than `limit` of the error budget is used; `what` reproduces it."""
     bad = {name: r for name, r in ratios.items() if not r.used <= limit}
-    assert not bad, f"{what}: " + "; ".join(
+    assert not bad, (f"{what}: " if what else "") + "; ".join(
         f"{name} {r.max:.2f}x max, {r.mean:.2f}x mean, {r.row:.2f}x row, {r.used:.3f} of the budget"
         for name, r in bad.items()
     )
@@ -168,6 +168,7 @@ def assert_results_accurate(
     eager: Mapping[str, Tensor],
     what: object = "",
     left_out: Mapping[str, Tensor] | None = None,
+    limit: float = 1.0,
 ) -> None:
     """The rule of :func:`assert_accurate` for results that are there; elements of `left_out` are not judged.
 
@@ -179,16 +180,16 @@ def assert_results_accurate(
             {name: x[name].masked_fill(out, 0.0) for name, out in left_out.items()} for x in (actual, truth, eager)
         )
     ratios = {name: testing.compare(actual[name], truth[name], eager[name]) for name in testing.TENSORS}
-    bad = {name: r for name, r in ratios.items() if not r.ok}
+    bad = {name: r for name, r in ratios.items() if not r.used <= limit}
     if bad:
         terms = sum_of_terms(inputs)
-        limit = TERMS_LIMIT[inputs.q.dtype] * torch.finfo(inputs.q.dtype).eps
+        unit = TERMS_LIMIT[inputs.q.dtype] * torch.finfo(inputs.q.dtype).eps
         for name in list(bad):
             error = (actual[name].double() - truth[name]).abs()
             same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
-            if (same | (error <= limit * terms[name] + torch.finfo(inputs.q.dtype).tiny)).all():
+            if (same | (error <= unit * terms[name] + torch.finfo(inputs.q.dtype).tiny)).all():
                 del bad[name]
-    assert_ratios(bad, what)
+    assert_ratios(bad, what, limit)
 
 
 def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
@@ -225,6 +226,19 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
         "dk": features(grouped(dscores.mT @ q)),
         "dv": grouped((factor * weights).mT @ dout),
     }
+
+
+# torch's kernels for CPU tensors recompute the weights from lse and sum in an order of their own: measured on all
+# cases with ten seeds each, their gradients use up to 4.6 times the budget in float32, 1.13 times in 16 bits.
+TORCH_LIMIT = {torch.float32: 6.0, torch.float16: 1.5, torch.bfloat16: 1.5}
+
+
+def torch_attention_beside_lse(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+    """The torch backend, with lse from elsewhere: asked for it, which torch's function does not return, the backend
+    runs the reference.
+    """
+    out = torch_attention(q, k, v, **options)
+    return (out, reference.attention(q, k, v, **options)[1]) if return_lse else out
 
 
 def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

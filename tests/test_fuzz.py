@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedattn import testing
 from fusedattn.testing import Case
 from tests import contract, fuzz, reproduce
-from tests.conftest import DEVICE, INTERPRETING, triton_attention
+from tests.conftest import DEVICE, INTERPRETING, torch_attention_beside_lse, triton_attention
 from tests.contract import check
 from tests.hostile import LAYOUTS, Problem
 
@@ -198,6 +198,25 @@ def test_faults_are_noticed(monkeypatch, fault):
     with pytest.raises(AssertionError, match=message) as raised:
         check(problem)
     assert str(raised.value).startswith(f"{problem.command}\n")
+
+
+@pytest.mark.parametrize(
+    ("problem", "change"),
+    [
+        (MASKED, lambda out: out * (1 + 1e-4 * last_row(out))),
+        (EMPTY, lambda out: out + 1e-30),
+        (POISONED, lambda out: out.nan_to_num()),
+    ],
+    ids=["accuracy", "empty rows", "a NaN that is lost"],
+)
+def test_faults_of_the_torch_backend_are_noticed(monkeypatch, problem, change):
+    def function(*x: Tensor, **options: Any) -> Any:
+        result = torch_attention_beside_lse(*x, **options)
+        return (change(result[0]), result[1]) if isinstance(result, tuple) else change(result)
+
+    monkeypatch.setattr(contract, "torch_attention_beside_lse", function)
+    with pytest.raises(AssertionError, match="torch backend: out"):
+        check(problem)
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS.values(), Problem(Case()), POISONED], ids=str)

@@ -140,8 +140,13 @@ def test_what_reaches_whom(kind, tensor, value, dtype, backend):
         assert clean_rows(got["out without lse"][reached]) == 0
         if tensor == "k":
             assert clean_rows(got["lse"][reached][:, None]) == 0
-    if backend == "triton":  # an infinity too: no row that is NaN in out may look clean in dq
-        assert clean_rows(got["dq"][got["out"].isnan().any(-1)]) == 0
+    # An infinity too: no row that is NaN in out may look clean in dq, nor a key that such a row sees in dk.
+    rows = got["out"].isnan().any(-1)
+    assert clean_rows(got["dq"][rows]) == 0
+    keys = (seen & rows[..., None]).any(-2).any(1, keepdim=True)
+    assert clean_rows(got["dk"][keys]) == 0
+    if tensor == "v":  # dv does not depend on v
+        assert got["dv"].isfinite().all()
 
 
 def clean_rows(x: Tensor) -> int:

@@ -77,6 +77,10 @@ MEANING = (
     Fault(REFERENCE, "scores = scores.masked_fill(~visible, -math.inf)", "scores = scores.masked_fill(~visible, 0.0)", "reference: hidden scores are 0", ORACLE),
     Fault(REFERENCE, "hidden = ~visible | (lse == -math.inf)[..., None]", "hidden = ~visible", "reference: NaN where nothing is visible", "tests/test_masking.py -k minus_infinity"),
     Fault(REFERENCE, "    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere\n", "", "reference: NaN of a row that sees nothing", MASKING),
+    Fault(REFERENCE, "scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "out = weights @ _Zeroed.apply(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/test_fuzz.py -k 'contract and not drawn'"),
+    Fault(REFERENCE, "nan = (weights * torch", "nan = (weights.detach() * torch", "reference: a NaN value is lost in dq", "tests/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "visible & poisoned[..., None, :], math.nan)", "poisoned[..., None, :], math.nan)", "reference: a hidden NaN key is seen", "tests/test_masking.py -k 'reaches and torch'"),
 )
 
 OTHERS = (
