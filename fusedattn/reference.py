@@ -51,7 +51,7 @@ def attention(
     q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
-    scores = _scores(q, k, visible) * scale
+    scores = _scores(q, k) * scale
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)  # -inf where nothing is visible
@@ -61,15 +61,15 @@ def attention(
     return _weighted_sum(weights, v, visible).masked_fill(blind, 0.0), lse, weights
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """``q k^T``; a non-finite key reaches only the queries that see it, in value and in gradient."""
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """``q k^T``; all scores of a non-finite key are NaN, and what hides them there hides it from the gradients too."""
     if torch.compiler.is_compiling() or k.isfinite().all():  # a compiler cannot branch on data
         return q @ k.mT
     # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
-    # back, as NaN scores, where they are seen.
+    # back as NaN scores, by a sum, so that their own gradients are NaN where they are seen.
     poisoned = ~k.isfinite().all(dim=-1)  # (batch, nheads_q, seqlen_k)
     scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT
-    return scores + torch.zeros_like(scores).masked_fill(visible & poisoned[..., None, :], math.nan)
+    return scores + torch.zeros_like(scores[..., :1, :]).masked_fill(poisoned[..., None, :], math.nan)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
