@@ -144,7 +144,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 2)),
             ),
         },
         4: {
@@ -174,7 +174,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
             ),
         },
         4: {
