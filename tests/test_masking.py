@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, attention, masks, testing
+from fusedattn import Rope, attention, masks, sdpa, testing
 from fusedattn.masks import Mask
 from fusedattn.testing import Case
-from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, triton_attention
+from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, torch_attention_beside_lse, triton_attention
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -240,6 +240,21 @@ def test_rows_that_see_nothing(kind, dtype, backend):
     out = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope)
     assert (out[empty] == 0).all()
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind):
+    """Some of them give NaN for a row that is masked altogether; the torch backend asks none for such a row."""
+
+    def naive(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return (scale * q @ k.mT).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", naive)
+    inputs = with_empty_rows(kind)
+    inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+    expected, got = testing.baseline(inputs), testing.run(torch_attention_beside_lse, inputs)
+    torch.testing.assert_close(got, expected)
 
 
 @backends

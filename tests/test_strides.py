@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn import Rope, attention, testing
+from fusedattn import Rope, attention, sdpa, testing
 from tests.conftest import (
     BACKENDS,
     EVERYTHING,
@@ -90,6 +90,13 @@ def test_strides(layout, backend, seqlen_q):
             assert got["dk"].stride() == inputs.k.stride()
     else:
         torch.testing.assert_close({**got, "no lse": out}, {**expected, "no lse": out_packed})
+
+
+def test_only_rows_that_share_a_part_of_their_memory_overlap():
+    """Expanded ones share all of it: they are read where they are, without the copy that expanding avoids."""
+    x = torch.randn(2, 3, 7, 16)
+    overlap = {layout.__name__: sdpa.rows_overlap(layout(x)) for layout in LAYOUTS}
+    assert overlap == {layout.__name__: layout is windows for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])

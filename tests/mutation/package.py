@@ -85,10 +85,10 @@ MEANING = (
 
 OTHERS = (
     Fault(SDPA, "diagonal in (None, 0)", "diagonal is None or diagonal >= 0", "torch backend: top-left for bottom-right", TORCH),
-    Fault(SDPA, "attn_mask=visible | empty", "attn_mask=visible", "torch backend: NaN where nothing is visible", MASKING),
-    Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", MASKING),
+    Fault(SDPA, "attn_mask=visible | empty", "attn_mask=visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
+    Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
-    Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", STRIDES),
+    Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
     Fault(SDPA, "return all(bool(torch.isfinite(bound)) for x in tensors", "return True or all(bool(torch.isfinite(bound)) for x in tensors", "torch backend: 0 times a hidden NaN", MASKING),
     Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING),
     Fault(MODULES, "            mask=mask,\n            rope=rope,\n            scale", "            mask=None,\n            rope=rope,\n            scale", "fuse: mask dropped", FUSING),
