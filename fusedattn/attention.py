@@ -421,7 +421,8 @@ def attention(
 
     scale = float(scale)
     if scale <= 0:  # kernels take the maximum of the scores before they scale, or hide keys before they scale
-        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
+        # For 0, queries of 0, and the smallest scale there is, because the gradient of these would overflow under 1.
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, torch.finfo(torch.float32).tiny)
     if backend == "triton":
         out, lse = _fused(q, k, v, mask, rope, scale)
         return (out, lse) if return_lse else out

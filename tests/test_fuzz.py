@@ -62,6 +62,10 @@ PROBLEMS = {
         poison=(("v", "nan", "some rows"),),
         dlse=False,
     ),
+    "a scale of 0, where the gradient of the scores is large": Problem(
+        replace(SMALL, nheads_q=1, seqlen_q=1, seqlen_k=16, head_dim=2, dtype=torch.float16, scale=0.0),
+        magnitudes={"k": 1000.0, "dlse": 1000.0},
+    ),
     "negated views": Problem(HALF, layouts=dict.fromkeys(("q", "k", "v", "dout"), "negated"), storage_offset=3),
     "overflow": Problem(replace(SMALL, dtype=torch.float16), magnitudes={"q": 1e3, "k": 1e3, "v": 1e3, "dout": 1e3}),
 }

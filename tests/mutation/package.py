@@ -46,7 +46,7 @@ OPERATION = (
     Fault(OP, "torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),", "True,", "rest kept without a backward", "tests/test_attention.py -k kept"),
     Fault(OP, "diagonal is not None,\n        0 if", "bool(diagonal),\n        0 if", "a causal mask on the main diagonal is dropped", "tests/test_attention.py -k 'test_budget and causal'"),
     Fault(OP, "(-q, -scale) if scale < 0", "(q, -scale) if scale < 0", "sign of a negative scale", "tests/test_attention.py -k scales"),
-    Fault(OP, "else (q * 0.0, 1.0)", "else (q, 1.0)", "a scale of 0", "tests/test_attention.py -k scales"),
+    Fault(OP, "else (q * 0.0, torch", "else (q, torch", "a scale of 0", "tests/test_attention.py -k scales"),
     Fault(OP, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", "tests/test_attention.py -k 'test_budget and cross'"),
     Fault(OP, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", ROTARY),
     Fault(OP, "ctx.save_for_backward(q, k, v, out, row_max, row_sum, rest, *tensors)", "ctx.save_for_backward(q, k, k, out, row_max, row_sum, rest, *tensors)", "k saved for v", "tests/test_gradcheck.py -k of_a_feature"),
