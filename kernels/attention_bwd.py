@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.attention_bwd_rows import Rows
-from fusedattn.kernels.configs import KernelConfigs
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs
 from fusedattn.kernels.masking import (
     DeviceMask,
     key_blocks,
@@ -425,7 +425,7 @@ def launch(
             q, k, v, dout, rows.shift, rows.factor, rows.delta, dk, dv,
             *strides, *dk.stride()[:3], *dv.stride()[:3], *sizes, n_tiles, *scales,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, num_warps=config.num_warps, num_stages=config.num_stages,
-            **constants, **rotation_arguments(rotation_k),
+            **constants, **LAUNCH_OPTIONS, **rotation_arguments(rotation_k),
         )  # fmt: skip
     if dq is not None:
         config = configs.dq
@@ -434,5 +434,5 @@ def launch(
             q, k, v, dout, rows.shift, rows.factor, rows.delta, dq,
             *strides, *dq.stride()[:3], *sizes, n_tiles, *scales,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, num_warps=config.num_warps, num_stages=config.num_stages,
-            **constants, **rotation_arguments(rotation_q),
+            **constants, **LAUNCH_OPTIONS, **rotation_arguments(rotation_q),
         )  # fmt: skip

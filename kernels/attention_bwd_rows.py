@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import TileConfig
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, TileConfig
 from fusedattn.kernels.masking import DeviceMask, key_blocks, load_key_range, load_key_visible, visible
 from fusedattn.kernels.primitives import (
     LOG2E,
@@ -238,6 +238,7 @@ def launch(
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(out.dtype),
         num_warps=4,
+        **LAUNCH_OPTIONS,
     )
     return Rows(delta, shift, None)
 
@@ -289,6 +290,7 @@ def launch_exact(
         PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **LAUNCH_OPTIONS,
         **mask.arguments(),
     )
     return Rows(delta, row_max, factor)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import TileConfig
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, TileConfig
 from fusedattn.kernels.masking import (
     DeviceMask,
     key_blocks,
@@ -277,6 +277,7 @@ def launch(
         KEEP_REST=rest is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **LAUNCH_OPTIONS,
         **mask.arguments(),
         **rotation_arguments(rotation_q),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -67,6 +67,9 @@ class Entry:
     streamed: KernelConfigs
     dense: KernelConfigs
 
+
+# Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
+LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 _T = TileConfig
 # architecture -> itemsize of the dtype -> largest head_dim the entry serves -> what it launches.

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.configs import LAUNCH_OPTIONS
+
 RANGE_BLOCK = 1024
 
 
@@ -160,7 +162,7 @@ def key_range(valid: torch.Tensor) -> torch.Tensor:
     """
     batch, seqlen_k = valid.shape
     out = torch.empty(batch, 3, dtype=torch.int32, device=valid.device)
-    _key_range[(batch,)](valid, out, seqlen_k, BLOCK=RANGE_BLOCK, num_warps=4)
+    _key_range[(batch,)](valid, out, seqlen_k, BLOCK=RANGE_BLOCK, num_warps=4, **LAUNCH_OPTIONS)
     return out
 
 

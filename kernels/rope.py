@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import rope_rows
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, rope_rows
 from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
@@ -231,6 +231,7 @@ def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(x.dtype),
         num_warps=4,
+        **LAUNCH_OPTIONS,
         **rotation.arguments(),
     )
     return out

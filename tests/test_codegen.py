@@ -32,14 +32,19 @@ def compiling(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def launched_kernels() -> set[str]:
-    """The kernels that a launcher launches: `name[grid](...)` in kernels/."""
-    return {
-        node.func.value.id
+def launches() -> list[ast.Call]:
+    """`name[grid](...)` in kernels/."""
+    return [
+        node
         for path in (ROOT / "kernels").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-    }
+    ]
+
+
+def name_of(launch: ast.Call) -> str:
+    """The kernel that is launched."""
+    return ast.unparse(launch.func.value)  # type: ignore[attr-defined]
 
 
 def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
@@ -65,13 +70,18 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     faults = {f"{r['kernel']} {r['head_dim']} {r['dtype']} {r['features']}": r["faults"] for r in reports}
     assert not {key: found for key, found in faults.items() if found}, result.stderr
     assert result.returncode == 0, result.stderr
-    assert {r["kernel"] for r in reports} == launched_kernels()
+    assert {r["kernel"] for r in reports} == set(map(name_of, launches()))
     tiles = {(r["kernel"], Report(**_fields(r)).tile) for r in reports}
     assert tiles_of(target) <= tiles
 
 
 def _fields(report: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name not in ("faults", "known_faults")}
+
+
+@pytest.mark.parametrize("launch", launches(), ids=name_of)
+def test_no_launch_leaves_options_to_the_default_of_a_triton_version(launch):
+    assert "LAUNCH_OPTIONS" in [ast.unparse(keyword.value) for keyword in launch.keywords if keyword.arg is None]
 
 
 def test_a_config_that_spills_is_found(tmp_path: Path) -> None:
