@@ -203,6 +203,9 @@ def attention_fwd(
             p = exp_scaled(dot(q, tl.trans(k), ACC, PRECISION), shift[:, None], qk_scale, EXACT)
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v.dtype), v, acc, ACC, PRECISION)
+        # Such a query has seen something, also where all of its scores are -inf.
+        poisoned = tl.max((acc != acc).to(tl.int32), 1) != 0
+        l_i = tl.where(poisoned & (l_i == 0.0), float("nan"), l_i)
 
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.

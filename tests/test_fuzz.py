@@ -62,6 +62,12 @@ PROBLEMS = {
         poison=(("v", "nan", "some rows"),),
         dlse=False,
     ),
+    "scores of -inf, and a value of NaN": Problem(
+        replace(SMALL, seqlen_k=2, head_dim=1, padding="right"),
+        magnitudes={"q": 1e30, "k": 1e30},
+        poison=(("v", "nan", "some rows"), ("v", "nan", "one element")),
+        rows="one key",
+    ),
     "a scale of 0, where the gradient of the scores is large": Problem(
         replace(SMALL, nheads_q=1, seqlen_q=1, seqlen_k=16, head_dim=2, dtype=torch.float16, scale=0.0),
         magnitudes={"k": 1000.0, "dlse": 1000.0},

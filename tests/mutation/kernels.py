@@ -41,6 +41,8 @@ FORWARD = (
     Fault(FWD, "m_i * scale + tl.log(l_i)", "m_i + tl.log(l_i)", "forward: lse of unscaled scores"),
     Fault(FWD, "m_i * scale + tl.log(l_i)", "m_i * scale + tl.math.log2(l_i)", "forward: lse in base 2"),
     Fault(FWD, "tl.where(m_i == float(\"inf\"), float(\"nan\"), m_i)", "tl.where(m_i == float(\"inf\"), float(\"inf\"), m_i)", "forward: an infinite score passes for an empty row", NAN),
+    Fault(FWD, "poisoned & (l_i == 0.0)", "poisoned & (l_i < 0.0)", "forward: a NaN value passes for nothing seen", "tests/test_fuzz.py -k 'contract_holds and inf'"),
+    Fault(FWD, "poisoned & (l_i == 0.0)", "poisoned", "forward: a NaN value reaches lse", MASKS + " -k 'reaches and triton'"),
     Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
     Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
     Fault(FWD, "tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)", "tl.store(row_sum_ptr + row_base + offs_m, l_i * 1.01, mask=query_exists)", "forward: row sums off by 1 %"),
