@@ -203,15 +203,13 @@ def attention_fwd(
             p = exp_scaled(dot(q, tl.trans(k), ACC, PRECISION), shift[:, None], qk_scale, EXACT)
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v.dtype), v, acc, ACC, PRECISION)
-        # Such a query has seen something, also where all of its scores are -inf.
-        poisoned = tl.max((acc != acc).to(tl.int32), 1) != 0
-        l_i = tl.where(poisoned & (l_i == 0.0), float("nan"), l_i)
 
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.
     unseen = l_i == 0.0
     l_i = tl.where(unseen, 1.0, l_i)
-    out = round_to(acc / l_i[:, None], out_ptr.dtype.element_ty)
+    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+    out = round_to(tl.where(unseen[:, None], 0.0, acc / l_i[:, None]), out_ptr.dtype.element_ty)
     row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
     tl.store(lse_ptr + row_base + offs_m, m_i * scale + tl.log(l_i), mask=query_exists)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen

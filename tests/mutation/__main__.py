@@ -177,14 +177,14 @@ def main(arguments: list[str] | None = None) -> int:
     known: list[Verdict] = []
     if options.survivors:
         last = json.loads(RESULTS.read_text())
-        again = set(last["survived"]) | {f.what for f in FAULTS} - {v["what"] for v in last["verdicts"]}
-        known = [Verdict(**v) for v in last["verdicts"] if v["what"] not in again]
+        judged = {v["what"] for v in last["verdicts"]} - set(last["survived"])
+        again = {f.what for f in FAULTS} - judged
+        known = [Verdict(**v) for v in last["verdicts"] if v["what"] in judged & {f.what for f in FAULTS}]
         faults = [f for f in faults if f.what in again]
     if options.list:
         print("\n".join(f"{f.path:28} {f.what}" for f in faults))
         return 0
-    judged = judge_all(faults, options.jobs, quick=options.quick)
-    verdicts = {v.what: v for v in (*known, *judged)}
+    verdicts = {v.what: v for v in (*known, *judge_all(faults, options.jobs, quick=options.quick))}
     result = report([verdicts[f.what] for f in FAULTS if f.what in verdicts])
     if len(verdicts) == len(FAULTS):
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
