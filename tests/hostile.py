@@ -76,7 +76,7 @@ class Problem:
                 x[name] = torch._neg_view(x[name])
         mask, rope = mask.to(device), inputs.rope if inputs.rope is None else inputs.rope.to(device)
         if self.strided_constants:
-            mask, rope = _strided_mask(mask), rope if rope is None else _strided_rope(rope)
+            mask, rope = strided_mask(mask), rope if rope is None else strided_rope(rope)
         return Inputs(**x, mask=mask, rope=rope, scale=inputs.scale)
 
     def _allowed(self, generator: torch.Generator) -> Tensor:
@@ -184,11 +184,13 @@ def _strided(x: Tensor | None) -> Tensor | None:
     return torch.stack((y, y.roll(1, -1)), dim=-2).flatten(-3, -2)[..., ::2, ::2]
 
 
-def _strided_mask(mask: Mask) -> Mask:
+def strided_mask(mask: Mask) -> Mask:
+    """The same mask, of strided tensors."""
     return replace(mask, valid=_strided(mask.valid), allowed=_strided(mask.allowed))
 
 
-def _strided_rope(rope: Rope) -> Rope:
+def strided_rope(rope: Rope) -> Rope:
+    """The same tables and positions, strided."""
     return replace(
         rope, **{name: _strided(getattr(rope, name)) for name in ("cos", "sin", "positions_q", "positions_k")}
     )  # type: ignore[arg-type]

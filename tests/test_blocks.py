@@ -18,31 +18,19 @@ pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
 
 @triton.jit
-def write_key_blocks(
+def write_blocks(
     out_ptr, seqlen_q, key_start, key_stop, contiguous, diagonal,
     IS_CAUSAL: tl.constexpr, HAS_ALLOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """The three results of BLOCKS, key_blocks or query_blocks, for every tile of BLOCK rows."""
     tile = tl.program_id(0)
-    start, full_stop, stop = key_blocks(
-        tile * BLOCK_M, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
+    first, second, third = BLOCKS(
+        tile * BLOCK, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
     )
-    tl.store(out_ptr + tile * 3, start)
-    tl.store(out_ptr + tile * 3 + 1, full_stop)
-    tl.store(out_ptr + tile * 3 + 2, stop)
-
-
-@triton.jit
-def write_query_blocks(
-    out_ptr, seqlen_q, key_start, key_stop, contiguous, diagonal,
-    IS_CAUSAL: tl.constexpr, HAS_ALLOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    start, n_boundary, n_full = query_blocks(
-        tile * BLOCK_N, seqlen_q, key_start, key_stop, contiguous, diagonal, IS_CAUSAL, HAS_ALLOWED, BLOCK_M, BLOCK_N
-    )
-    tl.store(out_ptr + tile * 3, start)
-    tl.store(out_ptr + tile * 3 + 1, n_boundary)
-    tl.store(out_ptr + tile * 3 + 2, n_full)
+    tl.store(out_ptr + tile * 3, first)
+    tl.store(out_ptr + tile * 3 + 1, second)
+    tl.store(out_ptr + tile * 3 + 2, third)
 
 
 def visits(
@@ -53,12 +41,13 @@ def visits(
     if mask.valid is not None:
         start, stop, contiguous = key_range(mask.valid.to(torch.uint8))[batch].tolist()
     diagonal = mask.diagonal(seqlen_q, seqlen_k)
-    block, kernel = (block_m, write_key_blocks) if by_query else (block_n, write_query_blocks)
+    block, blocks = (block_m, key_blocks) if by_query else (block_n, query_blocks)
     n_tiles = -(-(seqlen_q if by_query else seqlen_k) // block)
     out = torch.empty(n_tiles, 3, dtype=torch.int32, device=DEVICE)
-    kernel[(n_tiles,)](
+    write_blocks[(n_tiles,)](
         out, seqlen_q, start, stop, contiguous, diagonal or 0,
         IS_CAUSAL=diagonal is not None, HAS_ALLOWED=mask.allowed is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK=block, BLOCKS=blocks,
     )  # fmt: skip
     tiles = []
     for tile, (a, b, c) in enumerate(out.tolist()):

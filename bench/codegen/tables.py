@@ -12,17 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.codegen.baseline import FOLDER, Baseline, load
+from bench.page import with_block
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "codegen.md"
-START, STOP = "<!-- tables: start -->\n", "<!-- tables: stop -->\n"
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
 def document(text: str) -> str:
-    """`text` with the tables of the baselines between the two marks."""
-    before, rest = text.split(START)
-    _, after = rest.split(STOP)
-    return before + START + "\n" + "\n".join(tables(baselines())) + "\n\n" + STOP + after
+    """`text` with the tables of the baselines between its comments."""
+    return with_block(text, "\n".join(tables(baselines())) + "\n")
 
 
 def baselines() -> list[Baseline]:
