@@ -1,19 +1,27 @@
 """Fused scaled-dot-product attention for PyTorch, in Triton."""
 
-from fusedattn import masks
+from fusedattn import biases, dropout, masks
 from fusedattn.attention import attention
 from fusedattn.modules import Replacement, fuse, fusion_report, unfuse
 from fusedattn.rope import Rope, apply_rope
+from fusedattn.score_mod import ScoreMod
 from fusedattn.support import not_supported_reasons
+from fusedattn.varlen import attention_varlen
+from fusedattn.weights import attention_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Replacement",
     "Rope",
+    "ScoreMod",
     "__version__",
     "apply_rope",
     "attention",
+    "attention_varlen",
+    "attention_weights",
+    "biases",
+    "dropout",
     "fuse",
     "fusion_report",
     "masks",

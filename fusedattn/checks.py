@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from fusedattn.biases import Bias
+from fusedattn.constants import Packed
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("triton", "torch")
@@ -53,40 +59,106 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_mask(mask: Mask, q: Tensor, k: Tensor) -> None:
+def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
+    """Raise TypeError or ValueError unless these are sequences of q and k; what costs no wait is checked."""
+    for name, x in (("cu_seqlens_q", packed.cu_seqlens_q), ("cu_seqlens_k", packed.cu_seqlens_k)):
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}: got {got}, allowed is a torch.int32 tensor")
+        if x.dim() != 1 or x.shape[0] < 1 or not x.is_contiguous():
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is (n_sequences + 1,), contiguous")
+        if x.shape != packed.cu_seqlens_q.shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)}, allowed is that of cu_seqlens_q, "
+                f"{tuple(packed.cu_seqlens_q.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
+    for side, longest, total in (("q", packed.max_seqlen_q, q.shape[2]), ("k", packed.max_seqlen_k, k.shape[2])):
+        if isinstance(longest, float | bool):
+            raise TypeError(f"max_seqlen_{side}: got {type(longest).__name__}, allowed is an int")
+        if longest < 0:
+            raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are 0 and more")
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_stops(side, (packed.cu_seqlens_q if side == "q" else packed.cu_seqlens_k).tolist(), longest, total)
+
+
+def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:
+    lengths = [stop - start for start, stop in itertools.pairwise(stops)]
+    if stops[0] != 0 or min(lengths, default=0) < 0 or stops[-1] > total:
+        raise ValueError(
+            f"cu_seqlens_{side}: got {stops}, allowed begins with 0, does not decrease, and ends with at most "
+            f"total_{side} = {total}"
+        )
+    if max(lengths, default=0) > longest:
+        raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are the longest length, {max(lengths)}, and more")
+
+
+def check_mask(mask: Mask, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
-    mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    for name, x in (("padding(valid)", mask.valid), ("boolean(m)", mask.allowed)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"mask: got {name} on {x.device}, allowed is the device of q, {q.device}")
+    if packed is None:
+        mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    else:
+        by_token = Mask(valid=mask.valid, documents=mask.documents)
+        by_token.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        by_sequence = replace(mask, valid=None, documents=None)
+        by_sequence.check(packed.n_sequences, q.shape[1], packed.max_seqlen_q, packed.max_seqlen_k)
+    _check_device("mask", mask.tensors(), q)
 
 
-def check_rope(rope: Rope, q: Tensor, k: Tensor) -> None:
+def check_rope(rope: Rope, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
     """Raise TypeError or ValueError unless the tables and positions fit the shapes and lie on the device of q."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: got {type(rope).__name__}, allowed are fusedattn.Rope and None")
-    rope.check(q.shape[0], q.shape[2], k.shape[2], q.shape[3])
+    rope.check_shapes(q.shape[0], q.shape[2], k.shape[2], q.shape[3])
+    if packed is None:
+        rope.check_lengths(q.shape[2], k.shape[2])
+    elif q.device.type == "cpu" and not torch.compiler.is_compiling():
+        lengths_q, lengths_k = (x.diff().tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+        for length_q, length_k in zip(lengths_q, lengths_k, strict=True):
+            rope.check_lengths(length_q, length_k)
     for name in ("cos", "sin", "positions_q", "positions_k"):
         x = getattr(rope, name)
         if x is not None and x.device != q.device:
             raise ValueError(f"rope.{name}: got device {x.device}, allowed is the device of q, {q.device}")
 
 
-def check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
-    """Raise TypeError or ValueError unless bias broadcasts over the scores."""
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias: got {got}, allowed is a floating-point tensor (a bool mask goes into mask=)")
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    try:
-        fits = torch.broadcast_shapes(bias.shape, full) == full
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"bias: got shape {tuple(bias.shape)}, allowed are those that broadcast to "
-            f"(batch, nheads_q, seqlen_q, seqlen_k) = {full}"
-        )
+def check_bias(bias: Bias, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
+    """Raise ValueError unless the bias fits the scores and lies on the device of q."""
+    if packed is None:
+        bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    else:
+        bias.check(packed.n_sequences, q.shape[1], packed.max_seqlen_q, packed.max_seqlen_k)
+    _check_device("bias", bias.tensors(), q)
+
+
+def check_score_mod(score_mod: ScoreMod, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless it is a ScoreMod whose tensors lie on the device of q."""
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(f"score_mod: got {type(score_mod).__name__}, allowed are fusedattn.ScoreMod and None")
+    _check_device("score_mod", score_mod.tensors(), q)
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless there is one floating-point sink for each head of q."""
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks: got {got}, allowed is a floating-point tensor")
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, allowed is (nheads_q,) = {(q.shape[1],)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: got device {sinks.device}, allowed is the device of q, {q.device}")
+
+
+def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless the seed is one int64 number on the device of q."""
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        got = seed.dtype if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"dropout_seed: got {got}, allowed is a torch.int64 tensor")
+    if tuple(seed.shape) != (1,):
+        raise ValueError(f"dropout_seed: got shape {tuple(seed.shape)}, allowed is (1,)")
+    if seed.device != q.device:
+        raise ValueError(f"dropout_seed: got device {seed.device}, allowed is the device of q, {q.device}")
 
 
 def check_number(name: str, x: float, lowest: float, highest: float, allowed: str) -> None:
@@ -101,3 +173,9 @@ def check_backend(backend: str | None) -> None:
     """Raise ValueError unless ``backend`` is a known name or None."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, allowed are {', '.join(map(repr, BACKENDS))} and None")
+
+
+def _check_device(owner: str, tensors: dict[str, Tensor], q: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.device != q.device:
+            raise ValueError(f"{owner}: got {name} on {x.device}, allowed is the device of q, {q.device}")

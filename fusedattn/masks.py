@@ -7,15 +7,148 @@ directly to skip what is hidden, are tested against it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from fusedattn import functions, indices
+
 CausalAlign = Literal["bottom_right", "top_left"]
 
+Part = TypeVar("Part")
+
 _ALIGNMENTS = ("bottom_right", "top_left")
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query ``i`` sees keys ``i + shift - left .. i + shift + right``.
+
+    Attributes:
+        left, right: ints, which may be negative; None for no limit on that side.
+        align: ``shift`` is ``seqlen_k - seqlen_q`` for ``"bottom_right"`` and 0 for ``"top_left"``.
+    """
+
+    left: int | None
+    right: int | None
+    align: CausalAlign
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        for name, x in (("left", self.left), ("right", self.right)):
+            if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+                raise TypeError(f"{name}: got {type(x).__name__}, allowed are an int and None (no limit)")
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A causal mask under which every query also sees the keys ``j < lengths[batch]``.
+
+    Attributes:
+        lengths: int32 or int64 ``(batch,)``.
+        align: of the causal mask.
+    """
+
+    lengths: Tensor
+    align: CausalAlign
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        _check_int(self.lengths, "lengths", "(batch,)")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """A query sees the keys of its own document.
+
+    Attributes:
+        q, k: the number of each one's document, int32 or int64 ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``.
+    """
+
+    q: Tensor
+    k: Tensor
+
+    def __post_init__(self) -> None:
+        _check_int(self.q, "ids_q", "(batch, seqlen_q)")
+        _check_int(self.k, "ids_k", "(batch, seqlen_k)")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Query ``i`` sees key ``j`` iff ``blocks[..., i // block_q, j // block_k]``.
+
+    Attributes:
+        blocks: bool, broadcastable to ``(batch, nheads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k))``.
+        block_q, block_k: positive multiples of 16.
+    """
+
+    blocks: Tensor
+    block_q: int
+    block_k: int
+
+    def __post_init__(self) -> None:
+        _check_bool(self.blocks, "blocks")
+        if self.blocks.dim() > 4:
+            raise ValueError(
+                f"blocks: got shape {tuple(self.blocks.shape)}, "
+                "allowed is at most (batch, nheads_q, blocks of queries, blocks of keys)"
+            )
+        for x in (self.block_q, self.block_k):
+            if isinstance(x, bool) or not isinstance(x, int):
+                raise TypeError(f"block_size: got {type(x).__name__}, allowed are an int and two ints")
+            if x <= 0 or x % 16:
+                raise ValueError(f"block_size: got {x}, allowed are positive multiples of 16")
+
+    def dense(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+        """Broadcasts to ``(batch, nheads_q, len(q_index), len(k_index))``."""
+        return indices.part_of(self.blocks, q_index // self.block_q, k_index // self.block_k)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFunction:
+    """A function that says which pairs are visible.
+
+    Attributes:
+        function: ``@triton.jit``, ``function(batch, head, q_index, k_index, args)`` -> bool tile.
+        eager: the same in torch; the indices are int64 tensors that broadcast to
+            ``(batch, nheads_q, seqlen_q, seqlen_k)``, and so must the bool result. None where no eager code needs it.
+        args: tensors, ints and floats; a tensor is a pointer in ``function`` and a tensor in ``eager``.
+        key: what :func:`fusedattn.functions.registered` finds ``function`` under.
+        numbers: those of ``args``, as :func:`fusedattn.functions.written`.
+    """
+
+    function: Any
+    eager: Callable[..., Tensor] | None = None
+    args: tuple[Any, ...] = ()
+    key: str = field(init=False)
+    numbers: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        functions.check_eager(self.eager)
+        functions.check_args(self.args)
+        object.__setattr__(self, "key", functions.register(self.function))
+        object.__setattr__(self, "numbers", functions.written(self.args))
+
+    def dense(
+        self, batch: int | None, nheads: int | None, q_index: Tensor, k_index: Tensor, first_batch: int = 0
+    ) -> Tensor:
+        """The result of ``eager``; broadcasts to ``(batch, nheads, len(q_index), len(k_index))``."""
+        if self.eager is None:
+            raise NotImplementedError(
+                "mask: got function(fn) with eager=None, allowed is a function of torch where the mask is written "
+                "out; pass function(fn, eager=...)"
+            )
+        if batch is None or nheads is None:
+            raise ValueError(
+                f"batch, nheads: got {batch} and {nheads}, allowed are ints for a mask with a function, whose result "
+                "may depend on both"
+            )
+        dense = self.eager(*indices.of_scores(batch, nheads, q_index, k_index, first_batch), self.args)
+        _check_bool(dense, "eager's result")
+        return dense
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,19 +156,21 @@ class Mask:
     """Which keys each query may attend to. Build one with the functions of this module.
 
     Attributes:
-        causal: the alignments of the causal constraints in force (empty: not causal).
+        bands: the diagonal bands that a visible pair lies in, all of them (empty: no limit).
         valid: bool ``(batch, seqlen_k)`` or None; keys that are ``False`` are hidden from every query.
         allowed: bool, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``, or None.
+        prefix, documents, layout, function: one of each kind, or None.
     """
 
-    causal: frozenset[CausalAlign] = frozenset()
+    bands: frozenset[Band] = frozenset()
     valid: Tensor | None = None
     allowed: Tensor | None = None
+    prefix: Prefix | None = None
+    documents: Documents | None = None
+    layout: Layout | None = None
+    function: MaskFunction | None = None
 
     def __post_init__(self) -> None:
-        for align in self.causal:
-            if align not in _ALIGNMENTS:
-                raise ValueError(f"align: got {align!r}, allowed are {_ALIGNMENTS}")
         if self.valid is not None:
             _check_bool(self.valid, "valid")
             if self.valid.dim() != 2:
@@ -49,71 +184,167 @@ class Mask:
                 )
 
     def __and__(self, other: Mask) -> Mask:
-        """A query attends where both masks allow it."""
+        """A query attends where both masks allow it.
+
+        Raises:
+            ValueError: tensors of shapes that do not fit each other; two prefixes of different alignments; two
+                different sets of documents, block sizes or functions.
+        """
         if not isinstance(other, Mask):
             return NotImplemented
         return Mask(
-            causal=self.causal | other.causal,
+            bands=self.bands | other.bands,
             valid=_both(self.valid, other.valid, "valid"),
             allowed=_both(self.allowed, other.allowed, "allowed"),
+            prefix=_both_prefixes(self.prefix, other.prefix),
+            documents=_one_of(
+                self.documents, other.documents, "documents", "number the pairs of ids, as in ids_a * n_b + ids_b"
+            ),
+            layout=_both_layouts(self.layout, other.layout),
+            function=_one_of(
+                self.function, other.function, "function", "write one function that does the work of both"
+            ),
         )
 
     @property
     def is_full(self) -> bool:
         """Whether nothing is masked by construction (a padding mask that happens to be all True counts as one)."""
-        return not self.causal and self.valid is None and self.allowed is None
+        return self.only_bands and not self.bands
 
-    def diagonal(self, seqlen_q: int, seqlen_k: int) -> int | None:
-        """The causal offset: query ``i`` sees keys ``j <= i + diagonal``; None when not causal.
+    @property
+    def only_bands(self) -> bool:
+        """Whether there is nothing but bands."""
+        return all(
+            part is None for part in (self.valid, self.allowed, self.prefix, self.documents, self.layout, self.function)
+        )
 
-        >>> causal("bottom_right").diagonal(2, 5), causal("top_left").diagonal(2, 5)
-        (3, 0)
+    def band(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+        """``(lower, upper)`` of all bands: query ``i`` sees keys ``i + lower <= j <= i + upper``; None: no limit.
+
+        >>> causal("bottom_right").band(2, 5), causal("top_left").band(2, 5), window(2, 1).band(2, 5)
+        ((None, 3), (None, 0), (1, 4))
         """
-        if not self.causal:
-            return None
-        return min(0 if align == "top_left" else seqlen_k - seqlen_q for align in self.causal)
+        shifts = [(band, _shift(band.align, seqlen_q, seqlen_k)) for band in self.bands]
+        lower = [shift - band.left for band, shift in shifts if band.left is not None]
+        upper = [shift + band.right for band, shift in shifts if band.right is not None]
+        return max(lower) if lower else None, min(upper) if upper else None
 
-    def dense(self, seqlen_q: int, seqlen_k: int, *, device: torch.device | str | None = None) -> Tensor:
+    def dense(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        rows: Tensor | slice | None = None,
+        keys: Tensor | slice | None = None,
+        batch: int | None = None,
+        nheads: int | None = None,
+        first_batch: int = 0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         """The bool tensor that defines this mask, ``(batch or 1, nheads_q or 1, seqlen_q, seqlen_k)``.
+
+        Args:
+            seqlen_q, seqlen_k: of the attention.
+            rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default. Whatever is
+                left out, alignments are those of the whole.
+            batch, nheads: how many batches and query heads there are; only a mask with a function needs them.
+            first_batch: the index of the first batch, for that function.
+            device: that of the mask's tensors by default, or torch's default.
+
+        Raises:
+            NotImplementedError: the mask has a function that came without ``eager=``.
 
         >>> causal().dense(2, 3)[0, 0].int().tolist()
         [[1, 1, 0], [1, 1, 1]]
+        >>> window(1, 0).dense(3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
         """
         if device is None:
-            device = next((t.device for t in (self.valid, self.allowed) if t is not None), None)
-        dense = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-        diagonal = self.diagonal(seqlen_q, seqlen_k)
-        if diagonal is not None:
-            dense = dense.tril(diagonal)
+            device = next((x.device for x in self.tensors().values()), None)
+        q_index = indices.select(seqlen_q, rows, device)
+        k_index = indices.select(seqlen_k, keys, device)
+        i, j = q_index[:, None], k_index
+        dense = torch.ones(1, 1, q_index.shape[0], k_index.shape[0], dtype=torch.bool, device=device)
+        lower, upper = self.band(seqlen_q, seqlen_k)
+        if lower is not None:
+            dense = dense & (j >= i + lower)
+        if upper is not None:
+            dense = dense & (j <= i + upper)
         if self.valid is not None:
-            dense = dense & self.valid[:, None, None, :]
+            dense = dense & indices.part_of(self.valid[:, None, None, :], None, keys)
         if self.allowed is not None:
-            dense = dense & self.allowed
+            dense = dense & indices.part_of(self.allowed, rows, keys)
+        if self.prefix is not None:
+            behind = j <= i + _shift(self.prefix.align, seqlen_q, seqlen_k)
+            dense = dense & (behind | (j < self.prefix.lengths[:, None, None, None]))
+        if self.documents is not None:
+            ids_q = indices.part_of(self.documents.q[:, None, :, None], rows, None)
+            ids_k = indices.part_of(self.documents.k[:, None, None, :], None, keys)
+            dense = dense & (ids_q == ids_k)
+        if self.layout is not None:
+            dense = dense & self.layout.dense(q_index, k_index)
+        if self.function is not None:
+            dense = dense & self.function.dense(batch, nheads, q_index, k_index, first_batch)
         return dense
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of this mask, under the name that its user gave it by."""
+        named: dict[str, Tensor | None] = {"padding(valid)": self.valid, "boolean(m)": self.allowed}
+        if self.prefix is not None:
+            named["prefix_lm(lengths)"] = self.prefix.lengths
+        if self.documents is not None:
+            named["documents(ids_q)"], named["documents(ids_k)"] = self.documents.q, self.documents.k
+        if self.layout is not None:
+            named["block_sparse(blocks)"] = self.layout.blocks
+        if self.function is not None:
+            named |= functions.tensors_of(self.function.args, "function")
+        return {name: x for name, x in named.items() if x is not None}
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
+        prefix, documents, layout, function = self.prefix, self.documents, self.layout, self.function
+        if prefix is not None:
+            prefix = Prefix(prefix.lengths.to(device), prefix.align)
+        if documents is not None:
+            documents = Documents(documents.q.to(device), documents.k.to(device))
+        if layout is not None:
+            layout = Layout(layout.blocks.to(device), layout.block_q, layout.block_k)
+        if function is not None:
+            function = MaskFunction(function.function, function.eager, functions.args_to(function.args, device))
         return Mask(
-            self.causal,
+            self.bands,
             None if self.valid is None else self.valid.to(device),
             None if self.allowed is None else self.allowed.to(device),
+            prefix,
+            documents,
+            layout,
+            function,
         )
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
         """Raise ValueError where a tensor of this mask does not fit the shape of the attention."""
-        if self.valid is not None and tuple(self.valid.shape) != (batch, seqlen_k):
-            raise ValueError(
-                f"mask: padding(valid) must have shape (batch, seqlen_k) = {(batch, seqlen_k)}, "
-                f"got {tuple(self.valid.shape)}"
-            )
+        exact: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
+        if self.valid is not None:
+            exact.append(("padding(valid)", self.valid, "(batch, seqlen_k)", (batch, seqlen_k)))
+        if self.prefix is not None:
+            exact.append(("prefix_lm(lengths)", self.prefix.lengths, "(batch,)", (batch,)))
+        if self.documents is not None:
+            exact.append(("documents(ids_q)", self.documents.q, "(batch, seqlen_q)", (batch, seqlen_q)))
+            exact.append(("documents(ids_k)", self.documents.k, "(batch, seqlen_k)", (batch, seqlen_k)))
+        for name, x, dimensions, shape in exact:
+            if tuple(x.shape) != shape:
+                raise ValueError(f"mask: {name} must have shape {dimensions} = {shape}, got {tuple(x.shape)}")
         if self.allowed is not None:
             full = (batch, nheads, seqlen_q, seqlen_k)
-            got = tuple(self.allowed.shape)
-            if len(got) > 4 or any(g not in (1, f) for g, f in zip(reversed(got), reversed(full), strict=False)):
-                raise ValueError(
-                    f"mask: boolean(m) must be broadcastable to (batch, nheads_q, seqlen_q, seqlen_k) = {full}, "
-                    f"got {got}"
-                )
+            _check_broadcast(self.allowed, "boolean(m)", "(batch, nheads_q, seqlen_q, seqlen_k)", full)
+        if self.layout is not None:
+            block_q, block_k = self.layout.block_q, self.layout.block_k
+            _check_broadcast(
+                self.layout.blocks,
+                "block_sparse(blocks)",
+                f"(batch, nheads_q, ceil(seqlen_q / {block_q}), ceil(seqlen_k / {block_k}))",
+                (batch, nheads, -(-seqlen_q // block_q), -(-seqlen_k // block_k)),
+            )
 
 
 def full() -> Mask:
@@ -131,7 +362,42 @@ def causal(align: CausalAlign = "bottom_right") -> Mask:
     Raises:
         ValueError: ``align`` is neither.
     """
-    return Mask(causal=frozenset({align}))
+    return Mask(bands=frozenset({Band(None, 0, align)}))
+
+
+def window(left: int | None, right: int | None, align: CausalAlign = "bottom_right") -> Mask:
+    """A sliding window: query ``i`` sees ``left`` keys before its own and ``right`` behind it.
+
+    Its own is key ``i + seqlen_k - seqlen_q`` for ``"bottom_right"``, as in FlashAttention's
+    ``window_size=(left, right)``, and key ``i`` for ``"top_left"``. Beltagy et al., "Longformer" (2020);
+    Mistral's window of ``w`` keys is ``window(w - 1, 0)``.
+
+    Args:
+        left, right: 0 and more, or None for no limit on that side (FlashAttention's -1).
+
+    Raises:
+        TypeError: ``left`` or ``right`` is no int.
+        ValueError: ``left`` or ``right`` is negative, or ``align`` is unknown.
+    """
+    band = Band(left, right, align)
+    for name, x in (("left", left), ("right", right)):
+        if x is not None and x < 0:
+            raise ValueError(f"{name}: got {x}, allowed are 0 and more, and None (no limit)")
+    return Mask() if left is None and right is None else Mask(bands=frozenset({band}))
+
+
+def prefix_lm(lengths: Tensor, align: CausalAlign = "bottom_right") -> Mask:
+    """Causal, but every query also sees the first ``lengths[batch]`` keys (Raffel et al., 2020, section 3.2.1).
+
+    Args:
+        lengths: int32 or int64 ``(batch,)``; 0 and less is causal, ``seqlen_k`` and more is full.
+        align: as for :func:`causal`.
+
+    Raises:
+        TypeError: ``lengths`` is no integer tensor.
+        ValueError: ``lengths`` is not one-dimensional, or ``align`` is unknown.
+    """
+    return Mask(prefix=Prefix(lengths, align))
 
 
 def padding(valid: Tensor) -> Mask:
@@ -160,6 +426,51 @@ def boolean(m: Tensor) -> Mask:
     return Mask(allowed=m)
 
 
+def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
+    """Packed sequences: a query sees the keys whose id equals its own.
+
+    Args:
+        ids_q: int32 or int64 ``(batch, seqlen_q)``; any numbers in any order.
+        ids_k: int32 or int64 ``(batch, seqlen_k)``; ``ids_q`` by default.
+
+    Raises:
+        TypeError: ids that are no integer tensor.
+        ValueError: ids that are not two-dimensional.
+    """
+    return Mask(documents=Documents(ids_q, ids_q if ids_k is None else ids_k))
+
+
+def block_sparse(blocks: Tensor, block_size: int | tuple[int, int]) -> Mask:
+    """Whole blocks of pairs are visible or hidden (Child et al., "Sparse Transformers", 2019).
+
+    Args:
+        blocks: bool, broadcastable to ``(batch, nheads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k))``.
+        block_size: ``(block_q, block_k)``, positive multiples of 16, or one number for both.
+
+    Raises:
+        TypeError: ``blocks`` is not a bool tensor, ``block_size`` no int or two.
+        ValueError: ``blocks`` has more than four dimensions, ``block_size`` is no positive multiple of 16.
+    """
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size: got {block_size}, allowed are an int and two ints, (block_q, block_k)")
+    return Mask(layout=Layout(blocks, *sizes))
+
+
+def function(fn: Any, eager: Callable[..., Tensor] | None = None, args: tuple[Any, ...] = ()) -> Mask:
+    """A pair is visible where ``fn`` says so; see :class:`MaskFunction`.
+
+    Args:
+        fn: ``@triton.jit`` function ``fn(batch, head, q_index, k_index, args)`` -> bool tile.
+        eager: the same in torch, for the ``torch`` backend and for :meth:`Mask.dense`.
+        args: tensors, ints and floats that both get.
+
+    Raises:
+        TypeError: ``fn`` is no ``@triton.jit`` function, ``eager`` no function, or ``args`` no tuple of those.
+    """
+    return Mask(function=MaskFunction(fn, eager, args))
+
+
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """Accept what callers pass as a mask: a :class:`Mask`, a bool tensor (True = attend), or None (see all)."""
     if mask is None:
@@ -171,17 +482,75 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
     raise TypeError(f"mask: got {type(mask).__name__}, allowed are fusedattn.masks.Mask, a bool tensor, None")
 
 
+def _shift(align: CausalAlign, seqlen_q: int, seqlen_k: int) -> int:
+    return seqlen_k - seqlen_q if align == "bottom_right" else 0
+
+
+def _check_align(align: str) -> None:
+    if align not in _ALIGNMENTS:
+        raise ValueError(f"align: got {align!r}, allowed are {_ALIGNMENTS}")
+
+
 def _check_bool(t: Tensor, name: str) -> None:
     if not isinstance(t, Tensor) or t.dtype != torch.bool:
         got = f"a {t.dtype} tensor" if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name}: got {got}, allowed is a torch.bool tensor (True = attend)")
 
 
-def _both(a: Tensor | None, b: Tensor | None, name: str) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
+def _check_int(t: Tensor, name: str, dimensions: str) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        got = f"a {t.dtype} tensor" if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{name}: got {got}, allowed is an int32 or int64 tensor")
+    if t.dim() != (1 if dimensions == "(batch,)" else 2):
+        raise ValueError(f"{name}: got shape {tuple(t.shape)}, allowed is {dimensions}")
+
+
+def _check_broadcast(t: Tensor, name: str, dimensions: str, full: tuple[int, ...]) -> None:
+    got = tuple(t.shape)
+    if len(got) > 4 or any(g not in (1, f) for g, f in zip(reversed(got), reversed(full), strict=False)):
+        raise ValueError(f"mask: {name} must be broadcastable to {dimensions} = {full}, got {got}")
+
+
+def _fitting(a: Tensor, b: Tensor, name: str) -> tuple[Tensor, Tensor]:
     try:
         torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
         raise ValueError(f"mask: cannot combine `{name}` of shapes {tuple(a.shape)} and {tuple(b.shape)}") from None
+    return a, b
+
+
+def _both(a: Tensor | None, b: Tensor | None, name: str) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    a, b = _fitting(a, b, name)
     return a & b
+
+
+def _both_prefixes(a: Prefix | None, b: Prefix | None) -> Prefix | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if a.align != b.align:
+        raise ValueError(
+            f"mask: cannot combine prefix_lm of align {a.align!r} and {b.align!r}, allowed is one alignment; "
+            "write one of the two as boolean(m)"
+        )
+    return Prefix(torch.minimum(*_fitting(a.lengths, b.lengths, "lengths")), a.align)
+
+
+def _both_layouts(a: Layout | None, b: Layout | None) -> Layout | None:
+    if a is None or b is None:
+        return b if a is None else a
+    sizes = (a.block_q, a.block_k), (b.block_q, b.block_k)
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"mask: cannot combine block_sparse of block sizes {sizes[0]} and {sizes[1]}, allowed is one size for "
+            "both; repeat the blocks of the larger one (repeat_interleave)"
+        )
+    first, second = _fitting(a.blocks, b.blocks, "blocks")
+    return Layout(first & second, a.block_q, a.block_k)
+
+
+def _one_of(a: Part | None, b: Part | None, name: str, instead: str) -> Part | None:
+    if a is None or b is None or a is b:
+        return b if a is None else a
+    raise ValueError(f"mask: cannot combine two different masks of {name}(), allowed is one; {instead}")

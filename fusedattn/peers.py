@@ -1,14 +1,15 @@
 """Other attention functions behind the signature of :func:`fusedattn.attention`, to be measured beside it.
 
-:data:`PEERS` has one function a name, ``(q, k, v, *, mask, rope, scale, return_lse)``. Each calls what it is named
-after, as people call it, and nothing else: where that cannot run, the function raises NotImplementedError with the
-reason, and where that gives NaN, so does the function. RoPE is applied before, by ``Rope.rotate``, and rounded to the
-dtype of q.
+:data:`PEERS` has one function a name, ``(q, k, v, *, mask, rope, bias, scale, ..., return_lse)``. Each calls what it is
+named after, as people call it, and nothing else: where that cannot run, or has no such option, the function raises
+NotImplementedError with the reason, and where that gives NaN, so does the function. RoPE is applied before, by
+``Rope.rotate``, and rounded to the dtype of q.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import pkgutil
 import warnings
 from collections.abc import Callable
@@ -20,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusedattn.masks import Mask, as_mask
+from fusedattn.biases import Bias, as_bias
+from fusedattn.masks import Mask, as_mask, causal
 from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
 
 Peer = Callable[..., Any]  # Tensor, or (out, lse) with return_lse
 
@@ -60,26 +63,39 @@ def _sdpa(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    bias: Bias | Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor:
-    """One backend of ``F.scaled_dot_product_attention``: ``is_causal`` where that means the same, or a bool mask."""
+    """One backend of ``F.scaled_dot_product_attention``: ``is_causal`` where that means the same, or a mask.
+
+    That is bool, or, with a bias, of the dtype of q.
+    """
     if return_lse:
         raise NotImplementedError("return_lse: F.scaled_dot_product_attention returns no lse")
+    _refuse("F.scaled_dot_product_attention", dropout_p, softcap=softcap, score_mod=score_mod, sinks=sinks)
     if q.device.type == "cpu" and backend not in ON_CPU:
         raise NotImplementedError(f"device: got cpu, but torch has {backend.name} for a GPU only")
-    mask = as_mask(mask)
+    mask, bias = as_mask(mask), as_bias(bias)
     if rope is not None:
         q, k = rope.rotate(q, k)
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    only_causal = mask.valid is None and mask.allowed is None and mask.diagonal(seqlen_q, seqlen_k) == 0
+    (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
+    only_causal = bias is None and mask.only_bands and mask.band(seqlen_q, seqlen_k) == (None, 0)
     attn_mask = None
     if not (only_causal or mask.is_full):
         attn_mask = _once(
             mask,
-            ("dense", seqlen_q, seqlen_k, q.device),
-            lambda: mask.dense(seqlen_q, seqlen_k, device=q.device),
+            ("dense", batch, nheads, seqlen_q, seqlen_k, q.device),
+            lambda: mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, device=q.device),
         )
+    if bias is not None:
+        added = bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        attn_mask = added if attn_mask is None else torch.where(attn_mask, added, -math.inf)
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel([backend]):
         warnings.simplefilter("always")
         try:
@@ -90,6 +106,15 @@ def _sdpa(
             if not str(error).startswith(("No available kernel", "No viable backend")):
                 raise
             raise NotImplementedError(_reasons(caught) or str(error)) from error
+
+
+def _refuse(function: str, dropout_p: float, **options: object) -> None:
+    """Raise NotImplementedError for what a function of torch has no argument for."""
+    reasons = [f"{name}: {function} has none" for name, x in options.items() if x is not None]
+    if dropout_p:
+        reasons.append(f"dropout_p: {function} takes no seed, so that it drops other weights")
+    if reasons:
+        raise NotImplementedError("; ".join(reasons))
 
 
 ON_CPU = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
@@ -108,7 +133,13 @@ def _flex(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    bias: Bias | Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FlexAttention: compiled on a GPU; eager on a CPU, where its compiled form returns no lse.
@@ -117,12 +148,13 @@ def _flex(
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
+    _refuse("FlexAttention", dropout_p, sinks=sinks)
     mask = as_mask(mask)
     if rope is not None:
         q, k = rope.rotate(q, k)
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     block_mask = None
     if not mask.is_full:
-        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         block_mask = _once(mask, ("block", shape, q.device), lambda: _block_mask(mask, shape, q.device))
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -130,6 +162,7 @@ def _flex(
             q,
             k,
             v,
+            score_mod=_flex_score_mod(softcap, score_mod, as_bias(bias), shape, q.dtype),
             block_mask=block_mask,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -146,24 +179,85 @@ def _flex_function(*, compiled: bool) -> Peer:
     return torch.compile(function, dynamic=False) if compiled else function
 
 
+def _flex_score_mod(
+    softcap: float | None,
+    score_mod: ScoreMod | None,
+    bias: Bias | None,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+) -> Callable[..., Tensor] | None:
+    """What is done to scores ``(batch, nheads_q, seqlen_q, seqlen_k)`` of q of `dtype`, or None.
+
+    The steps read what the bias reads.
+    """
+    batch, nheads, seqlen_q, seqlen_k = shape
+    steps: list[Callable[..., Tensor]] = []
+    if softcap is not None:
+        steps.append(lambda s, b, h, i, j: softcap * torch.tanh(s / softcap))
+    if score_mod is not None:
+        eager, args = score_mod.eager, score_mod.args
+        if eager is None:
+            raise NotImplementedError("score_mod: got eager=None, allowed is a function of torch")
+        steps.append(lambda s, b, h, i, j: eager(s, b, h, i, j, args))
+    if bias is not None and bias.tensor is not None:
+        added = bias.tensor.expand(shape)
+        steps.append(lambda s, b, h, i, j: s + added[b, h, i, j])
+    if bias is not None and bias.slopes is not None:
+        slopes = bias.slopes.to(torch.promote_types(dtype, torch.float32)).expand(batch, nheads)
+        steps.append(lambda s, b, h, i, j: s - slopes[b, h] * (j - i - (seqlen_k - seqlen_q)).abs())
+    if bias is not None and bias.relative is not None:
+        limit = bias.relative.shape[-1] // 2
+        table = bias.relative.expand(batch, nheads, seqlen_q, -1)
+        steps.append(
+            lambda s, b, h, i, j: s + table[b, h, i, (j - i - (seqlen_k - seqlen_q)).clamp(-limit, limit) + limit]
+        )
+    if not steps:
+        return None
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for step in steps:
+            score = step(score, b, h, i, j)
+        return score
+
+    return modify
+
+
 def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> object:
     """A mask for FlexAttention, from ``(batch, nheads_q, seqlen_q, seqlen_k)``; the parts read what the mask reads."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
     batch, nheads, seqlen_q, seqlen_k = shape
-    diagonal, valid = mask.diagonal(seqlen_q, seqlen_k), mask.valid
+    lower, upper = mask.band(seqlen_q, seqlen_k)
+    valid, prefix, documents, layout, function = mask.valid, mask.prefix, mask.documents, mask.layout, mask.function
     parts: list[Callable[..., Tensor]] = []
-    if diagonal is not None:
-        parts.append(lambda b, h, i, j: j <= i + diagonal)
+    if lower is not None:
+        parts.append(lambda b, h, i, j: j >= i + lower)
+    if upper is not None:
+        parts.append(lambda b, h, i, j: j <= i + upper)
     if valid is not None:
         parts.append(lambda b, h, i, j: valid[b, j])
+    if prefix is not None:
+        diagonal = causal(prefix.align).band(seqlen_q, seqlen_k)[1]
+        parts.append(lambda b, h, i, j: (j <= i + diagonal) | (j < prefix.lengths[b]))
+    if documents is not None:
+        parts.append(lambda b, h, i, j: documents.q[b, i] == documents.k[b, j])
     if mask.allowed is not None:
         allowed = mask.allowed.expand(shape)
         parts.append(lambda b, h, i, j: allowed[b, h, i, j])
+    if layout is not None:
+        block_q, block_k = layout.block_q, layout.block_k
+        blocks = layout.blocks.expand(batch, nheads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
+        parts.append(lambda b, h, i, j: blocks[b, h, i // block_q, j // block_k])
+    if function is not None:
+        eager = function.eager
+        if eager is None:
+            raise NotImplementedError("mask: got function(fn) with eager=None, allowed is a function of torch")
+        parts.append(lambda b, h, i, j: eager(b, h, i, j, function.args))
+    per_head = any(part is not None for part in (mask.allowed, layout, function))
     return create_block_mask(
         and_masks(*parts),
-        batch if len(parts) > (diagonal is not None) else None,
-        nheads if mask.allowed is not None else None,
+        None if mask.only_bands else batch,
+        nheads if per_head else None,
         seqlen_q,
         seqlen_k,
         device=device,

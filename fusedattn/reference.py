@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn.masks import Mask
+from fusedattn import dropout
+from fusedattn.biases import Bias, as_bias
+from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
 
 
 def attention(
@@ -22,28 +25,44 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    bias: Bias | Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``softmax(scale * rope(q) rope(k)^T, masked) v`` (Vaswani et al., 2017, eq. 1), step by step.
 
+    What may stand between the two products, in this order: ``softcap * tanh(scores / softcap)`` (Gemma 2, 2024), a
+    function of the scores, a bias, the mask, a softmax with one more logit (Xiao et al., 2023, section 3), dropout.
+
     Args:
         q: ``(batch, nheads_q, seqlen_q, head_dim)``.
-        k, v: ``(batch, nheads_kv, seqlen_k, head_dim)`` with ``nheads_q % nheads_kv == 0``.
-        mask, rope, scale: as for :func:`fusedattn.attention`.
+        k: ``(batch, nheads_kv, seqlen_k, head_dim)`` with ``nheads_q % nheads_kv == 0``.
+        v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
+        mask, rope, bias, scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for
+            :func:`fusedattn.attention`.
+        first_batch: the index of the first batch, which functions of masks and scores and dropout depend on.
 
     Returns:
-        ``(out, lse, weights)``: out like q; lse float32 (float64 for float64 inputs)
-        ``(batch, nheads_q, seqlen_q)``, natural log; weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` in q's
-        dtype. A query that may attend to nothing has out 0, lse ``-inf`` and weights 0, and gives no gradient.
-        A NaN or Inf in a key or value that a query may not attend to does not reach that query.
+        ``(out, lse, weights)``: out ``(batch, nheads_q, seqlen_q, head_dim_v)``; lse float32 (float64 for float64
+        inputs) ``(batch, nheads_q, seqlen_q)``, natural log, with the sink; weights
+        ``(batch, nheads_q, seqlen_q, seqlen_k)`` before dropout; out and weights in q's dtype. A query that may
+        attend to nothing, or all of whose scores are ``-inf``, has out 0, lse ``-inf`` (or that of its sink alone)
+        and weights 0, and gives no gradient but to the sink through lse. A NaN or Inf in a key, value or bias
+        that a query may not attend to does not reach that query, nor the gradient of what it stands in.
     """
-    mask = mask or Mask()
+    mask, bias = as_mask(mask), as_bias(bias)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    group = q.shape[1] // k.shape[1]
-    visible = mask.dense(seqlen_q, seqlen_k, device=q.device).expand(q.shape[0], q.shape[1], -1, -1)
+    (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
+    group = nheads // k.shape[1]
+    visible = mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, first_batch=first_batch, device=q.device)
+    visible = visible.expand(batch, nheads, -1, -1)
 
     if rope is not None:
         q, k = rope.rotate(q, k)
@@ -53,12 +72,57 @@ def attention(
 
     scores = _scores(q, k) * scale
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None or score_mod is not None:
+        scores = scores.masked_fill(~visible, 0.0)  # the derivative at a NaN is NaN, by which a gradient of 0 is NaN
+    scores = modified(
+        scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, first_batch=first_batch
+    )
     scores = scores.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)  # -inf where nothing is visible
+
+    unseen = (scores == -math.inf).all(dim=-1, keepdim=True)
+    # Equal scores in such a row, because softmax and its gradient would be NaN there.
+    weights, lse = _softmax(scores.masked_fill(unseen, 0.0), unseen, sinks)
     # Hidden weights are 0 even in a row that softmax has made NaN, because it sees a NaN.
-    hidden = ~visible | (lse == -math.inf)[..., None]
-    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
-    return _weighted_sum(weights, v, visible).masked_fill(blind, 0.0), lse, weights
+    weights = weights.masked_fill(~visible | unseen, 0.0)
+    kept = weights
+    if dropout_p:
+        seed = dropout.draw_seed(q.device) if dropout_seed is None else dropout_seed
+        keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first_batch)
+        kept = weights * (keep.to(weights.dtype) / (1.0 - dropout_p))
+    return _weighted_sum(kept.to(q.dtype), v, visible).masked_fill(unseen, 0.0), lse, weights.to(q.dtype)
+
+
+def modified(
+    scores: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    softcap: float | None,
+    score_mod: ScoreMod | None,
+    bias: Bias | None,
+    rows: Tensor | None = None,
+    keys: Tensor | None = None,
+    first_batch: int = 0,
+) -> Tensor:
+    """What becomes of scaled scores before the mask; of all queries and keys, or of those `rows` and `keys`, int64."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if score_mod is not None:
+        scores = score_mod.apply(scores, rows=rows, keys=keys, first_batch=first_batch).to(scores.dtype)
+    if bias is not None:
+        scores = scores + bias.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, dtype=scores.dtype)
+    return scores
+
+
+def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(weights, lse)``; lse of the rows `unseen` is that of no score at all."""
+    if sinks is None:
+        lse = torch.logsumexp(scores, dim=-1).masked_fill(unseen[..., 0], -math.inf)
+        return torch.softmax(scores, dim=-1), lse
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    scores = torch.cat((scores, sink), dim=-1)
+    lse = torch.where(unseen, sink, torch.logsumexp(scores, dim=-1, keepdim=True))
+    return torch.softmax(scores, dim=-1)[..., :-1], lse[..., 0]
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

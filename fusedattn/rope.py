@@ -140,6 +140,11 @@ class Rope:
 
     def check(self, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
         """Raise ValueError where the tables or positions do not fit the shape of the attention."""
+        self.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
+        self.check_lengths(seqlen_q, seqlen_k)
+
+    def check_shapes(self, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
+        """Raise ValueError where the tables or positions have other shapes than those of the attention."""
         if not 0 < self.rotary_dim <= head_dim:
             raise ValueError(
                 f"rope: got tables for rotary_dim {self.rotary_dim}, allowed are 2 .. head_dim = {head_dim}"
@@ -159,6 +164,9 @@ class Rope:
                 raise ValueError(
                     f"rope.{name}: got shape {tuple(positions.shape)}, allowed are {(seqlen,)} and {(batch, seqlen)}"
                 )
+
+    def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise ValueError where the default positions of a sequence of these lengths are not in the tables."""
         if self.positions_k is None and seqlen_k > self.n_positions:
             raise ValueError(
                 f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for keys at "

@@ -11,44 +11,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import reference
+from fusedattn.biases import Bias
+from fusedattn.constants import Options
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, scale: float) -> Tensor:
+def can_run(options: Options) -> bool:
+    """Whether torch's function can compute out with these: it adds a bias, and that is all it does to scores."""
+    changes = (options.softcap, options.score_mod, options.sinks)
+    return all(x is None for x in changes) and not options.dropout_p
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, bias: Bias | None, scale: float
+) -> Tensor:
     """The output of :func:`fusedattn.attention`; arguments likewise, already checked, scale positive."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
-        return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
+        return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
+    added = None if bias is None else bias.dense(seqlen_q, seqlen_k)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if not _finite(rotated_q, rotated_k, v):
-        return reference.attention(q, k, v, mask=mask, rope=rope, scale=scale)[0]
+    if not _finite(rotated_q, rotated_k, v, *(() if added is None else (added,))):
+        return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
     enable_gqa = False
     if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
         enable_gqa = True
-    diagonal = mask.diagonal(seqlen_q, seqlen_k)
-    only_causal = mask.valid is None and mask.allowed is None
-    if only_causal and diagonal in (None, 0):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=diagonal is not None, scale=scale, enable_gqa=enable_gqa
-        )
+    if added is None and mask.only_bands:
+        lower, upper = mask.band(seqlen_q, seqlen_k)
+        if lower is None and upper in (None, 0):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=upper is not None, scale=scale, enable_gqa=enable_gqa
+            )
 
-    visible = mask.dense(seqlen_q, seqlen_k, device=q.device)
+    visible = mask.dense(seqlen_q, seqlen_k, batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if torch.compiler.is_compiling():
         # Keys hidden from every query, at least, are made harmless without looking at them.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    if only_causal and diagonal is not None and diagonal > 0:  # every query sees the first key
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=enable_gqa)
 
     # A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the
     # zero gradient that it gets back makes all of its gradients exactly 0.
     empty = ~visible.any(dim=-1, keepdim=True)
     q = q.masked_fill(empty, 0.0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=enable_gqa)
+    attn_mask = visible | empty
+    if added is not None:
+        attn_mask = added.to(q.dtype).masked_fill(~attn_mask, -torch.inf)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=enable_gqa)
     return out.masked_fill(empty, 0.0)
 
 

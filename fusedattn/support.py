@@ -4,18 +4,69 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fusedattn.masks import Mask
+from fusedattn.biases import Bias, as_bias
+from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
 
 Backend = Literal["triton", "torch"]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table in README: what can be asked for, and how; on which backend, or why not."""
+
+    name: str
+    how: str
+    triton: str = "yes"
+    torch: str = "yes"
+
+
+# Each runs forward and backward, in any combination with the others; tests/test_support.py calls every one.
+FEATURES = (
+    Feature("self and cross attention, any lengths, zero among them", "`seqlen_q != seqlen_k`"),
+    Feature("grouped-query and multi-query attention", "`nheads_q % nheads_kv == 0`"),
+    Feature("`head_dim`, powers of two or not", "1 to 512", torch="any"),
+    Feature("another `head_dim` of the values", "`v.shape[3]`"),
+    Feature("float16, bfloat16, float32 (IEEE; TF32 if torch is allowed it)", "dtype"),
+    Feature("float64", "dtype", triton="in the interpreter"),
+    Feature("causal masks, bottom-right and top-left", "`masks.causal(align)`"),
+    Feature("sliding windows", "`masks.window(left, right)`"),
+    Feature("prefix-LM", "`masks.prefix_lm(lengths)`"),
+    Feature("key padding of any pattern", "`masks.padding(valid)`"),
+    Feature("documents, packed or in any order", "`masks.documents(ids)`"),
+    Feature("boolean masks, broadcast or not", "`masks.boolean(m)`"),
+    Feature("block-sparse masks", "`masks.block_sparse(blocks, size)`"),
+    Feature("masks by a function", "`masks.function(fn)`", torch="with `eager=`"),
+    Feature("any of these masks together", "`&`"),
+    Feature("additive bias, broadcast or not, with its gradient", "`bias=tensor`"),
+    Feature("ALiBi", "`biases.alibi(slopes)`"),
+    Feature("T5's bucketed bias, with its gradient, without a tensor of all pairs", "`biases.t5(weight)`"),
+    Feature("relative positions (Shaw et al.), with gradients", "`biases.shaw(q, table)`"),
+    Feature("RoPE: half-split, interleaved, partial, per-batch and scaled tables, own positions", "`rope=`"),
+    Feature("soft-cap", "`softcap=`"),
+    Feature("scores by a function and its derivative", "`score_mod=ScoreMod(...)`", torch="with `eager=`"),
+    Feature("attention sinks, with their gradient", "`sinks=`"),
+    Feature("dropout, the same on both backends for the same seed", "`dropout_p=`"),
+    Feature("packed sequences", "`attention_varlen(...)`"),
+    Feature("nested tensors, jagged", "`attention(nested, ...)`"),
+    Feature("log-sum-exp and its gradient", "`return_lse=True`"),
+    Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
+    Feature("gradients that are the same bit for bit on every run", "always", torch="as torch's"),
+    Feature("`torch.compile(fullgraph=True)`, autocast, activation checkpointing", "as they are"),
+    Feature("double backward, `torch.func.jvp`, `vmap`, `hessian`", "as they are, by eager formulas", torch="torch's"),
+    Feature("gradients of ALiBi's slopes and of functions' args", "", "no: `NotImplementedError`", "no"),
+    Feature("split-KV decoding, paged and quantised caches, fp8", "", "not yet", "no"),
+)
 
 
 def interpreting() -> bool:
@@ -35,38 +86,39 @@ def not_supported_reasons(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> list[str]:
     """Every reason why ``attention`` with these arguments would raise NotImplementedError; empty if it would run.
 
-    The arguments are those of :func:`fusedattn.attention` and are taken to be valid in themselves. Every mask,
-    every rope, every scale and ``return_lse`` run on both backends today.
+    The arguments are those of :func:`fusedattn.attention` and are taken to be valid in themselves.
     """
-    reasons = []
-    if bias is not None:
-        reasons.append("bias: got a tensor, allowed is None (not implemented yet)")
-    if softcap is not None:
-        reasons.append(f"softcap: got {softcap}, allowed is None (not implemented yet)")
-    if dropout_p:
-        reasons.append(f"dropout_p: got {dropout_p}, allowed is 0.0 (not implemented yet)")
-    if v.shape[-1] != q.shape[-1]:
-        reasons.append(
-            f"v: got head_dim {v.shape[-1]}, allowed is that of q and k, {q.shape[-1]} (not implemented yet)"
-        )
-    if (backend or default_backend(q.device)) == "triton":
-        reasons += _triton_reasons(q)
+    mask, bias, reasons = as_mask(mask), as_bias(bias), []
+    backend = backend or default_backend(q.device)
+    if bias is not None and bias.slopes is not None and bias.slopes.requires_grad:
+        reasons.append("bias: got slopes that require grad, allowed are constant ones (learned: a relative bias)")
+    for name, part in (("mask", mask.function), ("score_mod", score_mod)):
+        if part is not None and any(isinstance(x, Tensor) and x.requires_grad for x in part.args):
+            reasons.append(f"{name}: got args that require grad, allowed are constant ones")
+        if part is not None and part.eager is None and backend == "torch":
+            reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
+    if backend == "triton":
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        reasons += _triton_reasons(q, max(q.shape[-1], v.shape[-1]), needs_gradient)
     return reasons
 
 
-def _triton_reasons(q: Tensor) -> list[str]:
+def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]:
     reasons = []
-    if q.shape[-1] > MAX_HEAD_DIM:
-        reasons.append(f"head_dim: got {q.shape[-1]}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton'")
+    if head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton'")
     if not _has_triton():
         return [
             *reasons,
@@ -89,9 +141,11 @@ def _triton_reasons(q: Tensor) -> list[str]:
     from fusedattn.kernels import configs
 
     try:
-        configs.arch_of(q.device)
+        arch = configs.arch_of(q.device)
     except NotImplementedError as error:
-        reasons.append(str(error))
+        return [*reasons, str(error)]
+    if needs_gradient and not configs.has_backward(arch, head_dim, q.dtype):
+        reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. 256 with gradients in {q.dtype} on {arch}")
     return reasons
 
 

@@ -2,8 +2,8 @@
 
 The truth is :mod:`fusedattn.reference` in float64. A function passes if, for the output, lse and every gradient,
 its error is at most 1.5 times (maximum) and 1.1 times (mean) that of eager PyTorch in the same dtype, and its worst
-row, relative to the size of the row, at most 1.5 times eager's worst. One unit in the last place is always granted.
-:func:`compare` has the formulas.
+row, relative to the size of the row, at most 1.5 times eager's worst. One unit in the last place is always granted,
+in a gradient of a few numbers one of the terms that each is the sum of. :func:`compare` has the formulas.
 
     >>> import torch, fusedattn
     >>> from fusedattn import testing
@@ -14,176 +14,121 @@ row, relative to the size of the row, at most 1.5 times eager's worst. One unit 
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fusedattn import masks, reference
-from fusedattn.masks import CausalAlign, Mask
-from fusedattn.rope import Rope
+from fusedattn import dropout, reference
+from fusedattn.cases import CASES, OF_BIAS, Case, Inputs, make_inputs, results_of
+
+__all__ = [
+    "ALL_TENSORS",
+    "CASES",
+    "GRADIENTS",
+    "MAX_FACTOR",
+    "MEAN_FACTOR",
+    "TENSORS",
+    "AttentionFunction",
+    "Case",
+    "Inputs",
+    "Measurement",
+    "Ratios",
+    "Results",
+    "assert_within_budget",
+    "baseline",
+    "bias_terms",
+    "check",
+    "compare",
+    "compare_results",
+    "golden",
+    "keep_factor",
+    "make_inputs",
+    "measure",
+    "results_of",
+    "run",
+    "through_bias",
+    "without_lse_gradient",
+]
 
 MAX_FACTOR = 1.5
 MEAN_FACTOR = 1.1
 GRADIENTS = ("dq", "dk", "dv")
-TENSORS = ("out", "lse", *GRADIENTS)
+TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
+ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks")  # of a problem that has everything
+
+FEW = 64  # a result of fewer numbers is judged by the size of its terms too
 
 Results = dict[str, Tensor]
 AttentionFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One attention problem. Everything in it is plain data, so a case prints as the call that makes it."""
-
-    name: str = ""
-    batch: int = 2
-    nheads_q: int = 4
-    nheads_kv: int = 2
-    seqlen_q: int = 48
-    seqlen_k: int = 48
-    head_dim: int = 32
-    dtype: torch.dtype = torch.float32
-    causal: CausalAlign | None = None
-    padding: Literal["right", "left", "uneven"] | None = None
-    empty_batch: bool = False  # with padding: the last batch sees no key at all
-    boolean: Literal["full", "broadcast"] | None = None
-    rope: Literal["half", "interleaved"] | None = None
-    rotary_dim: int | None = None  # default: head_dim
-    rope_tables: Literal["shared", "per_batch"] = "shared"
-    rope_positions: bool = False  # random ones, per batch, rather than the default
-    scale: float | None = None
-    offset: float = 0.0  # of what the keys, and the values, of a head have in common; lse then gets no gradient
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of a case; `dout` and `dlse` are the gradients that come back to out and lse."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-    mask: Mask
-    rope: Rope | None
-    scale: float | None
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same problem in another dtype."""
-        q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
-        lse_dtype = torch.promote_types(dtype, torch.float32)
-        return replace(self, q=q, k=k, v=v, dout=dout, dlse=self.dlse.to(lse_dtype))
-
-
-def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Normally distributed inputs of a case, the same on every device."""
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, case.dtype)
-
-    q = normal(case.batch, case.nheads_q, case.seqlen_q, case.head_dim)
-    k = normal(case.batch, case.nheads_kv, case.seqlen_k, case.head_dim)
-    v = normal(case.batch, case.nheads_kv, case.seqlen_k, case.head_dim)
-    dout = normal(case.batch, case.nheads_q, case.seqlen_q, case.head_dim)
-    dlse = normal(case.batch, case.nheads_q, case.seqlen_q).to(torch.promote_types(case.dtype, torch.float32))
-    mask = _make_mask(case, generator).to(device)
-    rope = _make_rope(case, generator)
-    if case.offset:
-        shape = (case.batch, case.nheads_kv, 1, case.head_dim)
-        k, v = k + case.offset * normal(*shape), v + case.offset * normal(*shape)
-        dlse = torch.zeros_like(dlse)  # its part in dq would hide what does not cancel there
-    return Inputs(q, k, v, dout, dlse, mask, None if rope is None else rope.to(device), case.scale)
-
-
-def _make_mask(case: Case, generator: torch.Generator) -> Mask:
-    mask = masks.full() if case.causal is None else masks.causal(case.causal)
-    if case.padding is not None:
-        positions = torch.arange(case.seqlen_k)
-        lengths = torch.randint(1, case.seqlen_k + 1, (case.batch, 1), generator=generator)
-        if case.padding == "right":
-            valid = positions < lengths
-        elif case.padding == "left":
-            valid = positions >= case.seqlen_k - lengths
-        else:
-            valid = torch.rand(case.batch, case.seqlen_k, generator=generator) < 0.7
-        if case.empty_batch:
-            valid[-1] = False
-        mask = mask & masks.padding(valid)
-    if case.boolean is not None:
-        shape = (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_k)
-        if case.boolean == "broadcast":
-            shape = (1, case.nheads_q, 1, case.seqlen_k)
-        mask = mask & masks.boolean(torch.rand(shape, generator=generator) < 0.6)
-    return mask
-
-
-def _make_rope(case: Case, generator: torch.Generator) -> Rope | None:
-    if case.rope is None:
-        return None
-    n_positions = 2 * max(case.seqlen_q, case.seqlen_k)
-    rope = Rope.from_theta(case.rotary_dim or case.head_dim, n_positions, interleaved=case.rope == "interleaved")
-    if case.rope_tables == "per_batch":
-        # Scaled, so that the transpose of the rotation is not its inverse.
-        factor = 0.5 + torch.rand(case.batch, 1, 1, generator=generator)
-        rope = replace(rope, cos=rope.cos * factor, sin=rope.sin * factor)
-    if case.rope_positions or case.seqlen_q > case.seqlen_k:
-        rope = rope.at(
-            torch.randint(0, n_positions, (case.batch, case.seqlen_q), generator=generator),
-            torch.randint(0, n_positions, (case.batch, case.seqlen_k), generator=generator),
-        )
-    return rope
-
-
 def run(function: AttentionFunction, inputs: Inputs) -> Results:
-    """Forward and backward of ``function(q, k, v, mask=, rope=, scale=, return_lse=True) -> (out, lse)``.
+    """Forward and backward of ``function(q, k, v, **inputs.options, return_lse=True) -> (out, lse)``.
 
     Returns:
-        ``out lse dq dk dv``, detached. Rows whose lse is ``-inf`` get no gradient through lse.
+        out, lse and the gradients that :func:`results_of` names, detached. Rows whose lse is ``-inf`` get no gradient
+        through lse.
 
     Raises:
         TypeError, ValueError: the function returned something else than ``(out, lse)`` in their shapes.
         NotImplementedError: its out has no gradient.
     """
-    leaves, returned = _forward(function, inputs)
+    leaves, returned = _forward(function, inputs, inputs.leaves)
     return _with_gradients(leaves, returned, inputs, through=("out", "lse"))
 
 
 def _forward(
-    function: AttentionFunction, inputs: Inputs, *, lse: bool = True, gradients: bool = True
-) -> tuple[list[Tensor], Results]:
-    """q, k, v as leaves of a new graph, and what the function returned: out and, if asked for, lse."""
-    leaves = [x.detach().requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
-    got: Any = function(*leaves, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=lse)
+    function: AttentionFunction, inputs: Inputs, needed: Collection[str], *, lse: bool = True
+) -> tuple[dict[str, Tensor], Results]:
+    """The leaves of a new graph that are `needed`, and what the function returned: out and, if asked for, lse."""
+    leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    got: Any = function(x.q, x.k, x.v, **x.options, return_lse=lse)
     names = ("out", "lse") if lse else ("out",)
     tensors: tuple[Any, ...] = tuple(got) if lse and isinstance(got, tuple | list) else (got,)
     if len(tensors) != len(names) or not all(isinstance(x, Tensor) for x in tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise TypeError(f"function: returned ({kinds}) with return_lse={lse}, allowed is ({', '.join(names)})")
     returned = dict(zip(names, tensors, strict=True))
-    for name, shape in (("out", inputs.q.shape), ("lse", inputs.q.shape[:-1])):
+    rows = inputs.q.shape[:-1]
+    for name, shape in (("out", (*rows, inputs.v.shape[-1])), ("lse", rows)):
         if name in returned and returned[name].shape != shape:
             raise ValueError(
                 f"function: returned {name} of shape {tuple(returned[name].shape)}, allowed is {tuple(shape)}"
             )
-    if gradients and not returned["out"].requires_grad:
+    if needed and not returned["out"].requires_grad:
         raise NotImplementedError("function: its out does not require grad, so that it has no backward")
-    return leaves, returned
+    return {name: leaves[name] for name in needed}, returned
 
 
-def _with_gradients(leaves: list[Tensor], returned: Results, inputs: Inputs, through: Sequence[str]) -> Results:
-    """What was returned, detached, with the gradients ``dq dk dv`` through some of it."""
+def _with_gradients(leaves: dict[str, Tensor], returned: Results, inputs: Inputs, through: Sequence[str]) -> Results:
+    """What was returned, detached, with the gradients of the leaves through some of it."""
     back = {"out": inputs.dout}
     if "lse" in returned:
         lse = returned["lse"].detach()
         back["lse"] = inputs.dlse.to(lse.dtype).masked_fill(lse == -math.inf, 0.0)
-    found = torch.autograd.grad([returned[name] for name in through], leaves, [back[name] for name in through])
-    return {name: x.detach() for name, x in returned.items()} | dict(zip(GRADIENTS, found, strict=True))
+    found = torch.autograd.grad(
+        [returned[name] for name in through], list(leaves.values()), [back[name] for name in through]
+    )
+    gradients = {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in returned.items()} | gradients
+
+
+def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
+    """What becomes of a gradient of the scores, ``(batch, nheads_q, seqlen_q, seqlen_k)``: dbias and drelative."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items() if name in OF_BIAS}
+    bias = inputs.with_leaves(leaves).bias
+    if not leaves or bias is None:
+        return {}
+    dense = bias.dense(*dscores.shape[2:]).expand(dscores.shape)
+    found = torch.autograd.grad(dense, list(leaves.values()), dscores.to(dense.dtype))
+    return {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -216,7 +161,13 @@ class Ratios:
         return self.used <= 1.0
 
 
-def compare(actual: Tensor, golden: Tensor, baseline: Tensor) -> Ratios:
+def compare(
+    actual: Tensor,
+    golden: Tensor,
+    baseline: Tensor,
+    terms: Tensor | None = None,
+    unit: torch.dtype | None = None,
+) -> Ratios:
     """Measure ``actual`` against the budget.
 
     Args:
@@ -225,6 +176,10 @@ def compare(actual: Tensor, golden: Tensor, baseline: Tensor) -> Ratios:
             lse ``(batch, nheads_q, seqlen_q)``.
         golden: the truth, float64, of the same shape. Where it is not finite, actual must be the same NaN or infinity.
         baseline: what eager PyTorch computed, of the same shape, in the dtype that actual must have.
+        terms: for sums of terms that may cancel, the sums of their absolute values, of the same shape; the unit in the
+            last place that is granted below is then theirs. For results of a few numbers: whether two of them are
+            nearer to the truth than two others is chance.
+        unit: the dtype whose unit in the last place is granted, if that is larger than the one of actual.
 
     Returns:
         The ratios of the errors, and the largest share of its allowance that any of these uses, with ``ulp`` the
@@ -251,7 +206,7 @@ def compare(actual: Tensor, golden: Tensor, baseline: Tensor) -> Ratios:
         raise TypeError(f"actual: got dtype {actual.dtype}, allowed is that of baseline, {baseline.dtype}")
     if golden.numel() == 0:
         return Ratios(0.0, 0.0, 0.0, 0.0)
-    ulp = torch.finfo(actual.dtype).eps
+    ulp = max(torch.finfo(dtype).eps for dtype in (actual.dtype, unit or actual.dtype))
     finite = golden.isfinite()
     if not _same_kind(actual, golden).all():
         return Ratios(math.inf, math.inf, math.inf, math.inf)
@@ -259,7 +214,8 @@ def compare(actual: Tensor, golden: Tensor, baseline: Tensor) -> Ratios:
     error = torch.where(finite, actual.double() - truth, 0.0).abs()
     eager = torch.where(finite & baseline.isfinite(), baseline.double() - truth, 0.0).abs()
 
-    largest, average = truth.abs().max(), truth.abs().mean()
+    magnitude = truth.abs() if terms is None else torch.maximum(terms, truth.abs())
+    largest, average = magnitude.max(), magnitude.mean()
     max_used = error.max() / torch.maximum(MAX_FACTOR * eager.max(), ulp * largest)
     mean_used = error.mean() / torch.maximum(MEAN_FACTOR * eager.mean(), ulp * average)
 
@@ -326,11 +282,67 @@ def _note(actual: Tensor, golden: Tensor, blind: Tensor | None = None) -> str | 
     return note
 
 
+def compare_results(
+    actual: Results, golden: Results, baseline: Results, dtype: torch.dtype, terms: Results | None = None
+) -> dict[str, Ratios]:
+    """:func:`compare` of each result by its rows, for inputs of `dtype`.
+
+    What is added to scores may be of another dtype, but its gradient is made of products in that of the inputs.
+
+    A row of dbias is that of its last dimension of more than one element: keys, else queries. dsinks is one row. The
+    `terms` count for results of fewer than :data:`FEW` numbers, and for those that are 0 but for rounding, as the
+    gradient of a bias per query is without one of lse.
+    """
+    found = {}
+    for name, x in actual.items():
+        rows, truth, eager = (_rows(name, y) for y in (x, golden[name], baseline[name]))
+        if name in TENSORS:
+            found[name] = compare(rows, truth, eager)
+            continue
+        sums = None if terms is None else _rows(name, terms[name])
+        if sums is not None and x.numel() >= FEW and (truth.abs() > torch.finfo(dtype).eps * sums).any():
+            sums = None
+        found[name] = compare(rows, truth, eager, sums, unit=dtype)
+    return found
+
+
+def _rows(name: str, x: Tensor) -> Tensor:
+    if name in TENSORS:
+        return x
+    while x.dim() > 1 and x.shape[-1] == 1:
+        x = x[..., 0]
+    return x.reshape(1) if x.dim() == 0 else x
+
+
+def bias_terms(inputs: Inputs) -> Results:
+    """For the gradients of what is added to scores, the sums of the absolute terms that each is the sum of; float64.
+
+    The gradient of a score is ``p (dp - delta + dlse)``, that of a sink ``p_sink (dlse - delta)``.
+    """
+    if len(inputs.leaves) == len(GRADIENTS):
+        return {}
+    x = inputs.to(torch.float64)
+    _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
+    dp = (x.dout @ x.v.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1).mT).abs() * keep_factor(x)
+    others = (weights * dp).sum(-1, keepdim=True) + x.dlse.abs()[..., None]
+    found = through_bias(x, weights * (dp + others))
+    if x.sinks is not None:
+        found["dsinks"] = ((x.sinks[:, None] - lse).exp() * others[..., 0]).nan_to_num(0.0).sum((0, 2))
+    return found
+
+
+def keep_factor(inputs: Inputs) -> Tensor:
+    """What dropout multiplies the weights by: 0 or ``1 / (1 - dropout_p)``; 1 where there is none."""
+    if inputs.dropout_seed is None:
+        return torch.ones((), dtype=inputs.q.dtype, device=inputs.q.device)
+    shape = (*inputs.q.shape[:3], inputs.k.shape[2])
+    return dropout.keep_mask(inputs.dropout_seed, inputs.dropout_p, *shape).to(inputs.q.dtype) / (1 - inputs.dropout_p)
+
+
 def check(function: Callable[..., object], inputs: Inputs) -> dict[str, Ratios]:
     """Measure every tensor of ``function``, which has the signature of :func:`fusedattn.attention`."""
     actual = run(cast(AttentionFunction, function), inputs)
-    truth, eager = golden(inputs), baseline(inputs)
-    return {name: compare(actual[name], truth[name], eager[name]) for name in TENSORS}
+    return compare_results(actual, golden(inputs), baseline(inputs), inputs.q.dtype, bias_terms(inputs))
 
 
 @dataclass(frozen=True)
@@ -354,25 +366,43 @@ def measure(function: Callable[..., object], inputs: Inputs) -> Measurement:
     """Like :func:`check`, for a function that need not give every tensor.
 
     It says so by raising NotImplementedError with a reason: it is then asked without lse (``return_lse=False``, so that
-    dq, dk and dv are those of out alone), without gradients (inputs that require none), and without both. An output
-    that does not require grad says that there are no gradients, such an lse that there are none through it.
+    the gradients are those of out alone), without the gradients of what is added to the scores, without gradients
+    (inputs that require none), and without lse either. An output that does not require grad says that there are no
+    gradients, such an lse that there are none through it. Where the problem has an option that is none of its
+    arguments, it is not called.
     """
-    refused: dict[tuple[bool, bool], str] = {}
-    for lse, gradients in ((True, True), (False, True), (True, False), (False, False)):
+    if unknown := _unknown(function, inputs.options):
+        return Measurement(inputs, {}, dict.fromkeys(results_of(inputs), unknown), {})
+    refused: dict[tuple[bool, tuple[str, ...]], str] = {}
+    leaves = tuple(inputs.leaves)
+    choices = tuple(dict.fromkeys((leaves, leaves[: len(GRADIENTS)], ())))
+    for needed, lse in itertools.product(choices, (True, False)):
         try:
-            leaves, returned = _forward(cast(AttentionFunction, function), inputs, lse=lse, gradients=gradients)
+            found, returned = _forward(cast(AttentionFunction, function), inputs, needed, lse=lse)
             through = [name for name, x in returned.items() if x.requires_grad]
-            actual = _with_gradients(leaves, returned, inputs, through) if gradients else returned
+            actual = _with_gradients(found, returned, inputs, through) if needed else returned
         except NotImplementedError as error:
-            refused[lse, gradients] = str(error)
+            refused[lse, needed] = str(error)
             continue
-        missing = {} if lse else {"lse": refused[True, gradients]}
-        if not gradients:
-            missing |= dict.fromkeys(GRADIENTS, refused[lse, True])
-        elif "lse" not in through:
+        missing = {} if lse else {"lse": refused[True, needed]}
+        for more in choices[: choices.index(needed)]:
+            missing |= {f"d{name}": refused[lse, more] for name in more if name not in needed}
+        if needed and "lse" not in through:
             inputs = without_lse_gradient(inputs)
         return _judge(actual, inputs, missing)
-    return Measurement(inputs, {}, dict.fromkeys(TENSORS, refused[False, False]), {})
+    return Measurement(inputs, {}, dict.fromkeys(results_of(inputs), refused[False, ()]), {})
+
+
+def _unknown(function: Callable[..., object], options: Mapping[str, object]) -> str | None:
+    """Why a function cannot be called with these keyword arguments, if that is so and can be told."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has no signature to look at
+        return None
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    unknown = [name for name in options if name not in parameters]
+    return f"{', '.join(unknown)}: no argument of this function" if unknown else None
 
 
 def without_lse_gradient(inputs: Inputs) -> Inputs:
@@ -382,43 +412,12 @@ def without_lse_gradient(inputs: Inputs) -> Inputs:
 
 def _judge(actual: Results, inputs: Inputs, missing: dict[str, str]) -> Measurement:
     truth, eager = golden(inputs), baseline(inputs)
-    blind = truth["lse"] == -math.inf  # (batch, nheads_q, seqlen_q)
+    blind = (truth["lse"] == -math.inf) | ~inputs.visible().any(-1)  # (batch, nheads_q, seqlen_q)
     by_row = {"out": blind[..., None], "lse": blind, "dq": blind[..., None]}
     notes = {name: _note(x, truth[name], by_row.get(name)) for name, x in actual.items()}
     return Measurement(
         inputs,
-        ratios={name: compare(x, truth[name], eager[name]) for name, x in actual.items()},
+        ratios=compare_results(actual, truth, eager, inputs.q.dtype, bias_terms(inputs)),
         missing=missing,
         notes={name: note for name, note in notes.items() if note is not None},
     )
-
-
-# One case a feature, and their combination; small enough for Triton's interpreter.
-CASES = (
-    Case("full attention", nheads_kv=4),
-    Case("causal", causal="bottom_right", nheads_kv=4),
-    Case("causal, top-left, more keys", causal="top_left", seqlen_k=75),
-    Case("causal, more queries than keys", causal="bottom_right", seqlen_q=61, seqlen_k=40),
-    Case("right padding", padding="right"),
-    Case("left padding", padding="left", causal="bottom_right"),
-    Case("uneven padding, one batch empty", batch=3, padding="uneven", empty_batch=True),
-    Case("boolean mask", boolean="full"),
-    Case("boolean mask, broadcast", boolean="broadcast"),
-    Case("cross attention", seqlen_q=21, seqlen_k=83),
-    Case("grouped queries, 8:2", nheads_q=8, nheads_kv=2, causal="bottom_right"),
-    Case("multi-query, 6:1", nheads_q=6, nheads_kv=1),
-    Case("head_dim 80", head_dim=80, seqlen_q=33, seqlen_k=33),
-    Case("head_dim 256", head_dim=256, seqlen_q=33, seqlen_k=33, nheads_q=2, nheads_kv=1),
-    Case("RoPE", rope="half", causal="bottom_right"),
-    Case("RoPE, interleaved", rope="interleaved", causal="bottom_right"),
-    Case("RoPE, partial, 24 of 40", rope="half", head_dim=40, rotary_dim=24),
-    Case("RoPE, tables and positions per batch", rope="interleaved", rope_tables="per_batch", rope_positions=True),
-    Case("scale", scale=0.37),
-    Case("negative scale", scale=-0.2, causal="bottom_right"),
-    Case("keys and values with a common part", offset=1.0, causal="bottom_right"),
-    Case(
-        "everything together", batch=3, seqlen_q=45, seqlen_k=70, causal="bottom_right", padding="uneven",
-        empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
-        rope_positions=True, scale=0.3,
-    ),
-)  # fmt: skip

@@ -1,40 +1,35 @@
-"""Forward of attention: ``out = softmax(scale * rope(q) k^T, masked) v`` with the online softmax.
+"""Forward of attention: ``out = dropout(softmax(scores, masked)) v`` with the online softmax.
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), in the loop
 order of FlashAttention-2: one program owns one tile of BLOCK_M queries of one head, keeps it in registers, and
-walks over the key blocks that the tile may see.
+walks over the key blocks that the tile may see. What happens to scores on the way: kernels/scores.py.
 
-    q, out  (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
-    k, v    (batch, nheads_kv, seqlen_k, head_dim)    likewise; k already rotated
+    q       (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
+    out     (batch, nheads_q, seqlen_q, head_dim_v)   likewise
+    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; already rotated
+    v       (batch, nheads_kv, seqlen_k, head_dim_v)  likewise
+    sinks   (nheads_q,)                               float32, or None: a logit whose weight has no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
-    rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs (KEEP_REST)
-    grid    (tiles of queries * nheads_q * batch,)
+    rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs, or None
+    grid    (tiles of queries * nheads_q * sequences,)
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, TileConfig
-from fusedattn.kernels.masking import (
-    DeviceMask,
-    key_blocks,
-    load_key_range,
-    load_key_visible,
-    visible,
-)
+from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
-    LOG2E,
-    accumulator,
-    block_d,
     dot,
     dot_add,
     encode_rest,
     exp_scaled,
     has_nan,
     head_base,
-    is_exact,
+    heads,
     load_tile,
     program_tile,
     round_to,
@@ -42,243 +37,205 @@ from fusedattn.kernels.primitives import (
     split_poison,
     store_tile,
 )
-from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
+from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.rope import rotate_tile, rotation_arguments
+from fusedattn.kernels.scores import modified
+from fusedattn.kernels.sequences import place_of, row_base
+from fusedattn.kernels.tile import NOT_SPECIALIZED, kept_only
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "diagonal",
-        "n_positions",
-        "position_offset",
-        "n_tiles",
-    ]
-)
+class Results(NamedTuple):
+    """What the forward fills; `rest` may be None. Layouts as in the module docstring."""
+
+    out: Any
+    lse: Any
+    row_max: Any
+    row_sum: Any
+    rest: Any
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_fwd(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    row_max_ptr,
-    row_sum_ptr,
-    rest_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_os,
+    q,
+    k,
+    v,
+    sinks_ptr,
+    results,
+    call,
+    rotation,
     nheads_q,
     nheads_kv,
     seqlen_q,
     seqlen_k,
     n_tiles,
-    scale,
-    qk_scale,
-    # masking.DeviceMask.arguments()
-    key_range_ptr,
-    valid_ptr,
-    allowed_ptr,
-    stride_ab,
-    stride_ah,
-    stride_aq,
-    stride_ak,
-    diagonal,
-    IS_CAUSAL: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr,
-    # rope.Rotation.arguments(), of q
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    stride_tb,
-    stride_pb,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
     n_positions,
-    position_offset,
-    INTERLEAVED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
+    scale,
+    softmax_scale,
+    qk_scale,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
-    KEEP_REST: tl.constexpr,
 ):
-    tile, head, batch = program_tile(n_tiles, nheads_q, REVERSED=IS_CAUSAL)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
+    if call.sequences.cu_q_ptr is not None:
+        if start_m >= place.seqlen_q:
+            return
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    query_exists = offs_m < seqlen_q
+    rows = offs_m[:, None]
+    query_exists = offs_m < place.seqlen_q
+    exists = query_exists[:, None]
     head_kv = head // (nheads_q // nheads_kv)
-    k_head = head_base(k_ptr, batch, head_kv, stride_kb, stride_kh)
-    v_head = head_base(v_ptr, batch, head_kv, stride_vb, stride_vh)
-    if HAS_PADDING:
-        valid_ptr += batch.to(tl.int64) * seqlen_k
-    if HAS_ALLOWED:
-        allowed_ptr = head_base(allowed_ptr, batch, head, stride_ab, stride_ah)
+    k_head = head_base(k, place.batch, head_kv, place.first_k)
+    v_head = head_base(v, place.batch, head_kv, place.first_k)
 
     # (BLOCK_M, BLOCK_D)
-    q_head = head_base(q_ptr, batch, head, stride_qb, stride_qh)
-    q = load_tile(q_head, start_m, stride_qs, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    if ROTARY_DIM > 0:
-        q = rotate_tile(
-            q, start_m, seqlen_q, batch, cos_ptr, sin_ptr, positions_ptr, stride_tb, stride_pb, n_positions,
-            position_offset, False, INTERLEAVED, HAS_POSITIONS, ROTARY_DIM, BLOCK_M, BLOCK_D, ACC,
+    q_head = head_base(q, place.batch, head, place.first_q)
+    q_tile = load_tile(q_head, start_m, q.stride_s, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    if rotation.ROTARY_DIM > 0:
+        at_end = place.seqlen_k - place.seqlen_q
+        q_tile = rotate_tile(
+            q_tile, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, False,
+            BLOCK_M, BLOCK_D, ACC,
         )  # fmt: skip
-    q = round_to(q, q_ptr.dtype.element_ty)
+    q_tile = round_to(q_tile, q.ptr.dtype.element_ty)
 
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     # Summed by a narrow matrix product, which costs less than widening the weights again.
-    ones = round_to(tl.full([BLOCK_N, 16], 1.0, tl.float32), v_ptr.dtype.element_ty)
-    w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are rounded for the product with v
-    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    ones = round_to(tl.full([BLOCK_N, 16], 1.0, tl.float32), v.ptr.dtype.element_ty)
+    w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are kept and rounded for the product with v
+    c_i = tl.zeros([BLOCK_M], ACC)  # as l_i, of the weights that dropout keeps
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
 
-    key_start, key_stop, contiguous = load_key_range(key_range_ptr, batch, seqlen_k, HAS_PADDING)
-    start, full_stop, stop = key_blocks(
-        start_m,
-        seqlen_q,
-        key_start,
-        key_stop,
-        contiguous,
-        diagonal,
-        IS_CAUSAL,
-        HAS_ALLOWED,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    for start_n in range(start, full_stop, BLOCK_N):
-        k = load_tile(k_head, start_n, stride_ks, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        scores = dot(q, tl.trans(k), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
+    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    first_full = blocks.start + blocks.n_left * BLOCK_N
+    for start_n in range(first_full, first_full + blocks.n_full * BLOCK_N, BLOCK_N):
+        keys = (start_n + offs_n)[None, :]
+        k_tile = load_tile(k_head, start_n, k.stride_s, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
+        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
+        scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-        v = load_tile(v_head, start_n, stride_vs, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        p = round_to(p, v.dtype)
-        if KEEP_REST:
+        v_tile = load_tile(v_head, start_n, v.stride_s, offs_n, False, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        p = kept_only(p, call, place, nheads_q, rows, keys)
+        if results.rest is not None and call.dropout.seed_ptr is not None:
+            c_i = c_i * alpha + tl.sum(p, 1)
+        p = round_to(p, v_tile.dtype)
+        if results.rest is not None:
             w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-        acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)
+        acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
 
-    for start_n in range(full_stop, stop, BLOCK_N):
-        keys = start_n + offs_n
-        key_visible = load_key_visible(keys, key_start, key_stop, valid_ptr, HAS_PADDING)
-        k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-        scores = dot(q, tl.trans(k), ACC, PRECISION)
-        pairs = visible(
-            start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
-            allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
-        )  # fmt: skip
+    for i in range(0, blocks.n_boundary):
+        start_n = boundary_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
+        keys = (start_n + offs_n)[None, :]
+        key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
+        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
+        scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-        v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-        p = round_to(p, v.dtype)
-        if KEEP_REST:
+        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        p = kept_only(p, call, place, nheads_q, rows, keys)
+        if results.rest is not None and call.dropout.seed_ptr is not None:
+            c_i = c_i * alpha + tl.sum(p, 1)
+        p = round_to(p, v_tile.dtype)
+        if results.rest is not None:
             w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-        acc = dot_add(p, v, acc * alpha[:, None], ACC, PRECISION)
+        acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
         # become a NaN of that query. Rare enough to start over: zeros for such values, NaN for who may see them.
-        acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
         shift = tl.where(m_i == float("-inf"), 0.0, m_i)
-        for start_n in tl.range(start, stop, BLOCK_N, num_stages=1):
-            keys = start_n + offs_n
-            key_visible = load_key_visible(keys, key_start, key_stop, valid_ptr, HAS_PADDING)
-            k = load_tile(k_head, start_n, stride_ks, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-            v = load_tile(v_head, start_n, stride_vs, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-            v, poisoned = split_poison(v, ACC)
-            pairs = visible(
-                start_m, start_n, offs_m[:, None], keys[None, :], query_exists[:, None], key_visible[None, :], diagonal,
-                allowed_ptr, stride_aq, stride_ak, IS_CAUSAL, HAS_ALLOWED,
-            )  # fmt: skip
-            p = exp_scaled(dot(q, tl.trans(k), ACC, PRECISION), shift[:, None], qk_scale, EXACT)
+        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1):
+            start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
+            keys = (start_n + offs_n)[None, :]
+            key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
+            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            v_tile, poisoned = split_poison(v_tile, ACC)
+            pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
+            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+            scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
+            p = exp_scaled(scores, shift[:, None], qk_scale, EXACT)
+            p = kept_only(p, call, place, nheads_q, rows, keys)
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
-            acc = dot_add(round_to(p, v.dtype), v, acc, ACC, PRECISION)
+            acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.
     unseen = l_i == 0.0
-    l_i = tl.where(unseen, 1.0, l_i)
+    if call.dropout.seed_ptr is None:
+        c_i = l_i
+    if sinks_ptr is not None:
+        # One more score, whose value is 0. With sinks the scores are scaled.
+        sink = tl.load(sinks_ptr + head).to(ACC)
+        m_new = tl.maximum(m_i, sink)
+        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        acc = acc * alpha[:, None]
+        w_i = w_i * alpha[:, None]
+        c_i = c_i * alpha
+        m_i = m_new
+    else:
+        l_i = tl.where(unseen, 1.0, l_i)
     # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
-    out = round_to(tl.where(unseen[:, None], 0.0, acc / l_i[:, None]), out_ptr.dtype.element_ty)
-    row_base = (batch.to(tl.int64) * nheads_q + head) * seqlen_q
-    tl.store(lse_ptr + row_base + offs_m, m_i * scale + tl.log(l_i), mask=query_exists)
+    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
+    if call.dropout.seed_ptr is not None:
+        out = out * call.dropout.factor
+    out = round_to(out, results.out.ptr.dtype.element_ty)
+    stats = row_base(place, nheads_q, seqlen_q) + offs_m
+    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=query_exists)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
     m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
-    tl.store(row_max_ptr + row_base + offs_m, m_i, mask=query_exists)
-    tl.store(row_sum_ptr + row_base + offs_m, l_i, mask=query_exists)
-    out_head = head_base(out_ptr, batch, head, stride_ob, stride_oh)
-    store_tile(out_head, start_m, stride_os, seqlen_q, out, HEAD_DIM, BLOCK_M, BLOCK_D)
-    if KEEP_REST:
+    tl.store(results.row_max + stats, m_i, mask=query_exists)
+    tl.store(results.row_sum + stats, l_i, mask=query_exists)
+    out_head = head_base(results.out, place.batch, head, place.first_q)
+    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    if results.rest is not None:
         w_i = tl.max(w_i, 1)
         # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
         # passes unchanged, as it must for the backward to cancel it.
-        rest = encode_rest(acc / tl.where(unseen, 1.0, w_i)[:, None], out)
-        rest_head = head_base(rest_ptr, batch, head, stride_ob, stride_oh)
-        store_tile(rest_head, start_m, stride_os, seqlen_q, rest, HEAD_DIM, BLOCK_M, BLOCK_D)
+        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
+        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
+            exact = exact * (c_i / l_i)[:, None]
+        if call.dropout.seed_ptr is not None:
+            exact = exact * call.dropout.factor
+        rest = encode_rest(exact, out)
+        rest_head = head_base(results.rest, place.batch, head, place.first_q)
+        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    rest: torch.Tensor | None,
-    mask: DeviceMask,
-    rotation_q: Rotation | None,
-    scale: float,
-    precision: str,
-    config: TileConfig,
-) -> None:
-    """Fill the results, `rest` where it is given; layouts as in the module docstring.
+def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
+    """Fill the results; layouts as in the module docstring, and out and rest as tensors.
 
     There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
     """
-    batch, nheads_q, seqlen_q, head_dim = q.shape
-    n_tiles = triton.cdiv(seqlen_q, config.BLOCK_M)
-    attention_fwd[(n_tiles * nheads_q * batch,)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        row_max,
-        row_sum,
-        rest,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        nheads_q,
-        k.shape[1],
-        seqlen_q,
-        k.shape[2],
-        n_tiles,
-        scale,
-        scale * LOG2E.value,
-        HEAD_DIM=head_dim,
-        BLOCK_M=config.BLOCK_M,
-        BLOCK_N=config.BLOCK_N,
-        BLOCK_D=block_d(head_dim),
-        ACC=accumulator(q.dtype),
-        PRECISION=precision,
-        EXACT=is_exact(q.dtype),
-        KEEP_REST=rest is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **LAUNCH_OPTIONS,
-        **mask.arguments(),
-        **rotation_arguments(rotation_q),
+    config = problem.configs.fwd
+    n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
+    attention_fwd[(n_tiles * problem.shape.nheads_q * problem.shape.n_sequences,)](
+        heads(q),
+        heads(k),
+        heads(v),
+        problem.sinks,
+        results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest)),
+        problem.call,
+        rotation_arguments(problem.rotation_q),
+        softmax_scale=problem.softmax_scale,
+        **launch_arguments(q, v, problem, config, n_tiles),
     )

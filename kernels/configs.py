@@ -8,7 +8,7 @@ entries). The sequence length is not part of the key, so a new length compiles n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ import torch
 import triton
 
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
+
+# What is done for each pair besides the products: fields of an Entry.
+Work = Literal["streamed", "dense", "scored"]
 
 # Shared memory one program may use, in bytes.
 SHARED_MEMORY: dict[Arch, int] = {
@@ -46,6 +49,26 @@ class TileConfig:
         if self.num_stages < 1:
             raise ValueError(f"num_stages: got {self.num_stages}, allowed are 1 and more")
 
+    def within(self, block_q: int, block_k: int) -> TileConfig:
+        """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
+        block_m, block_n = (
+            min(tile, block & -block) for tile, block in ((self.BLOCK_M, block_q), (self.BLOCK_N, block_k))
+        )
+        return TileConfig(block_m, block_n, self.num_warps, self.num_stages)
+
+    def smaller(self, *, by_keys: bool = False) -> TileConfig:
+        """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
+
+        Hopper's matrix instructions take 64 rows.
+        """
+        rows, columns = (self.BLOCK_N, self.BLOCK_M) if by_keys else (self.BLOCK_M, self.BLOCK_N)
+        if rows > 64 or columns == 16:
+            rows = max(16, rows // 2)
+        else:
+            columns //= 2
+        block_m, block_n = (columns, rows) if by_keys else (rows, columns)
+        return TileConfig(block_m, block_n, self.num_warps, self.num_stages)
+
 
 @dataclass(frozen=True)
 class KernelConfigs:
@@ -55,17 +78,31 @@ class KernelConfigs:
     dkdv: TileConfig
     dq: TileConfig
 
+    def within(self, block_q: int, block_k: int) -> KernelConfigs:
+        """:meth:`TileConfig.within` a block, of each."""
+        return KernelConfigs(*(getattr(self, field.name).within(block_q, block_k) for field in fields(self)))
+
+    def smaller(self) -> KernelConfigs:
+        """:meth:`TileConfig.smaller` of each."""
+        return KernelConfigs(self.fwd.smaller(), self.dkdv.smaller(by_keys=True), self.dq.smaller())
+
 
 @dataclass(frozen=True)
 class Entry:
     """What one (architecture, dtype, head_dim) launches.
 
-    `dense` serves calls that read a ``(seqlen_q, seqlen_k)`` tensor (a boolean mask) tile by tile: that takes
-    registers, so the tiles are smaller. `streamed` serves all others.
+    `dense` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
+    registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more.
+    `streamed` serves all others.
     """
 
     streamed: KernelConfigs
     dense: KernelConfigs
+
+    @property
+    def scored(self) -> KernelConfigs:
+        """Half of the dense tiles."""
+        return self.dense.smaller()
 
 
 # Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
@@ -89,6 +126,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(32, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
         4: {
             64: Entry(
@@ -102,6 +143,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
+            ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -119,6 +164,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
         4: {
             64: Entry(
@@ -132,6 +181,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 16, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -149,6 +202,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 2)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
         4: {
             64: Entry(
@@ -162,6 +219,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -179,6 +240,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
         4: {
             64: Entry(
@@ -192,6 +257,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -209,6 +278,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
                 dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
         4: {
             64: Entry(
@@ -223,20 +296,29 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
+            512: Entry(
+                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+            ),
         },
     },
 }
 # fmt: on
 
 # attention_bwd_exact_rows, which runs for float32 only: largest head_dim -> config, on every architecture.
-EXACT_ROWS: dict[int, TileConfig] = {64: _T(16, 64, 8, 1), 128: _T(16, 16, 8, 1), 256: _T(32, 16, 8, 1)}
+EXACT_ROWS: dict[int, TileConfig] = {
+    64: _T(16, 64, 8, 1),
+    128: _T(16, 16, 8, 1),
+    256: _T(32, 16, 8, 1),
+    512: _T(16, 16, 8, 1),
+}
 
 # Small tiles, so that small inputs still take several blocks and ragged ones.
 INTERPRETER = KernelConfigs(fwd=TileConfig(32, 16, 4, 1), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
 
 
-def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, *, dense_mask: bool = False) -> KernelConfigs:
-    """The configs of an architecture for inputs of `head_dim` features of `dtype`.
+def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:
+    """The configs of an architecture for inputs of `head_dim` features of `dtype`, by the work for each pair.
 
     Raises:
         NotImplementedError: head_dim is beyond the table.
@@ -246,7 +328,7 @@ def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, *, dense_mask: bool = 
     by_head_dim = TABLE[arch][dtype.itemsize]
     for largest, entry in by_head_dim.items():
         if head_dim <= largest:
-            return entry.dense if dense_mask else entry.streamed
+            return getattr(entry, work)
     raise NotImplementedError(f"head_dim: got {head_dim}, allowed are 1 .. {max(by_head_dim)}")
 
 
@@ -255,6 +337,11 @@ def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
     if arch == "interpreter":
         return INTERPRETER.dq
     return next(config for largest, config in EXACT_ROWS.items() if head_dim <= largest)
+
+
+def has_backward(arch: Arch, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether tiles of the backward fit into the shared memory of an architecture."""
+    return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)
 
 
 def rope_rows(head_dim: int) -> int:
@@ -266,14 +353,14 @@ def rope_rows(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
 
 
-def exact_rows_for_tensor(x: torch.Tensor) -> TileConfig:
-    """The config of attention_bwd_exact_rows on the device of ``x``, ``(..., head_dim)``."""
-    return lookup_exact_rows(arch_of(x.device), x.shape[-1])
+def exact_rows_for_tensor(x: torch.Tensor, head_dim: int) -> TileConfig:
+    """The config of attention_bwd_exact_rows on the device of ``x``."""
+    return lookup_exact_rows(arch_of(x.device), head_dim)
 
 
-def for_tensor(x: torch.Tensor, *, dense_mask: bool) -> KernelConfigs:
-    """The configs for a launch on the device of ``x``, ``(..., head_dim)``."""
-    return lookup(arch_of(x.device), x.shape[-1], x.dtype, dense_mask=dense_mask)
+def for_tensor(x: torch.Tensor, head_dim: int, work: Work) -> KernelConfigs:
+    """The configs for a launch on the device of ``x``, with its dtype."""
+    return lookup(arch_of(x.device), head_dim, x.dtype, work)
 
 
 def arch_of(device: torch.device) -> Arch:

@@ -1,197 +1,335 @@
 """What a tile may see: the key blocks a query tile visits, the query blocks a key tile visits, and the mask.
 
-This file is the only place that computes either, for the forward and both backward kernels. A tile's blocks
-come in two runs: *full* blocks, in which every pair is visible and no mask arithmetic is done, and *boundary*
-blocks, where :func:`visible` decides pair by pair. Blocks in neither run are not visited at all.
+This file is the only place that computes either, for all kernels. A tile's blocks come in two kinds: *full* blocks, in
+which every pair is visible and no mask arithmetic is done, and *boundary* blocks, where :func:`visible` decides pair
+by pair. The full blocks are one run, with boundary blocks to its left and right. Blocks beyond these are not visited.
 
-Key blocks are counted from the first visible key of the batch and query blocks end at the last query, so that
-the ragged block always falls on the side of the diagonal, which is masked anyway.
+Without a lower bound key blocks are counted from the first visible key, and query blocks end at the last visible
+query, so that the ragged block always falls on the side of the diagonal, which is masked anyway.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS
+from fusedattn.kernels.pairs import Pairs, pair_pointers
 
-RANGE_BLOCK = 1024
-
-
-@triton.jit
-def load_key_range(key_range_ptr, batch, seqlen_k, HAS_PADDING: tl.constexpr):
-    """(start, stop, contiguous): all visible keys of the batch lie in [start, stop), with or without gaps."""
-    if HAS_PADDING:
-        base = key_range_ptr + batch.to(tl.int64) * 3
-        return tl.load(base), tl.load(base + 1), tl.load(base + 2)
-    else:
-        return 0, seqlen_k, 1
+# Larger than any length, and small enough to be added to one.
+UNBOUNDED = tl.constexpr(2**30)
 
 
-@triton.jit
-def key_blocks(
-    start_m,
-    seqlen_q,
-    key_start,
-    key_stop,
-    contiguous,
-    diagonal,
-    IS_CAUSAL: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(start, full_stop, stop) for queries ``start_m + arange(BLOCK_M)``.
+class DocumentArguments(NamedTuple):
+    """Numbers of documents, int32 ``(batch, seqlen)`` each; of a document that the other side lacks, negative.
 
-    Blocks at ``start, start + BLOCK_N, ...`` are full below `full_stop` and boundary blocks from there to `stop`.
+    The ranges, int32 ``(3, batch, seqlen)``, are for each query (key) the first key (query) of its document, the last
+    + 1, and again the last + 1, or 0 where others lie between.
     """
-    stop = key_stop
-    full_stop = key_stop
-    if IS_CAUSAL:
-        stop = tl.minimum(stop, tl.minimum(start_m + BLOCK_M, seqlen_q) + diagonal)
-        full_stop = tl.minimum(full_stop, start_m + diagonal + 1)
-    if HAS_ALLOWED:
-        n_full = 0
-    else:
-        n_full = tl.maximum(full_stop - key_start, 0) // BLOCK_N * contiguous
-    return key_start, key_start + n_full * BLOCK_N, stop
+
+    q_ptr: Any
+    k_ptr: Any
+    key_ranges_ptr: Any
+    query_ranges_ptr: Any
+    stride_rq: Any
+    stride_rk: Any
 
 
-@triton.jit
-def query_blocks(
-    start_n,
-    seqlen_q,
-    key_start,
-    key_stop,
-    contiguous,
-    diagonal,
-    IS_CAUSAL: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(start, n_boundary, n_full) for keys ``start_n + arange(BLOCK_N)``.
+class LayoutArguments(NamedTuple):
+    """Blocks of block_q queries and block_k keys, of ``(sequences or 1, nheads_q or 1)`` matrices of blocks.
 
-    Of the blocks at ``start, start + BLOCK_M, ...``, which end at `seqlen_q`, the first `n_boundary` are boundary
-    blocks and the other `n_full` full. `start` may be negative: the first block then reaches before row 0.
+    The lists have, for each row of blocks (columns, for the queries), how many are visible and which, int32.
     """
-    first = 0
-    first_full = 0
-    if IS_CAUSAL:
-        first = tl.maximum(start_n - diagonal, 0)
-        first_full = tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0)
-    keys_hidden = (start_n + BLOCK_N <= key_start) | (start_n >= key_stop)
-    n_blocks = tl.where(keys_hidden, 0, tl.cdiv(tl.maximum(seqlen_q - first, 0), BLOCK_M))
-    keys_full = (start_n >= key_start) & (start_n + BLOCK_N <= key_stop) & (contiguous != 0)
-    if HAS_ALLOWED:
-        n_full = 0
-    else:
-        n_full = tl.where(keys_full, tl.minimum(tl.maximum(seqlen_q - first_full, 0) // BLOCK_M, n_blocks), 0)
-    return seqlen_q - n_blocks * BLOCK_M, n_blocks - n_full, n_full
+
+    key_counts_ptr: Any
+    key_lists_ptr: Any
+    query_counts_ptr: Any
+    query_lists_ptr: Any
+    blocks_ptr: Any
+    stride_b: Any
+    stride_h: Any
+    n_q: Any
+    n_k: Any
+    block_q: Any
+    block_k: Any
+
+
+class MaskArguments(NamedTuple):
+    """A mask as the kernels read it; what is None, or False, masks nothing.
+
+    `key_range_ptr` has what :mod:`fusedattn.kernels.key_range` made of `valid_ptr`, which is ``(batch, seqlen_k)``.
+    `prefix_ptr`, ``(sequences,)``, goes with the diagonal that ends at the last key (PREFIX_AT_END) or starts at the
+    first. BY_PAIR: only :func:`visible` knows what a block shows, so that none counts as full. MAY_HIDE_ROWS: a query
+    may see nothing for another reason than that it comes before all keys.
+    """
+
+    HAS_LOWER: Any
+    HAS_UPPER: Any
+    BY_PAIR: Any
+    MAY_HIDE_ROWS: Any
+    valid_ptr: Any
+    key_range_ptr: Any
+    allowed: Pairs
+    prefix_ptr: Any
+    PREFIX_AT_END: Any
+    documents: DocumentArguments
+    layout: LayoutArguments
+    FUNCTION: Any
+    function_args: Any
+
+
+class Bounds(NamedTuple):
+    """Query ``i`` sees keys ``i + lower <= j <= i + upper`` that lie in ``[key_start, key_stop)``.
+
+    `contiguous` where that range has no gaps. The prefix is visible to all, and what lies at most `prefix_upper` from
+    a query to it.
+    """
+
+    lower: Any
+    upper: Any
+    key_start: Any
+    key_stop: Any
+    contiguous: Any
+    prefix: Any
+    prefix_upper: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks at `start`: `n_left` boundary blocks, `n_full` full ones, then the rest of the `n_boundary`."""
+
+    start: Any
+    n_left: Any
+    n_full: Any
+    n_boundary: Any
 
 
 @triton.jit
-def load_key_visible(offs_n, key_start, key_stop, valid_ptr, HAS_PADDING: tl.constexpr):
-    """Which of the keys `offs_n` any query may see, ``(BLOCK_N,)``: inside the range, and valid."""
-    inside = (offs_n >= key_start) & (offs_n < key_stop)
-    if HAS_PADDING:
-        inside = inside & (tl.load(valid_ptr + offs_n, mask=inside, other=0) != 0)
+def bounds_of(mask, place, lower_start, upper_start, lower_end, upper_end):
+    """The :class:`Bounds` of a sequence; the `_end` ones count from the diagonal that ends at the last key."""
+    at_end = place.seqlen_k - place.seqlen_q
+    lower = tl.maximum(lower_start, lower_end + at_end)
+    upper = tl.minimum(upper_start, upper_end + at_end)
+    prefix = 0
+    prefix_upper = 0
+    if mask.prefix_ptr is not None:
+        prefix = tl.load(mask.prefix_ptr + place.sequence)
+        if mask.PREFIX_AT_END:
+            prefix_upper = at_end
+    if mask.key_range_ptr is not None:
+        ptr = mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3
+        return Bounds(lower, upper, tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), prefix, prefix_upper)
+    else:
+        return Bounds(lower, upper, 0, place.seqlen_k, 1, prefix, prefix_upper)
+
+
+@triton.jit
+def _document_range(ranges_ptr, stride, base, offs, exists):
+    """(start, stop, full_start, full_stop) of what `offs`, ``(BLOCK,)``, see: some of them, and all of them."""
+    ptrs = ranges_ptr + base + offs
+    starts = tl.load(ptrs, mask=exists, other=UNBOUNDED)
+    stops = tl.load(ptrs + stride, mask=exists, other=0)
+    full_stops = tl.load(ptrs + 2 * stride, mask=exists, other=UNBOUNDED)
+    return tl.min(starts, 0), tl.max(stops, 0), tl.max(tl.where(exists, starts, 0), 0), tl.min(full_stops, 0)
+
+
+@triton.jit
+def key_blocks(mask, place, bounds, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit."""
+    if mask.layout.key_lists_ptr is not None:
+        row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
+        n = tl.load(mask.layout.key_counts_ptr + row) * (mask.layout.block_k // BLOCK_N)
+        return Blocks(0, n, 0, n)
+    else:
+        last = tl.minimum(start_m + BLOCK_M, place.seqlen_q) - 1
+        start = bounds.key_start
+        stop = bounds.key_stop
+        full_start = start
+        full_stop = stop
+        if mask.HAS_UPPER:
+            stop = tl.minimum(stop, last + bounds.upper + 1)
+            full_stop = tl.minimum(full_stop, start_m + bounds.upper + 1)
+        if mask.prefix_ptr is not None:
+            stop = tl.minimum(stop, tl.maximum(last + bounds.prefix_upper + 1, bounds.prefix))
+            full_stop = tl.minimum(full_stop, tl.maximum(start_m + bounds.prefix_upper + 1, bounds.prefix))
+        if mask.HAS_LOWER:
+            start = tl.maximum(start, start_m + bounds.lower)
+            full_start = tl.maximum(full_start, last + bounds.lower)
+        if mask.documents.q_ptr is not None:
+            rows = start_m + tl.arange(0, BLOCK_M)
+            first, end, full_first, full_end = _document_range(
+                mask.documents.key_ranges_ptr, mask.documents.stride_rq, place.query_base, rows, rows < place.seqlen_q
+            )
+            # Packed, the range counts from the start of the tensor.
+            start = tl.maximum(start, first - place.first_k)
+            stop = tl.minimum(stop, end - place.first_k)
+            full_start = tl.maximum(full_start, full_first - place.first_k)
+            full_stop = tl.minimum(full_stop, full_end - place.first_k)
+        if mask.BY_PAIR:
+            n = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N)
+            return Blocks(start, n, 0, n)
+        else:
+            n_left = 0
+            if mask.HAS_LOWER or mask.documents.q_ptr is not None:
+                n_left = tl.cdiv(tl.maximum(tl.minimum(full_start, stop) - start, 0), BLOCK_N)
+            first_full = start + n_left * BLOCK_N
+            n_full = tl.maximum(full_stop - first_full, 0) // BLOCK_N * bounds.contiguous
+            n_right = tl.cdiv(tl.maximum(stop - first_full - n_full * BLOCK_N, 0), BLOCK_N)
+            return Blocks(start, n_left, n_full, n_left + n_right)
+
+
+@triton.jit
+def boundary_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
+    """The first key of boundary block `i` of the queries from `start_m` on."""
+    if mask.layout.key_lists_ptr is not None:
+        row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
+        parts = mask.layout.block_k // BLOCK_N
+        block = tl.load(mask.layout.key_lists_ptr + row * mask.layout.n_k + i // parts)
+        return block * mask.layout.block_k + i % parts * BLOCK_N
+    else:
+        return _boundary_start(i, blocks, BLOCK_N)
+
+
+@triton.jit
+def any_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
+    """The first key of block `i`, full blocks counted first, for who takes all for boundary blocks."""
+    if i < blocks.n_full:
+        start_n = blocks.start + (blocks.n_left + i) * BLOCK_N
+    else:
+        start_n = boundary_keys(i - blocks.n_full, blocks, mask, place, start_m, BLOCK_N)
+    return start_n
+
+
+@triton.jit
+def query_blocks(mask, place, bounds, group, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The :class:`Blocks` of BLOCK_M queries that keys ``start_n + arange(BLOCK_N)`` visit.
+
+    They hold for each of the `group` heads from that of `place` on; where a layout has less for one of them,
+    :func:`boundary_queries` answers with a query beyond the last. `start` may be negative: the first block then reaches
+    before row 0.
+    """
+    keys_hidden = (start_n + BLOCK_N <= bounds.key_start) | (start_n >= bounds.key_stop)
+    if mask.layout.key_lists_ptr is not None:
+        column = _layout_row(mask.layout, place, start_n // mask.layout.block_k, mask.layout.n_k)
+        n = tl.load(mask.layout.query_counts_ptr + column)
+        for i in range(1, group):
+            next_column = column + tl.cast(i, tl.int64) * mask.layout.stride_h * mask.layout.n_k
+            n = tl.maximum(n, tl.load(mask.layout.query_counts_ptr + next_column))
+        n = tl.where(keys_hidden, 0, n * (mask.layout.block_q // BLOCK_M))
+        return Blocks(0, n, 0, n)
+    else:
+        last = start_n + BLOCK_N - 1
+        start = 0
+        stop = place.seqlen_q
+        full_start = 0
+        full_stop = stop
+        if mask.HAS_UPPER:
+            start = tl.maximum(start, start_n - bounds.upper)
+            full_start = tl.maximum(full_start, last - bounds.upper)
+        if mask.prefix_ptr is not None:
+            start = tl.maximum(start, tl.where(start_n < bounds.prefix, 0, start_n - bounds.prefix_upper))
+            full_start = tl.maximum(full_start, tl.where(last < bounds.prefix, 0, last - bounds.prefix_upper))
+        if mask.HAS_LOWER:
+            stop = tl.minimum(stop, tl.minimum(last, bounds.key_stop - 1) - bounds.lower + 1)
+            full_stop = tl.minimum(full_stop, start_n - bounds.lower + 1)
+        if mask.documents.q_ptr is not None:
+            keys = start_n + tl.arange(0, BLOCK_N)
+            first, end, full_first, full_end = _document_range(
+                mask.documents.query_ranges_ptr, mask.documents.stride_rk, place.key_base, keys, keys < place.seqlen_k
+            )
+            start = tl.maximum(start, first - place.first_q)
+            stop = tl.minimum(stop, end - place.first_q)
+            full_start = tl.maximum(full_start, full_first - place.first_q)
+            full_stop = tl.minimum(full_stop, full_end - place.first_q)
+        stop = tl.where(keys_hidden, start, stop)
+        if mask.BY_PAIR:
+            n = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M)
+            return Blocks(stop - n * BLOCK_M, n, 0, n)
+        else:
+            n_right = 0
+            if mask.HAS_LOWER or mask.documents.q_ptr is not None:
+                n_right = tl.cdiv(tl.maximum(stop - tl.maximum(full_stop, start), 0), BLOCK_M)
+            end_full = stop - n_right * BLOCK_M
+            keys_full = (start_n >= bounds.key_start) & (last < bounds.key_stop) & (bounds.contiguous != 0)
+            n_full = tl.where(keys_full, tl.maximum(end_full - full_start, 0) // BLOCK_M, 0)
+            n_left = tl.cdiv(tl.maximum(end_full - n_full * BLOCK_M - start, 0), BLOCK_M)
+            return Blocks(end_full - (n_left + n_full) * BLOCK_M, n_left, n_full, n_left + n_right)
+
+
+@triton.jit
+def boundary_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
+    """The first query of boundary block `i` of the keys from `start_n` on."""
+    if mask.layout.key_lists_ptr is not None:
+        column = _layout_row(mask.layout, place, start_n // mask.layout.block_k, mask.layout.n_k)
+        parts = mask.layout.block_q // BLOCK_M
+        block = tl.load(mask.layout.query_lists_ptr + column * mask.layout.n_q + i // parts)
+        in_list = i < tl.load(mask.layout.query_counts_ptr + column) * parts
+        return tl.where(in_list, block * mask.layout.block_q + i % parts * BLOCK_M, place.seqlen_q)
+    else:
+        return _boundary_start(i, blocks, BLOCK_M)
+
+
+@triton.jit
+def _boundary_start(i, blocks, BLOCK: tl.constexpr):
+    return blocks.start + (i + tl.where(i >= blocks.n_left, blocks.n_full, 0)) * BLOCK
+
+
+@triton.jit
+def _layout_row(layout, place, block, n):
+    """Where `block` lies among the rows (n = n_q) or columns (n = n_k) of blocks of all matrices."""
+    matrix = tl.cast(place.sequence, tl.int64) * layout.stride_b + place.head * layout.stride_h
+    return matrix * n + block
+
+
+@triton.jit
+def tile_visited(mask, place, bounds, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether queries ``start_m + arange(BLOCK_M)`` visit keys ``start_n + arange(BLOCK_N)``, for tiles on any grid."""
+    if mask.layout.blocks_ptr is not None:
+        row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
+        shown = tl.load(mask.layout.blocks_ptr + row * mask.layout.n_k + start_n // mask.layout.block_k) != 0
+        return shown & (start_m < place.seqlen_q) & (start_n < bounds.key_stop) & (start_n + BLOCK_N > bounds.key_start)
+    else:
+        blocks = key_blocks(mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+        n = blocks.n_full + blocks.n_boundary
+        inside = (start_n + BLOCK_N > blocks.start) & (start_n < blocks.start + n * BLOCK_N)
+        return (start_m < place.seqlen_q) & (n > 0) & inside
+
+
+@triton.jit
+def load_key_visible(mask, place, bounds, keys):
+    """Which `keys`, ``(BLOCK_N,)``, any query may see: inside the range, and valid."""
+    inside = (keys >= bounds.key_start) & (keys < bounds.key_stop)
+    if mask.valid_ptr is not None:
+        inside = inside & (tl.load(mask.valid_ptr + place.key_base + keys, mask=inside, other=0) != 0)
     return inside
 
 
 @triton.jit
-def visible(
-    start_m,
-    start_n,
-    offs_m,
-    offs_n,
-    query_exists,
-    key_visible,
-    diagonal,
-    allowed_ptr,
-    stride_aq,
-    stride_ak,
-    IS_CAUSAL: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr,
-):
-    """Whether query ``offs_m`` sees key ``offs_n``, pairwise: ``(M, 1)`` with ``(1, N)``, or transposed.
-
-    `query_exists` and `key_visible` have the shapes of `offs_m` and `offs_n`.
-    """
-    pairs = query_exists & key_visible
-    if IS_CAUSAL:
-        pairs = pairs & (offs_n <= offs_m + diagonal)
-    if HAS_ALLOWED:
-        # A materialised mask may exceed 2^31 elements within one head: the tile's corner is added in int64.
-        corner = allowed_ptr + tl.cast(start_m, tl.int64) * stride_aq + tl.cast(start_n, tl.int64) * stride_ak
-        inside = (offs_m - start_m) * stride_aq + (offs_n - start_n) * stride_ak
-        pairs = pairs & (tl.load(corner + inside, mask=pairs, other=0) != 0)
-    return pairs
+def clamped(offs, seqlen):
+    """Indices for users' functions, which may read with them: rows and keys beyond the sequence become its last."""
+    return tl.minimum(tl.maximum(offs, 0), seqlen - 1)
 
 
 @triton.jit
-def _key_range(valid_ptr, key_range_ptr, seqlen_k, BLOCK: tl.constexpr):
-    """One program per batch: reduce ``valid`` to (first visible, last visible + 1, no gaps)."""
-    batch = tl.program_id(0)
-    row = valid_ptr + batch.to(tl.int64) * seqlen_k
-    first = seqlen_k
-    stop = 0
-    count = 0
-    for start in range(0, seqlen_k, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        seen = tl.load(row + offs, mask=offs < seqlen_k, other=0) != 0
-        first = tl.minimum(first, tl.min(tl.where(seen, offs, seqlen_k), 0))
-        stop = tl.maximum(stop, tl.max(tl.where(seen, offs + 1, 0), 0))
-        count += tl.sum(seen.to(tl.int32), 0)
-    base = key_range_ptr + batch.to(tl.int64) * 3
-    tl.store(base, tl.minimum(first, stop))  # nothing visible: the empty range [0, 0)
-    tl.store(base + 1, stop)
-    tl.store(base + 2, (count == stop - first).to(tl.int32))
+def visible(mask, place, bounds, start_m, start_n, rows, keys, query_exists, key_visible):
+    """Whether queries `rows` see `keys`, pairwise: ``(M, 1)`` with ``(1, N)``, or transposed.
 
-
-def key_range(valid: torch.Tensor) -> torch.Tensor:
-    """The visible range of each batch, computed on the device: no synchronisation.
-
-    Args:
-        valid: uint8 ``(batch, seqlen_k)``, contiguous.
-
-    Returns:
-        int32 ``(batch, 3)``: first visible key, last visible key + 1, and 1 where there is no gap between.
+    `query_exists` and `key_visible` have the shapes of `rows` and `keys`. A layout has decided before.
     """
-    batch, seqlen_k = valid.shape
-    out = torch.empty(batch, 3, dtype=torch.int32, device=valid.device)
-    _key_range[(batch,)](valid, out, seqlen_k, BLOCK=RANGE_BLOCK, num_warps=4, **LAUNCH_OPTIONS)
-    return out
-
-
-@dataclass(frozen=True)
-class DeviceMask:
-    """A mask as the kernels read it.
-
-    Attributes:
-        diagonal: query ``i`` sees keys ``j <= i + diagonal``; None when not causal.
-        valid: uint8 ``(batch, seqlen_k)``, contiguous, or None.
-        key_range: what :func:`key_range` made of `valid`, or None.
-        allowed: uint8 ``(batch, nheads_q, seqlen_q, seqlen_k)``, any strides (0 where broadcast), or None.
-    """
-
-    diagonal: int | None
-    valid: torch.Tensor | None
-    key_range: torch.Tensor | None
-    allowed: torch.Tensor | None
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of every kernel that masks."""
-        strides = (0, 0, 0, 0) if self.allowed is None else self.allowed.stride()
-        return {
-            "key_range_ptr": self.key_range,
-            "valid_ptr": self.valid,
-            "allowed_ptr": self.allowed,
-            **dict(zip(("stride_ab", "stride_ah", "stride_aq", "stride_ak"), strides, strict=True)),
-            "diagonal": self.diagonal or 0,
-            "IS_CAUSAL": self.diagonal is not None,
-            "HAS_PADDING": self.valid is not None,
-            "HAS_ALLOWED": self.allowed is not None,
-        }
+    pairs = query_exists & key_visible
+    if mask.HAS_UPPER:
+        pairs = pairs & (keys <= rows + bounds.upper)
+    if mask.HAS_LOWER:
+        pairs = pairs & (keys >= rows + bounds.lower)
+    if mask.prefix_ptr is not None:
+        pairs = pairs & ((keys <= rows + bounds.prefix_upper) | (keys < bounds.prefix))
+    if mask.documents.q_ptr is not None:
+        of_query = tl.load(mask.documents.q_ptr + place.query_base + rows, mask=query_exists, other=-1)
+        of_key = tl.load(mask.documents.k_ptr + place.key_base + keys, mask=key_visible, other=-2)
+        pairs = pairs & (of_query == of_key)
+    if mask.allowed.ptr is not None:
+        ptrs = pair_pointers(mask.allowed, place, start_m, start_n, rows, keys)
+        pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
+    if mask.FUNCTION is not None:
+        pairs = pairs & mask.FUNCTION(
+            place.sequence, place.head, clamped(rows, place.seqlen_q), clamped(keys, place.seqlen_k), mask.function_args
+        )
+    return pairs

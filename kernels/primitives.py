@@ -5,6 +5,8 @@ the features beyond HEAD_DIM are zero. ACC is the dtype that sums and exponentia
 float64 for float64 inputs.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # rounds; and its products are NumPy's, whose order of summation is no GPU's. When interpreting, bfloat16 is widened
 # and rounded here, and a product is rounded once: what remains is the error of the algorithm.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+class Heads(NamedTuple):
+    """A ``(batch, nheads, seqlen, n)`` tensor as a kernel takes it; the last dimension is contiguous."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
 
 
 @triton.jit
@@ -32,9 +43,10 @@ def program_tile(n_tiles, nheads, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def head_base(ptr, batch, head, stride_b, stride_h):
-    """Pointer to the (seqlen, head_dim) matrix of one head; int64, as tensors may exceed 2^31 elements."""
-    return ptr + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+def head_base(x, batch, head, first):
+    """Pointer to row `first` of one head of a :class:`Heads`; int64, as tensors may exceed 2^31 elements."""
+    head_ptr = x.ptr + tl.cast(batch, tl.int64) * x.stride_b + tl.cast(head, tl.int64) * x.stride_h
+    return head_ptr + tl.cast(first, tl.int64) * x.stride_s
 
 
 @triton.jit
@@ -224,6 +236,11 @@ def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
         return exp_scaled(scores, shift, qk_scale, True) * factor
     else:
         return tl.math.exp2(scores * qk_scale - shift)
+
+
+def heads(x: torch.Tensor) -> Heads:
+    """``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension, for a kernel."""
+    return Heads(x, *x.stride()[:3])
 
 
 def block_d(head_dim: int) -> int:

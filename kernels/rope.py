@@ -10,7 +10,7 @@ The gradient of a rotated tensor is turned back by the transpose. That is the in
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,53 +21,65 @@ from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
     head_base,
+    heads,
     load_tile,
     program_tile,
     store_tile,
     widen,
 )
+from fusedattn.kernels.sequences import Sequences, Shape, place_of
+
+
+class RotationArguments(NamedTuple):
+    """A :class:`Rotation` as kernels take it; ROTARY_DIM == 0 where nothing rotates."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    positions_ptr: Any
+    stride_tb: Any
+    stride_pb: Any
+    INTERLEAVED: Any
+    ROTARY_DIM: Any
+
+
+NO_ROTATION = RotationArguments(None, None, None, 0, 0, tl.constexpr(False), tl.constexpr(0))
 
 
 @triton.jit
 def rotate_tile(
     x,
+    rotation,
     start,
     seqlen,
     batch,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    stride_tb,
-    stride_pb,
-    n_positions,
+    first,
     position_offset,
+    n_positions,
     TRANSPOSE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """Rotate the first ROTARY_DIM features of rows ``start + arange(BLOCK)``; ``(BLOCK, BLOCK_D)``, in ACC.
 
-    Rows stand at ``positions[row]``, or at ``row + position_offset``. A position outside the tables makes its
+    Rows stand at ``positions[first + row]``, or at ``row + position_offset``. A position outside the tables makes its
     row NaN: there is no table entry that would be right.
     """
-    HALF: tl.constexpr = ROTARY_DIM // 2
+    HALF: tl.constexpr = rotation.ROTARY_DIM // 2
     rows = start + tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     exists = (rows >= 0) & (rows < seqlen)
-    if HAS_POSITIONS:
-        positions = tl.load(positions_ptr + batch.to(tl.int64) * stride_pb + rows, mask=exists, other=0)
+    if rotation.positions_ptr is not None:
+        positions_row = rotation.positions_ptr + tl.cast(batch, tl.int64) * rotation.stride_pb + first
+        positions = tl.load(positions_row + rows, mask=exists, other=0)
     else:
         positions = rows + position_offset
     in_table = (positions >= 0) & (positions < n_positions)
     no_entry = exists & ~in_table
 
     # Feature d rotates with `partner[d]`, by the angle of pair `pair[d]`; `sign` is that of the sine.
-    rotates = offs_d < ROTARY_DIM
-    if INTERLEAVED:
+    rotates = offs_d < rotation.ROTARY_DIM
+    if rotation.INTERLEAVED:
         pair = offs_d // 2
         partner = tl.where(rotates, offs_d ^ 1, offs_d)
         is_first = offs_d % 2 == 0
@@ -80,75 +92,56 @@ def rotate_tile(
     else:
         sign = tl.where(is_first, -1.0, 1.0)
 
-    table = batch.to(tl.int64) * stride_tb + positions.to(tl.int64)[:, None] * HALF + pair[None, :]
+    table = tl.cast(batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF + pair[None, :]
     entry = (exists & in_table)[:, None] & rotates[None, :]
-    cos = tl.load(cos_ptr + table, mask=entry, other=1.0)
+    cos = tl.load(rotation.cos_ptr + table, mask=entry, other=1.0)
     if not TRANSPOSE:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
         cos = tl.where(no_entry[:, None] & rotates[None, :], float("nan"), cos)
     cos = cos.to(ACC)
-    sin = (tl.load(sin_ptr + table, mask=entry, other=0.0) * sign[None, :]).to(ACC)
+    sin = (tl.load(rotation.sin_ptr + table, mask=entry, other=0.0) * sign[None, :]).to(ACC)
 
     x = widen(x, ACC)
     swapped = tl.gather(x, tl.broadcast_to(partner[None, :], (BLOCK, BLOCK_D)), 1)
     return x * cos + swapped * sin
 
 
-@triton.jit(do_not_specialize=["seqlen", "n_positions", "position_offset", "n_tiles"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
 def _rope(
-    x_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_tb,
-    stride_pb,
+    x,
+    out,
+    sequences,
+    rotation,
     nheads,
-    seqlen,
+    seqlen_q,
+    seqlen_k,
     n_positions,
-    position_offset,
     n_tiles,
-    INTERLEAVED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One program rotates BLOCK rows of one head."""
-    tile, head, batch = program_tile(n_tiles, nheads, REVERSED=False)
+    """One program rotates BLOCK rows of one head, of queries or of keys."""
+    tile, head, sequence = program_tile(n_tiles, nheads, REVERSED=False)
+    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    if OF_QUERIES:
+        first = place.first_q
+        seqlen = place.seqlen_q
+        position_offset = place.seqlen_k - place.seqlen_q
+    else:
+        first = place.first_k
+        seqlen = place.seqlen_k
+        position_offset = 0
     start = tile * BLOCK
     row_exists = start + tl.arange(0, BLOCK) < seqlen
-    x = load_tile(
-        head_base(x_ptr, batch, head, stride_xb, stride_xh),
-        start,
-        stride_xs,
-        row_exists,
-        True,
-        HEAD_DIM,
-        BLOCK,
-        BLOCK_D,
+    x_head = head_base(x, place.batch, head, first)
+    tile_x = load_tile(x_head, start, x.stride_s, row_exists, True, HEAD_DIM, BLOCK, BLOCK_D)
+    tile_x = rotate_tile(
+        tile_x, rotation, start, seqlen, place.batch, first, position_offset, n_positions, False, BLOCK, BLOCK_D, ACC
     )
-    x = rotate_tile(
-        x, start, seqlen, batch, cos_ptr, sin_ptr, positions_ptr, stride_tb, stride_pb, n_positions, position_offset,
-        False, INTERLEAVED, HAS_POSITIONS, ROTARY_DIM, BLOCK, BLOCK_D, ACC,
-    )  # fmt: skip
-    store_tile(
-        head_base(out_ptr, batch, head, stride_ob, stride_oh),
-        start,
-        stride_os,
-        seqlen,
-        x,
-        HEAD_DIM,
-        BLOCK,
-        BLOCK_D,
-    )
+    out_head = head_base(out, place.batch, head, first)
+    store_tile(out_head, start, out.stride_s, seqlen, tile_x, HEAD_DIM, BLOCK, BLOCK_D)
 
 
 @dataclass(frozen=True)
@@ -157,82 +150,67 @@ class Rotation:
 
     Attributes:
         cos, sin: float32 ``(batch or 1, n_positions, rotary_dim / 2)``, contiguous.
-        positions: int ``(batch or 1, seqlen)``, contiguous, or None for ``row + offset``.
-        offset: position of row 0 when `positions` is None.
+        positions: int ``(batch or 1, seqlen)``, contiguous, or None: then keys count from 0, and the last query stands
+            where the last key does.
         interleaved: pairs ``(2i, 2i + 1)`` rather than ``(i, i + rotary_dim / 2)``.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     positions: torch.Tensor | None
-    offset: int
     interleaved: bool
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of every kernel that calls :func:`rotate_tile`."""
-        n_positions, half = self.cos.shape[-2:]
-        return {
-            "cos_ptr": self.cos,
-            "sin_ptr": self.sin,
-            "positions_ptr": self.positions,
-            "stride_tb": n_positions * half if self.cos.shape[0] > 1 else 0,
-            "stride_pb": _batch_stride(self.positions),
-            "n_positions": n_positions,
-            "position_offset": self.offset,
-            "INTERLEAVED": self.interleaved,
-            "HAS_POSITIONS": self.positions is not None,
-            "ROTARY_DIM": 2 * half,
-        }
+    @property
+    def n_positions(self) -> int:
+        """Rows of the tables."""
+        return self.cos.shape[-2]
 
 
-# What those arguments are when nothing rotates: ROTARY_DIM == 0 removes the code.
-NO_ROTATION: dict[str, Any] = {
-    "cos_ptr": None,
-    "sin_ptr": None,
-    "positions_ptr": None,
-    "stride_tb": 0,
-    "stride_pb": 0,
-    "n_positions": 0,
-    "position_offset": 0,
-    "INTERLEAVED": False,
-    "HAS_POSITIONS": False,
-    "ROTARY_DIM": 0,
-}
+def rotation_arguments(rotation: Rotation | None) -> RotationArguments:
+    """For a kernel that may or may not rotate."""
+    if rotation is None:
+        return NO_ROTATION
+    n_positions, half = rotation.cos.shape[-2:]
+    return RotationArguments(
+        rotation.cos,
+        rotation.sin,
+        rotation.positions,
+        n_positions * half if rotation.cos.shape[0] > 1 else 0,
+        _batch_stride(rotation.positions),
+        tl.constexpr(rotation.interleaved),
+        tl.constexpr(2 * half),
+    )
 
 
-def rotation_arguments(rotation: Rotation | None) -> dict[str, Any]:
-    """Keyword arguments for a kernel that may or may not rotate."""
-    return NO_ROTATION if rotation is None else rotation.arguments()
-
-
-def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, rotation: Rotation, sequences: Sequences, shape: Shape, *, of_queries: bool
+) -> torch.Tensor:
     """A rotated copy of ``x``, ``(batch, nheads, seqlen, head_dim)`` with a contiguous last dimension.
 
-    The copy is contiguous. Computed in float32 (float64 for float64) and rounded once.
+    The copy is contiguous. Computed in float32 (float64 for float64) and rounded once. ``x`` are the queries or the
+    keys of an attention of this `shape`.
     """
-    batch, nheads, seqlen, head_dim = x.shape
+    nheads, head_dim = x.shape[1], x.shape[3]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = rope_rows(head_dim)
-    n_tiles = triton.cdiv(seqlen, block)
-    _rope[(n_tiles * nheads * batch,)](
-        x,
-        out,
-        stride_xb=x.stride(0),
-        stride_xh=x.stride(1),
-        stride_xs=x.stride(2),
-        stride_ob=out.stride(0),
-        stride_oh=out.stride(1),
-        stride_os=out.stride(2),
-        nheads=nheads,
-        seqlen=seqlen,
-        n_tiles=n_tiles,
+    n_tiles = triton.cdiv(shape.max_seqlen_q if of_queries else shape.max_seqlen_k, block)
+    _rope[(n_tiles * nheads * shape.n_sequences,)](
+        heads(x),
+        heads(out),
+        sequences,
+        rotation_arguments(rotation),
+        nheads,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        rotation.n_positions,
+        n_tiles,
+        OF_QUERIES=of_queries,
         HEAD_DIM=head_dim,
         BLOCK=block,
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(x.dtype),
         num_warps=4,
         **LAUNCH_OPTIONS,
-        **rotation.arguments(),
     )
     return out
 

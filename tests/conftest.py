@@ -117,13 +117,44 @@ def inputs_of(case: Case) -> testing.Inputs:
 
 
 def leaves(inputs: testing.Inputs) -> list[Tensor]:
-    """q, k and v, to differentiate by."""
+    """q, k and v, to differentiate by; what else has gradients stays a constant."""
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
 
 def options(inputs: testing.Inputs) -> dict[str, Any]:
     """The keyword arguments of `attention` that `inputs` fix."""
-    return {"mask": inputs.mask, "rope": inputs.rope, "scale": inputs.scale}
+    return inputs.options
+
+
+def member(inputs: testing.Inputs, b: int) -> testing.Inputs:
+    """Batch `b` alone; functions and dropout, which know the number of a batch, take it for the first."""
+
+    def row(x: Any) -> Any:
+        return x if x is None or x.shape[0] == 1 else x[b : b + 1]
+
+    def of_scores(x: Any) -> Any:
+        return x if x is None or x.dim() < 4 else row(x)
+
+    mask, rope, bias = inputs.mask, inputs.rope, inputs.bias
+    prefix, documents, layout = mask.prefix, mask.documents, mask.layout
+    mask = replace(
+        mask,
+        valid=row(mask.valid),
+        allowed=of_scores(mask.allowed),
+        prefix=None if prefix is None else replace(prefix, lengths=row(prefix.lengths)),
+        documents=None if documents is None else replace(documents, q=row(documents.q), k=row(documents.k)),
+        layout=None if layout is None else replace(layout, blocks=of_scores(layout.blocks)),
+    )
+    if rope is not None:
+        tables = {name: getattr(rope, name) for name in ("cos", "sin")}
+        rope = replace(rope, **{name: x if x.dim() == 2 else row(x) for name, x in tables.items()})
+        positions = {name: getattr(rope, name) for name in ("positions_q", "positions_k")}
+        rope = replace(rope, **{name: x if x is None or x.dim() == 1 else row(x) for name, x in positions.items()})
+    if bias is not None:
+        slopes = bias.slopes if bias.slopes is None or bias.slopes.dim() == 1 else row(bias.slopes)
+        bias = replace(bias, tensor=of_scores(bias.tensor), slopes=slopes, relative=of_scores(bias.relative))
+    rows = {name: getattr(inputs, name)[b : b + 1] for name in ("q", "k", "v", "dout", "dlse")}
+    return replace(inputs, **rows, mask=mask, rope=rope, bias=bias)
 
 
 def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit: float = 1.0) -> None:
@@ -179,15 +210,18 @@ def assert_results_accurate(
         actual, truth, eager = (
             {name: x[name].masked_fill(out, 0.0) for name, out in left_out.items()} for x in (actual, truth, eager)
         )
-    ratios = {name: testing.compare(actual[name], truth[name], eager[name]) for name in testing.TENSORS}
+    assert set(actual) == set(testing.results_of(inputs))
+    ratios = testing.compare_results(dict(actual), dict(truth), dict(eager), inputs.q.dtype)
     bad = {name: r for name, r in ratios.items() if not r.used <= limit}
     if bad:
         terms = sum_of_terms(inputs)
-        unit = TERMS_LIMIT[inputs.q.dtype] * torch.finfo(inputs.q.dtype).eps
         for name in list(bad):
+            # A bias may be of fewer bits than q.
+            dtype = max(inputs.q.dtype, actual[name].dtype, key=lambda d: torch.finfo(d).eps)
+            unit = TERMS_LIMIT[dtype] * torch.finfo(dtype).eps
             error = (actual[name].double() - truth[name]).abs()
             same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
-            if (same | (error <= unit * terms[name] + torch.finfo(inputs.q.dtype).tiny)).all():
+            if (same | (error <= unit * terms[name] + torch.finfo(dtype).tiny)).all():
                 del bad[name]
     assert_ratios(bad, what, limit)
 
@@ -199,19 +233,22 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
     scores, which is a factor of everything.
     """
     x = inputs.to(torch.float64)
-    q, k, v, dout = x.q, x.k, x.v.abs(), x.dout.abs()
-    stretch = 1.0
-    if x.rope is not None:
-        q, k = x.rope.rotate(q, k)
-        stretch = 2.0 * max(1.0, float(x.rope.cos.abs().max()), float(x.rope.sin.abs().max()))
-    group = q.shape[1] // k.shape[1]
+    group, seqlen_k = x.q.shape[1] // x.k.shape[1], x.k.shape[2]
+    _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
+    kept = testing.keep_factor(x)
+    v, dout, dlse = x.v.abs().repeat_interleave(group, 1), x.dout.abs(), x.dlse.abs()[..., None]
+
+    terms, q, k, stretch, steepness = _terms_of_scores(x)
+    terms = terms.masked_fill(~x.visible(), 0.0)
+    largest = terms.amax(dim=-1, keepdim=True) if seqlen_k else torch.zeros_like(lse)[..., None]
+    if x.sinks is not None:
+        largest = torch.maximum(largest, x.sinks.abs()[:, None, None])
+    factor = 1.0 + largest
+    dp = (dout @ v.mT) * kept
+    average = (weights * dp).sum(-1, keepdim=True) + dlse
+    dscores = weights * (dp + average) * factor  # of the scores as the softmax gets them
+    dproducts = steepness * dscores
     scale = abs(q.shape[-1] ** -0.5 if x.scale is None else x.scale)
-    truth = reference.attention(x.q, x.k, x.v, mask=x.mask, rope=x.rope, scale=x.scale)
-    weights, q, k, v = truth[2], q.abs(), k.abs().repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    visible = x.mask.dense(q.shape[2], k.shape[2], device=q.device).expand_as(weights)
-    scores = (scale * q @ k.mT).masked_fill(~visible, 0.0)
-    factor = 1.0 + stretch**2 * scores.amax(dim=-1, keepdim=True) if k.shape[2] else scores.sum(-1, keepdim=True) + 1.0
-    dscores = weights * (dout @ v.mT + (dout * (weights @ v)).sum(-1, keepdim=True) + x.dlse.abs()[..., None]) * factor
 
     def grouped(y: Tensor) -> Tensor:
         return y.unflatten(1, (-1, group)).sum(2)
@@ -219,13 +256,50 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
     def features(y: Tensor) -> Tensor:
         return stretch * scale * y.amax(dim=-1, keepdim=True).expand_as(y) if x.rope is not None else scale * y
 
-    return {
-        "out": factor * (weights @ v),
-        "lse": factor[..., 0] + truth[1].abs().nan_to_num(posinf=0.0),
-        "dq": features(dscores @ k),
-        "dk": features(grouped(dscores.mT @ q)),
-        "dv": grouped((factor * weights).mT @ dout),
+    found = {
+        "out": factor * ((weights * kept) @ v),
+        "lse": factor[..., 0] + lse.abs().nan_to_num(posinf=0.0),
+        "dq": features(dproducts @ k.repeat_interleave(group, 1)),
+        "dk": features(grouped(dproducts.mT @ q)),
+        "dv": grouped((factor * weights * kept).mT @ dout),
+        **testing.through_bias(x, dscores),
     }
+    if x.sinks is not None:
+        of_sink = (x.sinks[:, None] - lse).exp()[..., None] * average * factor
+        found["dsinks"] = of_sink.nan_to_num(0.0).sum((0, 2, 3))
+    return found
+
+
+def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """The sums of absolute terms of the scores, |q| and |k| as they are multiplied, by how much a rotation may stretch,
+    and bounds of the derivatives by the product of q and k.
+    """
+    q, k, stretch, steepness = x.q, x.k, 1.0, 1.0
+    if x.rope is not None:
+        q, k = x.rope.rotate(q, k)
+        stretch = 2.0 * max(1.0, float(x.rope.cos.abs().max()), float(x.rope.sin.abs().max()))
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if x.scale is None else x.scale
+    repeated = k.repeat_interleave(group, 1)
+    terms = stretch**2 * abs(scale) * (q.abs() @ repeated.abs().mT)
+    scores = scale * (q @ repeated.mT)
+    if x.softcap is not None:
+        # tanh has a derivative of at most 1, which changes, relative to that, at most as much as the argument does.
+        scores = x.softcap * (scores / x.softcap).tanh()
+        terms = terms + 2.0 * scores.abs()
+        steepness *= 2.0
+    if x.score_mod is not None:
+        from fusedattn.case_functions import STEEPEST
+
+        changed = x.score_mod.apply(scores)
+        terms = STEEPEST * terms + changed.abs() + (changed - scores).abs() + 1.0
+        steepness *= 2.0 * STEEPEST
+    if x.bias is not None:
+        parts = {name: None if y is None else y.abs() for name, y in vars(x.bias).items()}
+        if x.bias.slopes is not None:
+            parts["slopes"] = -x.bias.slopes.abs()
+        terms = terms + replace(x.bias, **parts).dense(*terms.shape[2:]).nan_to_num(0.0, posinf=0.0)
+    return terms, q.abs(), k.abs(), stretch, steepness
 
 
 # torch's kernels for CPU tensors recompute the weights from lse and sum in an order of their own: measured on all

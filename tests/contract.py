@@ -3,7 +3,8 @@
 What a NaN or an infinity may reach follows from what is computed from what (decision 0003). One in a key or value
 reaches the queries that see it and, through their gradients, the keys that these see. One in a query or in the
 gradient of its output reaches the gradients of the keys that the query sees, and may reach those of other keys of its
-head: eager PyTorch, too, multiplies it there by a weight of 0.
+head: eager PyTorch, too, multiplies it there by a weight of 0. One in a bias reaches the queries to whose visible
+scores it is added, one in a sink those of its head; a bias of -inf is a number like others, which hides its pairs.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def check(problem: Problem) -> bool:
 
 def _check(problem: Problem) -> bool:
     fits = _check_function(triton_attention, problem, DEVICE, 1.0)
-    # The torch backend promises less: not the strides, a wider budget; denormals, overflow and a NaN in dout are left
-    # to torch's own kernel.
+    # The torch backend promises less: not the strides, a wider budget, the same numbers only from the same kernel of
+    # torch's; denormals, overflow and a NaN in dout are left to that kernel.
     limit, poison = TORCH_LIMIT[problem.case.dtype], tuple(p for p in problem.poison if p[0] != "dout")
     tamer = replace(problem, magnitudes={}, poison=poison)
     try:
@@ -61,40 +62,47 @@ def _check_function(
     function: Callable[..., Any], problem: Problem, device: str, limit: float, *, strides: bool = True
 ) -> bool:
     inputs = problem.inputs(device)
-    before = {name: _memory(x).clone() for name, x in _tensors(inputs).items()}
+    before = {name: _memory(x).clone() for name, x in inputs.tensors().items()}
     with _uninitialised_is_nan():
-        results = _run(function, inputs, "qkv", problem.dlse)
-        again = _run(function, inputs, problem.needed, problem.dlse)
-        alone = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale)
-    for name, x in _tensors(inputs).items():
+        results = _run(function, inputs, list(inputs.leaves), problem.dlse)
+        again = _run(function, inputs, problem.needed_of(inputs), problem.dlse)
+        alone = function(inputs.q, inputs.k, inputs.v, **inputs.options)
+    for name, x in inputs.tensors().items():
         assert torch.equal(_memory(x), before[name]), f"{name} was modified, or the memory around it"
     _assert_made_alike(results, inputs, strides)
     # The second run, of some of the gradients; without lse and without gradients.
-    assert_equal(again, {name: results[name] for name in again})
-    assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
+    found = [results]
+    if strides or not {"bias", "relative"} & set(inputs.leaves):
+        assert_equal(again, {name: results[name] for name in again})
+        assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
+    else:  # torch has kernels of its own for a bias without a gradient
+        found += [{**results, **again}, {**results, "out": alone}]
 
     reach = Reach.of(inputs, problem.dlse)
-    _assert_empty_is_zero(results, reach)
+    for results in found:
+        _assert_empty_is_zero(results, inputs, reach.hidden, reach)
     if inputs.q.numel() == 0:
         return True
-    clean = _clean(inputs if problem.dlse else replace(inputs, dlse=torch.zeros_like(inputs.dlse)))
+    clean = _clean(inputs if problem.dlse else testing.without_lse_gradient(inputs))
     truth, eager = testing.golden(clean), testing.baseline(clean)
     fits = _fits(clean, truth, eager)
-    _assert_nothing_is_lost(results, inputs, reach, problem, fits)
-    if fits:
-        # Of what no NaN or infinity may reach.
-        left_out = {name: _like(reach.may[name], x) for name, x in results.items()}
-        assert_results_accurate(results, clean, truth, eager, left_out=left_out, limit=limit)
+    left_out = {name: _like(rows, name) for name, rows in reach.may.items()}  # what a NaN or infinity may reach
+    for results in found:
+        _assert_nothing_is_lost(results, inputs, reach, problem, fits)
+        if fits:
+            _assert_empty_is_zero(results, inputs, reach.weightless, reach)
+            assert_results_accurate(results, clean, truth, eager, left_out=left_out, limit=limit)
     return fits
 
 
-def _run(function: Callable[..., Any], inputs: Inputs, needed: str, with_dlse: bool) -> Results:
-    """out, lse and the gradients of the inputs that need one."""
-    x = {name: getattr(inputs, name).detach().requires_grad_(name in needed) for name in "qkv"}
-    out, lse = function(**x, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=True)
+def _run(function: Callable[..., Any], inputs: Inputs, needed: list[str], with_dlse: bool) -> Results:
+    """out, lse and the gradients of the leaves that need one."""
+    leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    out, lse = function(q=x.q, k=x.k, v=x.v, **x.options, return_lse=True)
     with_dlse = with_dlse and lse.requires_grad  # eager: not where only v does
     outputs, douts = ((out, lse), (inputs.dout, inputs.dlse)) if with_dlse else ((out,), (inputs.dout,))
-    grads = torch.autograd.grad(outputs, [x[name] for name in needed], douts)
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in needed], douts)
     gradients = {f"d{name}": grad for name, grad in zip(needed, grads, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **gradients}
 
@@ -111,13 +119,6 @@ def _uninitialised_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _tensors(inputs: Inputs) -> dict[str, Tensor]:
-    found = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse")}
-    found |= {name: getattr(inputs.mask, name) for name in ("valid", "allowed")}
-    found |= {name: getattr(inputs.rope, name, None) for name in ("cos", "sin", "positions_q", "positions_k")}
-    return {name: x for name, x in found.items() if x is not None}
-
-
 def _memory(x: Tensor) -> Tensor:
     """All bytes of the memory that ``x`` is a view of."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
@@ -125,19 +126,22 @@ def _memory(x: Tensor) -> Tensor:
 
 def _assert_made_alike(results: Results, inputs: Inputs, strides: bool) -> None:
     """Shapes, dtypes and, with `strides`, these; every result has memory of its own."""
-    for name, like in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        x, y = results[name], getattr(inputs, like)
+    rows, head_dim_v = inputs.q.shape[:3], inputs.v.shape[3]
+    out_like = inputs.q if inputs.q.shape[3] == head_dim_v else inputs.q.new_empty(*rows, head_dim_v)
+    for name, y in (("out", out_like), *((f"d{name}", x) for name, x in inputs.leaves.items())):
+        x = results[name]
         assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), f"{name} is {x.shape} {x.dtype}"
-        if not strides:
+        if not strides or name not in testing.TENSORS:
             continue
         assert _is_dense(x), f"{name} has strides {x.stride()}, with gaps or overlaps"
-        if _is_dense(y) and y.numel() > 0:
+        if _is_dense(y) and y.numel() > 0 and (name != "out" or y is inputs.q):
+            like = "q" if name == "out" else name[1:]
             assert _strides(x) == _strides(y), f"{name} has strides {x.stride()}, {like} {y.stride()}"
     lse = results["lse"]
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
     assert (lse.shape, lse.dtype) == (inputs.q.shape[:3], dtype), f"lse is {lse.shape} {lse.dtype}"
     own = [x.untyped_storage().data_ptr() for x in results.values() if x.numel()]
-    others = {x.untyped_storage().data_ptr() for x in _tensors(inputs).values()}
+    others = {x.untyped_storage().data_ptr() for x in inputs.tensors().values()}
     assert len(set(own) - others) == len(own), "results share memory, with each other or with the inputs"
 
 
@@ -155,95 +159,167 @@ def _is_dense(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """What must be exactly 0, because all of its pairs are hidden.
+
+    Attributes:
+        queries: ``(batch, nheads_q, seqlen_q)``.
+        keys: ``(batch, nheads_kv, seqlen_k)``.
+        biases: of dbias and drelative, where they are there, in their shapes.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    biases: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, pairs: Tensor, inputs: Inputs) -> Hidden:
+        """Where these are all pairs that count."""
+        through = testing.through_bias(inputs, pairs.double())
+        keys = per_key(pairs.any(-2), inputs)
+        return cls(~pairs.any(-1), ~keys, {name: x == 0 for name, x in through.items()})
+
+
+@dataclass(frozen=True)
 class Reach:
     """Where a NaN or an infinity of the inputs must show in the results, and where it may.
 
     Attributes:
-        sees: ``(batch, nheads_q, seqlen_q)``, queries that see a key.
-        seen: ``(batch, nheads_kv, seqlen_k)``, keys that a query sees.
-        must, may: for each result, its rows.
+        hidden: what the mask hides.
+        weightless: what the mask or a bias of -inf hides.
+        must, may: for each result, its rows; of what is not in rows of head_dim, its elements.
     """
 
-    sees: Tensor
-    seen: Tensor
+    hidden: Hidden
+    weightless: Hidden
     must: dict[str, Tensor]
     may: dict[str, Tensor]
 
     @classmethod
     def of(cls, inputs: Inputs, with_dlse: bool) -> Reach:
         """Of these inputs; `with_dlse` if a gradient comes back to lse."""
-        batch, nheads_q, seqlen_q, _ = inputs.q.shape
-        nheads_kv, seqlen_k = inputs.k.shape[1:3]
-        group = nheads_q // nheads_kv
-        pairs = inputs.mask.dense(seqlen_q, seqlen_k, device=inputs.q.device).expand(batch, nheads_q, -1, -1)
-        sees = pairs.any(-1)
-
-        def per_key(x: Tensor) -> Tensor:  # (batch, nheads_q, ...) -> (batch, nheads_kv, ...)
-            return x.unflatten(1, (nheads_kv, group)).any(2)
-
-        def rows_that_see(keys: Tensor) -> Tensor:
-            return (pairs & keys.repeat_interleave(group, 1)[:, :, None]).any(-1)
-
-        def keys_seen_by(rows: Tensor) -> Tensor:
-            return per_key((pairs & rows[..., None]).any(-2))
-
-        def head_of(rows: Tensor) -> Tensor:
-            return per_key(rows.any(-1))[..., None]
-
-        bad = {name: ~getattr(inputs, name).isfinite().all(-1) for name in ("q", "k", "v", "dout")}
-        weights = rows_that_see(bad["k"]) | (bad["q"] & sees)
-        out = weights | rows_that_see(bad["v"])
-        scores = out | (bad["dout"] & sees)  # their gradient
-        if with_dlse:
-            scores = scores | (~inputs.dlse.isfinite() & sees)
-        must = {
-            "out": out,
-            "lse": weights,
-            "dq": scores,
-            "dk": keys_seen_by(scores),
-            "dv": keys_seen_by(weights | (bad["dout"] & sees)),
-        }
-        may = {**must, "dk": must["dk"] | head_of(bad["q"] & sees), "dv": must["dv"] | head_of(bad["dout"] & sees)}
-        return cls(sees, per_key(pairs.any(-2)), must, may)
+        pairs = inputs.visible()
+        bias = torch.zeros_like(pairs, dtype=torch.float64)
+        if inputs.bias is not None:
+            bias = inputs.bias.dense(*pairs.shape[2:]).expand(pairs.shape)
+        live = pairs & (bias != -math.inf)
+        added = pairs & (bias.isnan() | (bias == math.inf))
+        kept = live & (testing.keep_factor(inputs) != 0)
+        return cls(
+            Hidden.of(pairs, inputs),
+            Hidden.of(live, inputs),
+            must=_reached(inputs, live, kept, added, with_dlse),
+            may=_reached(inputs, pairs, pairs, added, with_dlse, everywhere=True),
+        )
 
 
-def _like(rows: Tensor, x: Tensor) -> Tensor:
-    return rows[..., None] if x.dim() == 4 else rows
+def per_key(x: Tensor, inputs: Inputs) -> Tensor:
+    """``(batch, nheads_q, ...)`` -> ``(batch, nheads_kv, ...)``: of any query head of a group."""
+    nheads_kv = inputs.k.shape[1]
+    return x.unflatten(1, (nheads_kv, x.shape[1] // nheads_kv)).any(2)
 
 
-def _assert_empty_is_zero(results: Results, reach: Reach) -> None:
-    """Queries that see nothing, and keys that nobody sees."""
-    empty = ~reach.sees
-    for name, rows in (
-        ("out", empty),
-        ("dq", empty),
-        ("dk", ~reach.seen & ~reach.may["dk"]),
-        ("dv", ~reach.seen & ~reach.may["dv"]),
-    ):
-        assert (results[name][rows.expand(results[name].shape[:3])] == 0).all(), f"{name} of what sees nothing is not 0"
+def _reached(
+    inputs: Inputs, pairs: Tensor, kept: Tensor, added: Tensor, with_dlse: bool, *, everywhere: bool = False
+) -> dict[str, Tensor]:
+    """The rows of each result that depend on a NaN or an infinity through `pairs`, of which dropout keeps `kept`.
+
+    `added` are the pairs with such a bias. `everywhere`: also what may be reached by a product with 0.
+    """
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    sees = pairs.any(-1)
+
+    def rows_that_see(keys: Tensor, pairs: Tensor) -> Tensor:
+        return (pairs & keys.repeat_interleave(group, 1)[:, :, None]).any(-1)
+
+    def keys_seen_by(rows: Tensor, pairs: Tensor) -> Tensor:
+        return per_key((pairs & rows[..., None]).any(-2), inputs)
+
+    def head_of(rows: Tensor) -> Tensor:
+        return per_key(rows.any(-1), inputs)[..., None]
+
+    bad = {name: ~getattr(inputs, name).isfinite().all(-1) for name in ("q", "k", "v", "dout")}
+    weights = rows_that_see(bad["k"], pairs) | (bad["q"] & sees) | added.any(-1)
+    lse, bad_dlse = weights, ~inputs.dlse.isfinite() & with_dlse
+    of_sink = torch.zeros_like(sees)
+    if inputs.sinks is not None:
+        of_sink = ~inputs.sinks.isfinite()[:, None].expand(sees.shape)
+        weights = weights | (of_sink & sees)
+        lse = weights | of_sink if everywhere else weights
+    out = weights | rows_that_see(bad["v"], kept)
+    scores = out | ((bad["dout"] | bad_dlse) & sees)  # their gradient
+    found = {
+        "out": out,
+        "lse": lse,
+        "dq": scores,
+        "dk": keys_seen_by(scores, pairs),
+        "dv": keys_seen_by(weights | (bad["dout"] & sees), kept),
+    }
+    through = testing.through_bias(inputs, (pairs & scores[..., None]).double())
+    found |= {name: x != 0 for name, x in through.items()}
+    if inputs.sinks is not None:
+        found["dsinks"] = (scores | bad_dlse | lse).any(-1).any(0)
+    if everywhere:
+        found["dk"] = found["dk"] | head_of(bad["q"] & (sees | of_sink))
+        found["dv"] = found["dv"] | head_of(bad["dout"] & (sees | of_sink))
+    return found
+
+
+ROWS = ("out", "dq", "dk", "dv")  # what is judged by rows of head_dim
+
+
+def _like(rows: Tensor, name: str) -> Tensor:
+    return rows[..., None] if name in ROWS else rows
+
+
+def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reach: Reach) -> None:
+    """Queries that see nothing, keys that nobody sees, and what is added to no visible score."""
+    empty = hidden.queries & ~reach.may["out"]
+    zeros = {"out": empty, "dq": hidden.queries & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
+    for name, rows in {**zeros, **hidden.biases}.items():
+        here = rows & ~reach.may[name]
+        assert (results[name][here.expand(results[name].shape[: here.dim()])] == 0).all(), (
+            f"{name} of what sees nothing is not 0"
+        )
     assert not results["out"][empty].signbit().any(), "out of what sees nothing is -0.0"
-    assert (results["lse"][empty] == -math.inf).all(), "lse of what sees nothing is not -inf"
+    lse, expected = results["lse"], torch.full_like(results["lse"], -math.inf)
+    if inputs.sinks is not None:
+        expected = inputs.sinks.to(expected.dtype)[:, None].expand(expected.shape)
+    rows = empty & ~reach.may["lse"]
+    torch.testing.assert_close(
+        lse[rows],
+        expected[rows],
+        equal_nan=True,
+        msg=lambda m: f"lse of what sees nothing is neither -inf nor that of its sink: {m}",
+    )
 
 
 def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, problem: Problem, fits: bool) -> None:
     """A NaN shows wherever it must; an infinity is never as if it were not there."""
-    nan = {name: x.isnan().any(-1) if x.dim() == 4 else x.isnan() for name, x in results.items()}
+    nan = {name: x.isnan().any(-1) if name in ROWS else x.isnan() for name, x in results.items()}
     assert not (nan["out"] & ~nan["dq"]).any(), "out is NaN where dq is not"
     infinite = {name for name, value, _ in problem.poison if value != "nan"}
-    if not fits or infinite & {"q", "k"}:  # the weight of a score of -inf is 0
+    if not fits or infinite - {"v", "dout", "dlse"}:  # the weight of a score of -inf is 0
         return
-    assert not (results["lse"][reach.sees] == -math.inf).any(), "lse is -inf of a query that sees something"
+    sees = ~reach.weightless.queries
+    assert not (results["lse"][sees] == -math.inf).any(), "lse is -inf of a query that sees something"
     for name, rows in reach.must.items():
-        lost = rows & ~(
-            nan[name] if not infinite else ~results[name].isfinite().all(-1) if name != "lse" else nan[name]
-        )
+        found = nan[name]
+        if infinite and name != "lse":
+            found = ~results[name].isfinite()
+            found = found.any(-1) if name in ROWS else found
+        lost = rows & ~found
         assert not lost.any(), f"{name}: a NaN or infinity is lost in (batch, head, row) {lost.nonzero()[:3].tolist()}"
 
 
 def _clean(inputs: Inputs) -> Inputs:
-    """With 0 for each NaN and infinity."""
-    names = ("q", "k", "v", "dout", "dlse")
-    return replace(inputs, **{name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in names})
+    """With 0 for each NaN and infinity; a bias of -inf hides its pairs and stays."""
+    leaves = {
+        name: x.nan_to_num(0.0, 0.0, -math.inf if name in ("bias", "relative") else 0.0)
+        for name, x in inputs.leaves.items()
+    }
+    other = inputs.with_leaves(leaves)
+    return replace(other, **{name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in ("dout", "dlse")})
 
 
 def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:

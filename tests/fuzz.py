@@ -22,7 +22,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from fusedattn.cli.machine import versions
 from tests.conftest import DEVICE
 from tests.contract import check
-from tests.hostile import Problem
+from tests.hostile import Problem, added_leaves
 from tests.strategies import problems
 
 RESULTS = "docs/results/fuzz.json"
@@ -111,8 +111,16 @@ def kinds(problem: Problem) -> set[str]:
         "nothing visible": problem.rows == "all empty" or case.empty_batch,
         "NaN or infinity": bool(problem.poison),
         "masked": bool(case.causal or case.padding or case.boolean),
+        "window or prefix": case.window is not None or case.prefix,
+        "documents or blocks": case.documents is not None or case.layout is not None,
+        "functions of masks or scores": case.mask_function or case.score_mod,
         "rope": case.rope is not None,
-        "some gradients only": problem.needed != "qkv",
+        "bias": bool(case.bias or case.alibi or case.relative),
+        "soft-cap": case.softcap is not None,
+        "sinks": case.sinks,
+        "dropout": case.dropout_p > 0,
+        "head_dim of values": case.head_dim_v is not None,
+        "some gradients only": not {"q", "k", "v", *(name[0] for name in added_leaves(case))} <= set(problem.needed),
     }
     return {name for name, is_so in found.items() if is_so}
 

@@ -10,15 +10,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn import Rope, masks, testing
-from fusedattn.masks import Mask
+from fusedattn import masks, testing
 from fusedattn.testing import Case, Inputs
+
+Constants = TypeVar("Constants")
 
 GUARD = 64  # elements that hold NaN, at least, before and behind every tensor
 
@@ -30,15 +31,16 @@ class Problem:
     """A case, and what is hostile about it; the same inputs on every device.
 
     Attributes:
-        layouts: for q, k, v and dout, a name of :data:`LAYOUTS`; contiguous without.
+        layouts: for q, k, v, dout and a full bias, a name of :data:`LAYOUTS`; contiguous without.
         storage_offset: where each tensor begins in its memory, in elements beyond a multiple of 64.
-        strided_constants: masks, tables and positions are every second element of every second row.
-        magnitudes: factors of q, k, v, dout and dlse.
+        strided_constants: masks, tables, positions, biases and sinks are every second element of every second row.
+        magnitudes: factors of tensors, which are q, k, v, dout, dlse, bias, relative and sinks.
         rows: of each query, only one key stays visible; or every third query sees nothing, or none anything.
-        poison: triples of a tensor (q, k, v, dout, dlse), a name of :data:`VALUES`, and which of its rows get it: those
-            that are hidden (keys that no query sees, queries that see no key), one element of one row, or some rows.
+        poison: triples of a tensor, a name of :data:`VALUES`, and which of its rows get it: those that are hidden (keys
+            that no query sees, queries that see no key, what is added to hidden scores), one element of one row, or
+            some rows.
         dlse: whether a gradient comes back to lse, or to out alone.
-        needed: which of q, k and v need a gradient, in a second run that must agree with the first.
+        needed: which tensors need a gradient, by their first letters, in a second run that must agree with the first.
     """
 
     case: Case
@@ -49,7 +51,7 @@ class Problem:
     rows: Literal["one key", "some empty", "all empty"] | None = None
     poison: tuple[tuple[str, str, str], ...] = ()
     dlse: bool = True
-    needed: str = "qkv"
+    needed: str = "qkvbrs"
 
     def __repr__(self) -> str:
         return _call(self)
@@ -63,21 +65,32 @@ class Problem:
         """The tensors of this problem."""
         inputs = testing.make_inputs(self.case)
         generator = torch.Generator().manual_seed(self.case.seed)
-        x = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse")}
+        x = {**inputs.leaves, "dout": inputs.dout, "dlse": inputs.dlse}
         for name, factor in self.magnitudes.items():
-            x[name] = (x[name].double() * factor).to(x[name].dtype)
+            if name in x:  # what hides a pair stays -inf
+                x[name] = torch.where(x[name].isinf(), x[name], (x[name].double() * factor).to(x[name].dtype))
         mask = inputs.mask if self.rows is None else inputs.mask & masks.boolean(self._allowed(generator))
+        inputs = replace(inputs, mask=mask)
         for name, value, where in self.poison:
-            x[name] = x[name].masked_fill(self._poisoned(x[name], name, where, mask, generator), VALUES[value])
+            if name in x:
+                x[name] = x[name].masked_fill(_poisoned(x[name], name, where, inputs, generator), VALUES[value])
         for name in x:
             layout = self.layouts.get(name, "")
             x[name] = _relocated(LAYOUTS[layout](x[name]) if layout else x[name], self.storage_offset, device)
             if layout == "negated":
                 x[name] = torch._neg_view(x[name])
-        mask, rope = mask.to(device), inputs.rope if inputs.rope is None else inputs.rope.to(device)
+        inputs = replace(inputs, dout=x.pop("dout"), dlse=x.pop("dlse")).with_leaves(x)
+        moved = {name: getattr(inputs, name) for name in ("mask", "rope", "bias", "score_mod", "dropout_seed")}
+        moved = {name: part if part is None else part.to(device) for name, part in moved.items()}
         if self.strided_constants:
-            mask, rope = strided_mask(mask), rope if rope is None else strided_rope(rope)
-        return Inputs(**x, mask=mask, rope=rope, scale=inputs.scale)
+            constants = ("mask", "rope", "bias", "dropout_seed")
+            moved |= {name: strided(moved[name]) for name in constants} | {"sinks": strided(inputs.sinks)}
+        return replace(inputs, **moved)
+
+    def needed_of(self, inputs: Inputs) -> list[str]:
+        """The names of the leaves that need a gradient in the second run: at least one."""
+        names = [name for name in inputs.leaves if name[0] in self.needed]
+        return names or ["q"]
 
     def _allowed(self, generator: torch.Generator) -> Tensor:
         case = self.case
@@ -89,21 +102,37 @@ class Problem:
             allowed[:, :, torch.arange(case.seqlen_q) % 3 != 1] = True
         return allowed
 
-    def _poisoned(self, x: Tensor, name: str, where: str, mask: Mask, generator: torch.Generator) -> Tensor:
-        """Which elements of ``x`` are replaced, broadcastable to it."""
-        rows = torch.zeros(x.shape[:3], dtype=torch.bool)
-        if where == "hidden":
-            case = self.case
-            pairs = mask.dense(case.seqlen_q, case.seqlen_k).expand(case.batch, case.nheads_q, -1, -1)
-            hidden = ~pairs.any(dim=-2 if name in "kv" else -1)
-            rows = hidden.unflatten(1, (case.nheads_kv, -1)).all(2) if name in "kv" else hidden
-        elif where == "some rows":
-            rows = torch.rand(x.shape[:3], generator=generator) < 0.1
-        elif x.numel() > 0:
-            element = torch.zeros_like(x, dtype=torch.bool).flatten()
-            element[int(torch.randint(0, x.numel(), (), generator=generator))] = True
-            return element.view(x.shape)
-        return rows[..., None] if x.dim() == 4 else rows
+
+def _poisoned(x: Tensor, name: str, where: str, inputs: Inputs, generator: torch.Generator) -> Tensor:
+    """Which elements of ``x`` are replaced, broadcastable to it."""
+    if where == "hidden":
+        return _hidden(x, name, inputs)
+    if where == "some rows":
+        rows = x.shape if name in ("dlse", "sinks") else x.shape[:-1]
+        chosen = torch.rand(rows, generator=generator) < 0.1
+        return chosen if chosen.dim() == x.dim() else chosen[..., None]
+    element = torch.zeros_like(x, dtype=torch.bool).flatten()
+    if x.numel() > 0:
+        element[int(torch.randint(0, x.numel(), (), generator=generator))] = True
+    return element.view(x.shape)
+
+
+def _hidden(x: Tensor, name: str, inputs: Inputs) -> Tensor:
+    """Which elements of ``x`` nothing visible depends on, broadcastable to it."""
+    pairs = inputs.visible()
+    if name == "sinks":
+        return torch.zeros_like(x, dtype=torch.bool)
+    if name in ("bias", "relative"):
+        return testing.through_bias(inputs, pairs.double())[f"d{name}"] == 0
+    rows = ~pairs.any(dim=-2 if name in "kv" else -1)
+    if name in "kv":
+        rows = rows.unflatten(1, (inputs.k.shape[1], -1)).all(2)
+    return rows[..., None] if x.dim() == 4 else rows
+
+
+def added_leaves(case: Case) -> list[str]:
+    """The names of what has a gradient in a case besides q, k and v."""
+    return [name for name in ("bias", "relative", "sinks") if getattr(case, name)]
 
 
 def _call(x: Problem | Case) -> str:
@@ -173,9 +202,9 @@ def _relocated(x: Tensor, storage_offset: int, device: torch.device | str) -> Te
     return storage.to(device).as_strided(x.shape, x.stride(), start)
 
 
-def _strided(x: Tensor | None) -> Tensor | None:
+def _strided(x: Tensor) -> Tensor:
     """``x`` as every second element of every second row of something that is wrong elsewhere."""
-    if x is None or x.dim() == 0:
+    if x.dim() == 0:
         return x
     other = ~x if x.dtype == torch.bool else torch.full_like(x, math.nan if x.is_floating_point() else 2**30)
     y = torch.stack((x, other), dim=-1).flatten(-2)
@@ -184,13 +213,11 @@ def _strided(x: Tensor | None) -> Tensor | None:
     return torch.stack((y, y.roll(1, -1)), dim=-2).flatten(-3, -2)[..., ::2, ::2]
 
 
-def strided_mask(mask: Mask) -> Mask:
-    """The same mask, of strided tensors."""
-    return replace(mask, valid=_strided(mask.valid), allowed=_strided(mask.allowed))
-
-
-def strided_rope(rope: Rope) -> Rope:
-    """The same tables and positions, strided."""
-    return replace(
-        rope, **{name: _strided(getattr(rope, name)) for name in ("cos", "sin", "positions_q", "positions_k")}
-    )  # type: ignore[arg-type]
+def strided(x: Constants) -> Constants:
+    """The same mask, bias, tables or tensor, strided. What a user's function gets stays: it knows its strides."""
+    if isinstance(x, Tensor):
+        return _strided(x)  # type: ignore[return-value]
+    if not dataclasses.is_dataclass(x):
+        return x
+    parts = {f.name: strided(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init and f.name != "args"}
+    return replace(x, **parts)  # type: ignore[type-var]

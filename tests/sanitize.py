@@ -145,11 +145,16 @@ def run_suite() -> None:
 
 def run_fault() -> None:
     """Read and write far beyond the end of tensors: 4096 rows, of which the statistics have one."""
+    from fusedattn import ops
+    from fusedattn.constants import Options
     from fusedattn.kernels import attention_bwd_rows
+    from fusedattn.masks import Mask
 
     out = torch.ones(1, 1, 4096, 16, dtype=torch.float16, device="cuda")
     row = torch.ones(1, 1, 1, device="cuda")
-    attention_bwd_rows.launch(out, None, out, row, row, None, 1.0)
+    options = Options(Mask(), None, None, 1.0, None, None, None, 0.0, None)
+    problem = ops._problem(out, out, out, None, None, None, options.constants(keep_rest=True))
+    attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.Statistics(row, row, None), problem)
     torch.cuda.synchronize()
 
 

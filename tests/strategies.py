@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from fusedattn.testing import Case
 from tests.conftest import DTYPES
-from tests.hostile import LAYOUTS, Problem
+from tests.hostile import LAYOUTS, Problem, added_leaves
+
+# What only some problems have: a Case without them is the default one.
+FEATURES: dict[str, object] = {
+    name: getattr(Case(), name)
+    for name in (
+        "head_dim_v", "window", "prefix", "documents", "layout", "mask_function", "bias", "bias_inf", "alibi",
+        "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
+    )
+}  # fmt: skip
+# Of these, those that know where a query or a key stands, or in which batch or head.
+PLACED = {name: FEATURES[name] for name in FEATURES if name not in ("head_dim_v", "bias_dtype", "softcap", "sinks")}
 
 LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 13, 16, 17, 29, 31, 32, 33, 37, 47, 61])
 ALIGNMENTS = st.sampled_from([None, "bottom_right", "top_left"])
@@ -17,7 +28,7 @@ ALIGNMENTS = st.sampled_from([None, "bottom_right", "top_left"])
 
 @st.composite
 def cases(draw: st.DrawFn, **fixed: object) -> Case:
-    """Small cases of every kind; those of `fixed` are not drawn."""
+    """Small cases of every kind, half of them without any of :data:`FEATURES`; those of `fixed` are not drawn."""
     nheads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 3), (2, 2)]))
     head_dim = draw(st.sampled_from([1, 2, 3, 8, 11, 16, 24, 40]))
     rope = draw(st.sampled_from([None, "half", "interleaved"])) if head_dim > 1 else None
@@ -40,8 +51,34 @@ def cases(draw: st.DrawFn, **fixed: object) -> Case:
         "rope_positions": draw(st.booleans()),
         "scale": draw(st.sampled_from([None, None, 1.0, 0.01, -0.3])),
         "seed": draw(st.integers(0, 10**6)),
+        **(draw(features()) if draw(st.booleans()) else {}),
     }
     return Case(**{**drawn, **fixed})  # type: ignore[arg-type]
+
+
+@st.composite
+def features(draw: st.DrawFn) -> dict[str, object]:
+    """Some of :data:`FEATURES`."""
+    seldom = st.sampled_from([False, False, False, True])
+    reach = st.sampled_from([None, 0, 1, 5, 16, 40])
+    bias = draw(st.sampled_from([None] * 4 + ["full", "per_head", "per_batch", "per_key", "per_query", "scalar"]))
+    return {
+        "head_dim_v": draw(st.sampled_from([None, None, None, 1, 8, 16, 40])),
+        "window": draw(st.one_of(st.none(), st.none(), st.tuples(reach, reach))),
+        "prefix": draw(seldom),
+        "documents": draw(st.sampled_from([None, None, None, None, "packed", "shuffled"])),
+        "layout": draw(st.sampled_from([None, None, None, None, 16, 32, 48])),
+        "mask_function": draw(seldom),
+        "bias": bias,
+        "bias_inf": bias not in (None, "scalar") and draw(seldom),
+        "alibi": draw(st.sampled_from([False, False, False, False, True, "per_batch"])),
+        "relative": draw(st.sampled_from([None, None, None, None, "per_head", "per_query"])),
+        "bias_dtype": draw(st.sampled_from([None, None, None, torch.float32, torch.bfloat16])),
+        "softcap": draw(st.sampled_from([None, None, None, 0.5, 2.0, 30.0])),
+        "score_mod": draw(seldom),
+        "sinks": draw(seldom),
+        "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 0.9])),
+    }
 
 
 HEADS = [(1, 1), (2, 1), (2, 1), (1, 2), (1, 3), (2, 2)]
@@ -57,21 +94,25 @@ def problems(draw: st.DrawFn) -> Problem:
     case = draw(hostile_cases())
     factors = st.sampled_from(FACTORS_FLOAT16 if case.dtype == torch.float16 else FACTORS)
     layouts = st.sampled_from([name for name in LAYOUTS if name != "over_everything"])
+    added = added_leaves(case)
     poisons = st.tuples(
-        st.sampled_from(["k", "v", "k", "v", "q", "dout", "dlse"]),
+        st.sampled_from(["k", "v", "k", "v", "q", "dout", "dlse", *added, *added]),
         st.sampled_from(["nan", "nan", "inf", "-inf"]),
         st.sampled_from(["hidden", "one element", "some rows"]),
     )
+    laid_out = {"q": layouts, "k": layouts, "v": layouts, "dout": st.sampled_from(sorted(LAYOUTS))}
+    if case.bias == "full":
+        laid_out["bias"] = layouts
     return Problem(
         case,
-        layouts=draw(_some({"q": layouts, "k": layouts, "v": layouts, "dout": st.sampled_from(sorted(LAYOUTS))})),
+        layouts=draw(_some(laid_out)),
         storage_offset=draw(st.sampled_from([0, 0, 1, 3, 8])),
         strided_constants=draw(st.booleans()),
-        magnitudes=draw(_some(dict.fromkeys(("q", "k", "v", "dout", "dlse"), factors))),
+        magnitudes=draw(_some(dict.fromkeys(("q", "k", "v", "dout", "dlse", *added), factors))),
         rows=draw(st.sampled_from([None, None, None, None, "one key", "some empty", "all empty"])),
         poison=tuple(draw(st.sampled_from([0, 0, 1, 1, 2]).flatmap(lambda n: st.tuples(*[poisons] * n)))),
         dlse=draw(st.booleans()),
-        needed=draw(st.sampled_from(["qkv", "q", "k", "v", "qk", "qv", "kv"])),
+        needed=draw(st.sampled_from(["qkvbrs", "q", "k", "v", "qkv", "qkb", "qvr", "kvs", "brs", "b", "r", "s"])),
     )
 
 

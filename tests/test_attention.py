@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import attention, masks, support, testing
+from fusedattn import attention, masks, reference, support, testing
 from fusedattn.testing import CASES, Case
 from tests.conftest import (
     BACKENDS,
@@ -76,7 +76,22 @@ def test_torch_backend_with_lse_is_the_reference(case, dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        replace(EVERYTHING, batch=1, seqlen_q=67, seqlen_k=131, empty_batch=False),
+        replace(EVERYTHING, batch=1, seqlen_q=67, seqlen_k=131, empty_batch=False, layout=64),
+        Case(
+            "added to the scores",
+            batch=1,
+            nheads_q=2,
+            nheads_kv=1,
+            seqlen_q=67,
+            seqlen_k=131,
+            window=(70, 20),
+            documents="packed",
+            bias="per_head",
+            alibi=True,
+            relative="per_query",
+            softcap=2.0,
+            dropout_p=0.1,
+        ),
         Case("padded", nheads_q=1, nheads_kv=1, seqlen_q=70, seqlen_k=91, causal="bottom_right", padding="left"),
         Case("more queries", nheads_q=1, nheads_kv=1, seqlen_q=90, seqlen_k=51, causal="bottom_right", head_dim=16),
     ],
@@ -87,7 +102,7 @@ def test_other_tiles(monkeypatch, case, block_m, block_n):
 
     tile = configs.TileConfig(block_m, block_n, 4, 1)
     monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(fwd=tile, dkdv=tile, dq=tile))
-    assert_budget(triton_attention, inputs_of(case), case)
+    assert_accurate(triton_attention, inputs_of(case), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,7 +212,7 @@ def test_nothing_is_kept_for_a_backward_that_cannot_come(monkeypatch):
     launch = attention_fwd.launch
 
     def spy(*args, **kwargs):
-        kept.append(inspect.signature(launch).bind(*args, **kwargs).arguments["rest"] is not None)
+        kept.append(inspect.signature(launch).bind(*args, **kwargs).arguments["results"].rest is not None)
         launch(*args, **kwargs)
 
     monkeypatch.setattr(attention_fwd, "launch", spy)
@@ -242,10 +257,11 @@ def test_outputs_are_their_own():
 
 
 def test_saved_tensors_grow_linearly():
-    """Nothing of size seqlen_q x seqlen_k is kept, unless the caller's own mask has it."""
+    """Nothing of size seqlen_q x seqlen_k is kept, unless the caller's own mask, layout or bias has it."""
 
     def saved(seqlen: int) -> int:
-        case = replace(EVERYTHING, seqlen_q=seqlen, seqlen_k=seqlen, boolean="broadcast", empty_batch=False)
+        own = {"boolean": "broadcast", "layout": None, "bias": "per_key"}
+        case = replace(EVERYTHING, seqlen_q=seqlen, seqlen_k=seqlen, empty_batch=False, **own)
         inputs = inputs_of(case)
         storages: dict[int, int] = {}
 
@@ -324,19 +340,28 @@ def test_without_gradients(mode, backend):
     assert not function(*(t.detach() for t in x))[0].requires_grad
 
 
-def test_double_backward_raises():
-    q, k, v = leaves(inputs_of(SMALL))
-    (dq,) = torch.autograd.grad(triton_attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="backward"):
-        torch.autograd.grad(dq.sum(), (q, k, v))
+def test_double_backward_is_that_of_the_reference():
+    inputs = inputs_of(SMALL)
+
+    def second(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = leaves(inputs)
+        out = function(q, k, v, **options(inputs))
+        (dq,) = torch.autograd.grad(out, q, inputs.dout, create_graph=True)
+        return torch.autograd.grad(dq.square().sum(), (q, k, v))
+
+    expected = second(lambda *x, **kwargs: reference.attention(*x, **kwargs)[0])
+    torch.testing.assert_close(second(triton_attention), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_forward_mode_raises():
-    q, k, v = (x.detach() for x in leaves(inputs_of(SMALL)))
+def test_forward_mode_is_that_of_the_reference():
+    inputs = inputs_of(SMALL)
+    q, k, v = (x.detach() for x in leaves(inputs))
+    tangent = torch.ones_like(q)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            triton_attention(dual, k, v)
+        dual = torch.autograd.forward_ad.make_dual(q, tangent)
+        got = torch.autograd.forward_ad.unpack_dual(triton_attention(dual, k, v, **options(inputs))).tangent
+    found = torch.func.jvp(lambda x: reference.attention(x, k, v, **options(inputs))[0], (q,), (tangent,))
+    torch.testing.assert_close(got, found[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "valid", "allowed", "cos", "positions_k"])
@@ -361,7 +386,9 @@ def test_scales(scale):
 
 @backends
 @pytest.mark.parametrize("scale", [None, 0.3, -0.2, 0.0])
-@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), masks.causal("top_left")], ids=lambda m: str(m.causal))
+@pytest.mark.parametrize(
+    "mask", [masks.full(), masks.causal(), masks.causal("top_left")], ids=["full", "causal", "top_left"]
+)
 def test_scales_and_causal_masks(mask, scale, backend):
     inputs = inputs_of(Case(seqlen_q=17, seqlen_k=17, head_dim=16))
     inputs = replace(inputs, mask=mask, scale=scale)
@@ -445,7 +472,7 @@ def test_float32_matmul_precision_may_be_set_either_way():
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
 def test_float32_precision_is_what_torch_is_set_to(setting, expected):
     """TF32 only where the user has allowed it, and for float32 only; the interpreter computes neither."""
-    from fusedattn.attention import _precision
+    from fusedattn.ops import _precision
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)

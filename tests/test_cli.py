@@ -263,8 +263,9 @@ from fusedattn.kernels import attention_fwd as kernel
 testing.CASES = (testing.Case("tiny", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=8, seqlen_k=8, head_dim=16),)
 launch = kernel.launch
 
-def broken(q, k, v, out, *rest):
-    launch(q, k, v, out, *rest)
+def broken(q, k, v, results, problem):
+    launch(q, k, v, results, problem)
+    out = results.out
     {fault}
 
 kernel.launch = broken

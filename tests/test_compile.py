@@ -13,8 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fusedattn import Rope, attention, fuse, masks
-from fusedattn.attention import attention_bwd, attention_fwd
+from fusedattn import Rope, attention, attention_varlen, biases, case_functions, fuse, masks
+from fusedattn.constants import Options
+from fusedattn.masks import Mask
+from fusedattn.ops import attention_bwd, attention_fwd
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE
 
@@ -44,8 +46,11 @@ def qkv(seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K, requires_grad: bool 
 def op_arguments(kind: str) -> tuple[Any, ...]:
     """Of attention_fwd."""
     q, k, v = qkv(requires_grad=False)
-    constants: list[Any] = [None] * 6
-    numbers: list[Any] = [False, False, 0, 0.25, True]
+    others: list[Tensor | None] = [None, None, None]
+    given: dict[str, Any] = {
+        **dict.fromkeys(("rope", "bias", "softcap", "score_mod", "sinks", "dropout_seed")), "mask": masks.full(),
+        "scale": 0.25, "dropout_p": 0.0,
+    }  # fmt: skip
     if kind == "expanded":
         q, k, v = q[:1].expand_as(q), k[:, :1].expand_as(k), v[:, :, :1].expand_as(v)
     elif kind == "transposed":
@@ -56,20 +61,43 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         q = q[:, :, :0]
     elif kind == "no keys":
         k, v = k[:, :, :0], v[:, :, :0]
+    elif kind == "another head_dim of values":
+        v = torch.randn(BATCH, KV_HEADS, SEQLEN_K, 24, device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
     elif kind == "everything":
-        rope = Rope.from_theta(8, 32, device=DEVICE)
-        valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.7
-        allowed = (torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, device=DEVICE) < 0.7).expand(-1, HEADS, -1, -1)
         at = [torch.arange(n, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K)]
-        constants = [valid, allowed, rope.cos, rope.sin, *at]
-        numbers = [True, True, SEQLEN_K - SEQLEN_Q, 0.25, True]
+        generator = torch.Generator().manual_seed(0)
+        others = [torch.randn(1, HEADS, SEQLEN_Q, 1), torch.randn(BATCH, 1, 1, 5), torch.randn(HEADS)]
+        others = [x.to(DEVICE) for x in others if x is not None]
+        given |= {
+            "mask": everything_masked(generator),
+            "rope": Rope.from_theta(8, 32, device=DEVICE).at(*at),
+            "bias": biases.alibi(torch.rand(HEADS, device=DEVICE)),
+            "softcap": 2.0,
+            "score_mod": case_functions.score_function(HEADS, generator).to(DEVICE),
+            "dropout_p": 0.2,
+            "dropout_seed": torch.tensor([3], device=DEVICE),
+        }
     elif kind.startswith("half"):
         q, k, v = (x.half().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        numbers[-1] = kind == "half"
-    return (q, k, v, *constants, *numbers)
+    given["sinks"] = others[2]
+    constants = Options(**given).constants(keep_rest=kind != "half, inference")
+    return (q, k, v, *others, *constants.flat())
 
 
-KINDS = ("plain", "expanded", "transposed", "overlapping", "empty", "no keys", "half", "half, inference", "everything")
+def everything_masked(generator: torch.Generator) -> Mask:
+    """A mask of every kind."""
+    mask = masks.causal() & masks.window(5, None, "top_left") & masks.prefix_lm(torch.tensor([1, 3]))
+    mask = mask & masks.padding(torch.rand(BATCH, SEQLEN_K, generator=generator) < 0.7)
+    mask = mask & masks.boolean(torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, generator=generator) < 0.7)
+    mask = mask & masks.documents(torch.zeros(BATCH, SEQLEN_Q).int(), torch.zeros(BATCH, SEQLEN_K).int())
+    mask = mask & masks.block_sparse(torch.ones(1, HEADS, 1, 1, dtype=torch.bool), 16)
+    return (mask & case_functions.mask_function(BATCH, HEADS, generator)).to(DEVICE)
+
+
+KINDS = (
+    "plain", "expanded", "transposed", "overlapping", "empty", "no keys", "half", "half, inference",
+    "another head_dim of values", "everything",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "requires_grad"), [*((kind, True) for kind in KINDS), ("plain", False)])
@@ -92,17 +120,18 @@ def test_opcheck_forward(kind, requires_grad):
 def test_opcheck_backward(kind, dlse, needs):
     arguments = op_arguments(kind)
     out, lse, *saved = attention_fwd(*arguments)
+    needed = [*needs, *(x is not None for x in arguments[3:6])]
     dout = torch.randn(1, device=DEVICE).expand_as(out) if kind == "expanded" else torch.randn_like(out)
-    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:3], out, *saved, *arguments[3:-1], *needs)
+    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, *saved, needed, *arguments[6:])
     torch.library.opcheck(attention_bwd, call)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.25, float("nan")])
 def test_the_op_takes_positive_scales(scale):
     """attention() takes any: the sign goes into q there."""
-    *arguments, _, keep_rest = op_arguments("plain")
+    *arguments, _, softcap, dropout_p, keep_rest = op_arguments("plain")
     with pytest.raises(ValueError, match="scale: got"):
-        attention_fwd(*arguments, scale, keep_rest)
+        attention_fwd(*arguments, scale, softcap, dropout_p, keep_rest)
 
 
 def test_the_op_by_itself_is_differentiable():
@@ -122,6 +151,10 @@ def problem(kind: str, backend: str) -> Problem:
     """A function of q, k, v, a padding mask and positions, in which everything else is built."""
     call = functools.partial(attention, backend=backend)
     rope = Rope.from_theta(HEAD_DIM, 64, device=DEVICE)
+    slopes = biases.alibi_slopes(HEADS).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    of_pairs = case_functions.mask_function(BATCH, HEADS, generator).to(DEVICE)
+    of_scores = case_functions.score_function(HEADS, generator).to(DEVICE)
 
     def function(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, at: Tensor) -> Tensor:
         if kind == "causal":
@@ -135,6 +168,23 @@ def problem(kind: str, backend: str) -> Problem:
         if kind == "lse":
             out, lse = call(q, k, v, return_lse=True)
             return out * lse[..., None]
+        if kind == "bias, sinks, soft-cap":
+            added = biases.tensor(q[:, :, :, :1]) + biases.relative(k[0, :1, :1, :5]) + biases.alibi(slopes)
+            return call(q, k, v, mask=masks.window(9, 1), bias=added, sinks=v[0, 0, 0, :HEADS], softcap=2.0)
+        if kind == "documents, prefix":
+            numbers = (at // 5)[None].expand(BATCH, -1)
+            mask = masks.documents(numbers[:, -q.shape[2] :], numbers) & masks.prefix_lm(at[:BATCH])
+            return call(q, k, v, mask=mask)
+        if kind == "functions":
+            return call(q, k, v, mask=of_pairs, score_mod=of_scores)
+        if kind == "dropout":
+            return call(q, k, v, dropout_p=0.3, dropout_seed=at[:1])
+        if kind == "packed":
+            stops = at[1 : q.shape[2]].int()[:3] * (q.shape[2] - 1)
+            stops = torch.cat((torch.zeros_like(stops[:1]), stops[:1]))
+            packed = (x[0].transpose(0, 1) for x in (q, k, v))
+            out = attention_varlen(*packed, stops, stops, mask=masks.causal(), backend=backend)
+            return out.transpose(0, 1)[None]
         if kind == "everything":
             mask = masks.causal() & masks.padding(valid) & masks.boolean(valid[:, None, None, :])
             return call(q, k, v, mask=mask, rope=rope.at(at[-q.shape[2] :], at), scale=0.3)
@@ -143,7 +193,10 @@ def problem(kind: str, backend: str) -> Problem:
     return function
 
 
-PROBLEMS = ("plain", "causal", "padding", "boolean", "rope, positions", "lse", "everything")
+PROBLEMS = (
+    "plain", "causal", "padding", "boolean", "rope, positions", "lse", "bias, sinks, soft-cap", "documents, prefix",
+    "functions", "dropout", "everything",
+)  # fmt: skip
 
 
 def results(function: Problem, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
@@ -164,7 +217,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], backend: str) -> N
 
 
 @backends
-@pytest.mark.parametrize("kind", ["plain", "lse", "everything"])
+@pytest.mark.parametrize("kind", ["plain", "lse", "bias, sinks, soft-cap", "everything"])
 def test_compile_with_fixed_lengths(kind, backend):
     function = problem(kind, backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -255,8 +308,8 @@ def test_compile_raises_what_eager_raises(backend):
     compiled = torch.compile(functools.partial(attention, backend=backend), backend="aot_eager")
     with pytest.raises(ValueError, match="v: got batch 1"):
         compiled(q, k, v[:1])
-    with pytest.raises(NotImplementedError, match="softcap"):
-        compiled(q, k, v, softcap=1.0)
+    with pytest.raises(NotImplementedError, match="slopes that require grad"):
+        compiled(q, k, v, bias=biases.alibi(torch.ones(HEADS, device=DEVICE, requires_grad=True)))
 
 
 def test_compile_a_fused_model():
@@ -272,7 +325,7 @@ def test_compile_a_fused_model():
 
 
 @backends
-@pytest.mark.parametrize("kind", ["padding", "lse", "everything"])
+@pytest.mark.parametrize("kind", ["padding", "lse", "bias, sinks, soft-cap", "everything"])
 def test_activation_checkpointing(kind, backend):
     function = problem(kind, backend)
 
@@ -290,3 +343,25 @@ def test_arguments_may_come_from_a_compiled_region():
     valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.8
     for mask, scale in itertools.product((masks.causal(), masks.padding(valid)), (None, 0.1, 0.2, 0.3)):
         assert torch.equal(compiled(q, k, v, mask=mask, scale=scale), function(q, k, v, mask=mask, scale=scale))
+
+
+def test_compile_packed_sequences():
+    function = problem("packed", "triton")
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (6, 19):
+        assert_same(results(compiled, n, n), results(function, n, n), "triton")
+
+
+@backends
+def test_dropout_under_checkpointing_drops_the_same(backend):
+    """The seed is drawn again from the restored generator, so that the second forward agrees with the first."""
+    q, k, v = qkv()
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(11)
+        return torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+
+    function = functools.partial(attention, dropout_p=0.5, backend=backend)
+    plain = gradients(function)
+    again = gradients(functools.partial(checkpoint, function, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))

@@ -9,9 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import fusedattn
-from fusedattn import Rope, apply_rope, attention, fuse, masks, not_supported_reasons
+from fusedattn import (
+    Rope,
+    ScoreMod,
+    apply_rope,
+    attention,
+    attention_varlen,
+    biases,
+    fuse,
+    masks,
+    not_supported_reasons,
+)
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
 
 pytestmark = [pytest.mark.usefixtures("_seed")]
@@ -37,6 +49,35 @@ def rope(rows: int = 16, width: int = 16, device: str = DEVICE) -> Rope:
 
 def numbers(n: int, device: str = DEVICE) -> torch.Tensor:
     return torch.arange(n, device=device)
+
+
+def stops(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def good_packed() -> dict[str, Any]:
+    """Sequences of 4 and 5 queries, 5 and 7 keys."""
+    q, k, v = tensor(9, 4, 16), tensor(12, 2, 16), tensor(12, 2, 16)
+    lengths = {"max_seqlen_q": 5, "max_seqlen_k": 7}
+    return {"q": q, "k": k, "v": v, "cu_seqlens_q": stops(0, 4, 9), "cu_seqlens_k": stops(0, 5, 12), **lengths}
+
+
+@triton.jit
+def sees(batch, head, q_index, k_index, args):
+    return tl.maximum(q_index, k_index) == q_index
+
+
+def sees_eager(batch, head, q_index, k_index, args):
+    return q_index >= k_index
+
+
+@triton.jit
+def halved(score, batch, head, q_index, k_index, args):
+    return score * 0.5
+
+
+def halved_eager(score, batch, head, q_index, k_index, args):
+    return score * 0.5
 
 
 # What is changed in a good call -> the error, and what its message must contain.
@@ -125,20 +166,128 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "shape of bias": ({"bias": tensor(5, 8)}, ValueError, ("bias", "(5, 8)", "(2, 4, 5, 7)")),
     "bias larger than the scores": ({"bias": tensor(3, 4, 5, 7)}, ValueError, ("bias", "(3, 4, 5, 7)", "(2, 4, 5, 7)")),
     "bias of five dimensions": ({"bias": tensor(1, 2, 4, 5, 7)}, ValueError, ("bias", "(1, 2, 4, 5, 7)")),
+    "bias of integers": ({"bias": numbers(7)}, TypeError, ("bias", "torch.int64", "floating")),
+    "device of bias": ({"bias": tensor(5, 7, device="meta")}, ValueError, ("bias", "meta", DEVICE, "device")),
+    "slopes of other heads": (
+        {"bias": biases.alibi(tensor(2))}, ValueError, ("bias", "slopes", "(2,)", "(4,)", "(2, 4)"),
+    ),
+    "slopes of other batches": ({"bias": biases.alibi(tensor(3, 4))}, ValueError, ("slopes", "(3, 4)", "(2, 4)")),
+    "rows of a relative bias": (
+        {"bias": biases.relative(tensor(4, 6, 9))}, ValueError, ("relative", "(4, 6, 9)", "(2, 4, 5, 9)"),
+    ),
+    "device of a relative bias": (
+        {"bias": biases.relative(tensor(9, device="meta"))}, ValueError, ("relative", "meta", DEVICE),
+    ),
+    "length of a prefix": (
+        {"mask": masks.prefix_lm(numbers(3))}, ValueError, ("prefix_lm(lengths)", "(3,)", "(batch,)", "(2,)"),
+    ),
+    "device of a prefix": ({"mask": masks.prefix_lm(numbers(2, "meta"))}, ValueError, ("prefix_lm", "meta", DEVICE)),
+    "documents of queries alone": (
+        {"mask": masks.documents(numbers(10).view(2, 5))}, ValueError, ("documents(ids_k)", "(2, 5)", "(2, 7)"),
+    ),
+    "batch of documents": (
+        {"mask": masks.documents(numbers(5)[None], numbers(7)[None])}, ValueError, ("ids_q", "(1, 5)", "(2, 5)"),
+    ),
+    "blocks of a layout": (
+        {"mask": masks.block_sparse(bools(2, 1), 16)}, ValueError, ("block_sparse(blocks)", "(2, 1)", "(2, 4, 1, 1)"),
+    ),
+    "device of a layout": (
+        {"mask": masks.block_sparse(bools(1, 1, device="meta"), 16)}, ValueError, ("block_sparse", "meta", DEVICE),
+    ),
+    "device of a mask function": (
+        {"mask": masks.function(sees, sees_eager, (numbers(2, "meta"),))}, ValueError, ("args[0]", "meta", DEVICE),
+    ),
+    "score_mod a function": ({"score_mod": abs}, TypeError, ("score_mod", "builtin", "ScoreMod")),
+    "device of a score_mod": (
+        {"score_mod": ScoreMod(halved, halved, halved_eager, (tensor(1, device="meta"),))}, ValueError,
+        ("score_mod", "args[0]", "meta", DEVICE),
+    ),
+    "sinks a float": ({"sinks": 0.5}, TypeError, ("sinks", "float", "floating-point tensor")),
+    "sinks of integers": ({"sinks": numbers(4)}, TypeError, ("sinks", "torch.int64", "floating-point")),
+    "shape of sinks": ({"sinks": tensor(2)}, ValueError, ("sinks", "(2,)", "nheads_q", "(4,)")),
+    "device of sinks": ({"sinks": tensor(4, device="meta")}, ValueError, ("sinks", "meta", DEVICE)),
+    "dropout_seed an int": ({"dropout_seed": 1}, TypeError, ("dropout_seed", "int", "torch.int64")),
+    "dropout_seed of floats": ({"dropout_seed": tensor(1)}, TypeError, ("dropout_seed", "float32", "torch.int64")),
+    "dropout_seed of two": ({"dropout_seed": numbers(2)}, ValueError, ("dropout_seed", "(2,)", "(1,)")),
+    "device of dropout_seed": (
+        {"dropout_seed": numbers(1, "meta")}, ValueError, ("dropout_seed", "meta", DEVICE),
+    ),
     "backend unknown": ({"backend": "cuda"}, ValueError, ("backend", "'cuda'", "'triton'", "'torch'", "None")),
     "backend a class": ({"backend": torch.Tensor}, (ValueError, TypeError), ("backend", "Tensor", "'triton'")),  # type: ignore[dict-item]
 }  # fmt: skip
 
-NOT_SUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "bias": ({"bias": tensor(5, 7)}, ("bias",)),
-    "softcap": ({"softcap": 30.0}, ("softcap", "30.0", "None")),
-    "dropout": ({"dropout_p": 0.1}, ("dropout_p", "0.1", "0.0")),
-    "head_dim of v": ({"v": tensor(2, 2, 7, 8)}, ("v", "head_dim 8", "16")),
-    "everything": (
-        {"bias": tensor(5, 7), "softcap": 30.0, "dropout_p": 0.1, "v": tensor(2, 2, 7, 8)},
-        ("bias", "softcap", "dropout_p", "head_dim"),
+# What is changed in a good call -> the backends that refuse it, and one message for each reason.
+GRADIENT = {"requires_grad": True}
+NOT_SUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "learned slopes": (
+        {"bias": biases.alibi(torch.ones(4, device=DEVICE, **GRADIENT))}, BACKENDS, ("bias: got slopes that require",),
     ),
+    "learned arguments of a mask": (
+        {"mask": masks.function(sees, sees_eager, (torch.ones(4, device=DEVICE, **GRADIENT),))}, BACKENDS,
+        ("mask: got args that require grad",),
+    ),
+    "learned arguments of a score_mod": (
+        {"score_mod": ScoreMod(halved, halved, halved_eager, (torch.ones(4, device=DEVICE, **GRADIENT),))}, BACKENDS,
+        ("score_mod: got args that require grad",),
+    ),
+    "a mask without eager": ({"mask": masks.function(sees)}, ("torch",), ("mask: got a function without eager=",)),
+    "a score_mod without eager": (
+        {"score_mod": ScoreMod(halved, halved)}, ("torch",), ("score_mod: got a function without eager=",),
+    ),
+    "head_dim": (
+        {name: tensor(2, 2, 3, 513) for name in "qkv"}, ("triton",), ("head_dim: got 513, allowed are 1 .. 512",),
+    ),
+    "head_dim of v": ({"v": tensor(2, 2, 7, 600)}, ("triton",), ("head_dim: got 600, allowed are 1 .. 512",)),
+    "everything": (
+        {
+            "mask": masks.function(sees), "score_mod": ScoreMod(halved, halved),
+            "bias": biases.alibi(torch.ones(4, device=DEVICE, **GRADIENT)),
+        },
+        ("torch",), ("bias: got slopes", "mask: got a function without", "score_mod: got a function without"),
+    ),
+}  # fmt: skip
+
+# The same for a good call of attention_varlen.
+WRONG_PACKED: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "q in four dimensions": ({"q": tensor(1, 4, 9, 16)}, ValueError, ("q", "(1, 4, 9, 16)", "three dimensions")),
+    "k is a list": ({"k": [0.0]}, ValueError, ("k", "list", "three dimensions")),
+    "heads of v": ({"v": tensor(12, 4, 16)}, ValueError, ("v", "(4, 12)", "(2, 12)")),
+    "starts a list": ({"cu_seqlens_q": [0, 4, 9]}, TypeError, ("cu_seqlens_q", "list", "torch.int32")),
+    "starts in int64": ({"cu_seqlens_k": stops(0, 5, 12).long()}, TypeError, ("cu_seqlens_k", "int64", "int32")),
+    "starts in two dimensions": ({"cu_seqlens_q": stops(0, 4, 9)[None]}, ValueError, ("cu_seqlens_q", "(1, 3)")),
+    "no starts at all": ({"cu_seqlens_q": stops()}, ValueError, ("cu_seqlens_q", "(0,)", "n_sequences + 1")),
+    "strided starts": (
+        {"cu_seqlens_q": stops(0, 1, 4, 1, 9, 1)[::2]}, ValueError, ("cu_seqlens_q", "(3,)", "contiguous"),
+    ),
+    "other sequences": ({"cu_seqlens_k": stops(0, 12)}, ValueError, ("cu_seqlens_k", "(2,)", "(3,)", "cu_seqlens_q")),
+    "device of starts": ({"cu_seqlens_k": stops(0, 5, 12).to("meta")}, ValueError, ("cu_seqlens_k", "meta", DEVICE)),
+    "a length that is a float": ({"max_seqlen_q": 5.0}, TypeError, ("max_seqlen_q", "float", "int")),
+    "a negative length": ({"max_seqlen_k": -1}, ValueError, ("max_seqlen_k", "-1", "0 and more")),
+    "padding for each sequence": (
+        {"mask": masks.padding(bools(2, 12))}, ValueError, ("padding(valid)", "(2, 12)", "(1, 12)"),
+    ),
+    "a prefix for all": ({"mask": masks.prefix_lm(numbers(1))}, ValueError, ("prefix_lm", "(1,)", "(2,)")),
+    "a mask of all tokens": ({"mask": bools(9, 12)}, ValueError, ("mask", "(9, 12)", "(2, 4, 5, 7)")),
+    "a bias of all tokens": ({"bias": tensor(9, 12)}, ValueError, ("bias", "(9, 12)", "(2, 4, 5, 7)")),
+    "positions for each sequence": (
+        {"rope": rope().at(numbers(5), None)}, ValueError, ("rope.positions_q", "(5,)", "(9,)"),
+    ),
+}  # fmt: skip
+ON_A_CPU: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "starts behind 0": ({"cu_seqlens_q": stops(1, 4, 9)}, ("cu_seqlens_q", "[1, 4, 9]", "begins with 0")),
+    "starts that decrease": ({"cu_seqlens_q": stops(0, 9, 8)}, ("cu_seqlens_q", "[0, 9, 8]", "does not decrease")),
+    "starts beyond the end": ({"cu_seqlens_k": stops(0, 5, 13)}, ("cu_seqlens_k", "[0, 5, 13]", "total_k = 12")),
+    "a longer sequence": ({"max_seqlen_q": 4}, ("max_seqlen_q", "4", "the longest length, 5")),
+    "tables that are too short": ({"rope": rope(rows=6)}, ("rope", "6")),
 }
+
+
+def assert_message(error: BaseException, contains: tuple[str, ...]) -> None:
+    message = str(error)
+    for part in contains:
+        assert part in message, message
+    assert "got" in message, message
+    assert "allowed" in message or "must" in message, message
 
 
 @backends
@@ -147,11 +296,7 @@ def test_wrong_arguments(name, backend):
     changes, error, contains = WRONG[name]
     with pytest.raises(error) as caught:
         attention(**{**good(), "backend": backend, **changes})
-    message = str(caught.value)
-    for part in contains:
-        assert part in message, message
-    assert "got" in message, message
-    assert "allowed" in message or "must" in message, message
+    assert_message(caught.value, contains)
     assert type(caught.value) in (ValueError, TypeError), "no subclass that says something else"
 
 
@@ -163,34 +308,62 @@ def test_wrong_arguments_of_the_default_backend(name):
 
 
 @backends
+@pytest.mark.parametrize("name", [*WRONG_PACKED, *ON_A_CPU])
+def test_wrong_packed_sequences(name, backend):
+    if name in ON_A_CPU and DEVICE != "cpu":
+        pytest.skip("a GPU is not asked where sequences lie")
+    changes, error, contains = (
+        WRONG_PACKED[name] if name in WRONG_PACKED else (ON_A_CPU[name][0], ValueError, ON_A_CPU[name][1])
+    )
+    with pytest.raises(error) as caught:
+        attention_varlen(**{**good_packed(), "backend": backend, **changes})
+    assert_message(caught.value, contains)
+    assert type(caught.value) in (ValueError, TypeError)
+
+
+@backends
+def test_good_packed_sequences(backend):
+    out, lse = attention_varlen(**good_packed(), return_lse=True, backend=backend)
+    assert (out.shape, lse.shape) == ((9, 4, 16), (4, 9))
+
+
+@backends
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_what_is_not_supported(name, backend):
     """All reasons at once, the same that not_supported_reasons lists."""
-    changes, contains = NOT_SUPPORTED[name]
+    changes, refuse, contains = NOT_SUPPORTED[name]
     call = {**good(), "backend": backend, **changes}
     reasons = not_supported_reasons(**call)
-    assert len(reasons) == len(contains) if name == "everything" else len(reasons) == 1
+    if backend not in refuse and name != "everything":
+        assert reasons == []
+        assert attention(**call).shape == (*call["q"].shape[:3], call["v"].shape[3])
+        return
+    assert len(reasons) == (len(contains) if backend in refuse else 1)
     with pytest.raises(NotImplementedError) as caught:
         attention(**call)
-    for part in (*contains, *reasons, repr(backend)):
+    for part in (*(contains if backend in refuse else ()), *reasons, repr(backend)):
         assert part in str(caught.value)
 
 
 def test_not_supported_reasons_of_the_kernels():
-    big = [tensor(2, 2, 3, 257) for _ in "qkv"]
-    reasons = not_supported_reasons(*big, softcap=1.0, backend="triton")
+    big = [tensor(2, 2, 3, 513) for _ in "qkv"]
+    learned = biases.alibi(torch.ones(2, device=DEVICE, requires_grad=True))
+    reasons = not_supported_reasons(*big, bias=learned, backend="triton")
     assert len(reasons) == 2
-    assert any(re.search(r"head_dim: got 257, allowed are 1 \.\. 256", r) for r in reasons)
-    with pytest.raises(NotImplementedError, match=r"head_dim: got 257"):
-        attention(*big, backend="triton")
+    assert any(re.search(r"head_dim: got 513, allowed are 1 \.\. 512", r) for r in reasons)
     assert not_supported_reasons(*big, backend="torch") == []
-    assert attention(*big, backend="torch").shape == (2, 2, 3, 257)
-    assert attention(*(x[..., :256] for x in big), backend="triton").shape == (2, 2, 3, 256)
+    assert attention(*big, backend="torch").shape == (2, 2, 3, 513)
+    assert attention(*(x[..., :512] for x in big), backend="triton").shape == (2, 2, 3, 512)
 
 
 def test_every_good_call_has_no_reason():
     for backend in (*BACKENDS, None):
-        everything = {"mask": masks.causal(), "rope": rope(), "scale": 0.1, "return_lse": True, "backend": backend}
+        everything = {
+            "mask": masks.causal() & masks.window(3, None) & masks.function(sees, sees_eager), "rope": rope(),
+            "bias": biases.alibi(tensor(4)) + biases.tensor(tensor(5, 7)) + biases.relative(tensor(4, 1, 5)),
+            "scale": 0.1, "softcap": 30.0, "score_mod": ScoreMod(halved, halved, halved_eager), "sinks": tensor(4),
+            "dropout_p": 0.1, "dropout_seed": numbers(1), "return_lse": True, "backend": backend,
+        }  # fmt: skip
         assert not_supported_reasons(**good(), **everything) == []
         out, lse = attention(**good(), **everything)
         assert out.shape == (2, 4, 5, 16)
@@ -224,7 +397,8 @@ def test_without_triton_installed(monkeypatch):
     from fusedattn import support
 
     monkeypatch.setattr(support, "_has_triton", lambda: False)
-    reasons = not_supported_reasons(**good(), softcap=1.0, backend="triton")
+    learned = biases.alibi(torch.ones(4, device=DEVICE, requires_grad=True))
+    reasons = not_supported_reasons(**good(), bias=learned, backend="triton")
     assert len(reasons) == 2
     assert "Triton is not installed" in reasons[1]
     with pytest.raises(NotImplementedError, match="Triton is not installed"):

@@ -74,6 +74,38 @@ PROBLEMS = {
     ),
     "negated views": Problem(HALF, layouts=dict.fromkeys(("q", "k", "v", "dout"), "negated"), storage_offset=3),
     "overflow": Problem(replace(SMALL, dtype=torch.float16), magnitudes={"q": 1e3, "k": 1e3, "v": 1e3, "dout": 1e3}),
+    "a bias of -inf in whole rows, and a NaN behind it": Problem(
+        replace(SMALL, bias="per_query", bias_inf=True, sinks=True, seed=2),
+        poison=(("bias", "-inf", "some rows"), ("v", "nan", "hidden")),
+        strided_constants=True,
+    ),
+    "a NaN in a bias where nothing is visible": Problem(
+        replace(HALF, bias="full", relative="per_query", causal="bottom_right", bias_dtype=torch.float32),
+        layouts={"bias": "transposed"},
+        poison=(("bias", "nan", "hidden"), ("relative", "inf", "hidden")),
+        needed="br",
+    ),
+    "a bias that is expanded": Problem(
+        replace(SMALL, batch=2, bias="full", padding="left"), layouts={"bias": "over_batch", "q": "transposed"}
+    ),
+    "a NaN in one sink": Problem(
+        replace(SMALL, sinks=True, window=(5, 2)), poison=(("sinks", "nan", "one element"),), rows="some empty"
+    ),
+    "sinks far above and far below the scores": Problem(
+        replace(SMALL, sinks=True, padding="right", empty_batch=True, batch=2, seed=3), magnitudes={"sinks": 100.0}
+    ),
+    "a soft-cap of large scores": Problem(
+        replace(SMALL, softcap=5.0, score_mod=True), magnitudes={"q": 1e2, "k": 1e2}, needed="qk"
+    ),
+    "dropped, poisoned and documents": Problem(
+        replace(SMALL, dropout_p=0.5, documents="shuffled", mask_function=True),
+        poison=(("v", "nan", "one element"), ("k", "nan", "hidden")),
+    ),
+    "values of other features, nothing visible in a block": Problem(
+        replace(HALF, head_dim_v=24, layout=16, prefix=True, alibi="per_batch", seed=4),
+        layouts={"v": "seqlen_first", "dout": "packed"},
+        strided_constants=True,
+    ),
 }
 
 
@@ -122,6 +154,25 @@ def wrong_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..
     return lambda q, k, v, **options: function(q=q, k=k, v=v, **options)
 
 
+def wrong_gradient_of_what_is_added(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Of the bias or the sinks."""
+
+    def hooked(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(change)
+        return x
+
+    def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if name == "sinks":
+            options["sinks"] = hooked(options["sinks"])
+        else:
+            options["bias"] = replace(options["bias"], **{name: hooked(getattr(options["bias"], name))})
+        return triton_attention(q, k, v, **options)
+
+    return function
+
+
 def last_row(x: Tensor) -> Tensor:
     """1 in the last row of each head, 0 elsewhere."""
     return (torch.arange(x.shape[2], device=x.device) == x.shape[2] - 1).to(x.dtype)[:, None]
@@ -142,6 +193,9 @@ EMPTY = replace(MASKED, rows="some empty")
 POISONED = replace(MASKED, poison=(("v", "nan", "one element"),))
 BESIDE = replace(MASKED, case=replace(SMALL, causal="top_left"), poison=(("v", "nan", "one element"),))
 POISONED_KEY = replace(MASKED, poison=(("k", "nan", "one element"),))
+
+BIASED = Problem(replace(MASKED.case, bias="per_head", relative="per_query", sinks=True))
+EMPTY_WITH_SINKS = replace(EMPTY, case=replace(MASKED.case, sinks=True))
 
 FAULTS: dict[str, tuple[Callable[..., Any], Problem, str]] = {
     "one row of out": (wrong_out(lambda out, x: out * (1 + 1e-4 * last_row(out))), MASKED, "out .*budget"),
@@ -196,6 +250,42 @@ FAULTS: dict[str, tuple[Callable[..., Any], Problem, str]] = {
         wrong_out(lambda out, x: overwrite(x["v"], 0) or out),  # type: ignore[func-returns-value]
         MASKED,
         "v was modified",
+    ),
+    "one row of dbias": (
+        wrong_gradient_of_what_is_added("tensor", lambda g: g * (1 + 1e-4 * last_row(g))),
+        BIASED,
+        "dbias .*budget",
+    ),
+    "drelative": (
+        wrong_gradient_of_what_is_added("relative", lambda g: g * (1 + 1e-4)),
+        BIASED,
+        "drelative .*budget",
+    ),
+    "dsinks": (wrong_gradient_of_what_is_added("sinks", lambda g: g * (1 + 1e-3)), BIASED, "dsinks .*budget"),
+    "dbias of a hidden pair": (
+        wrong_gradient_of_what_is_added("tensor", lambda g: g + 1e-30),
+        BIASED,
+        "dbias of what sees nothing",
+    ),
+    "a NaN in a bias that is lost": (
+        wrong_out(lambda out, x: out.nan_to_num()),
+        replace(BIASED, poison=(("bias", "nan", "some rows"),)),
+        "out: .*lost",
+    ),
+    "a NaN in a bias that is lost in its gradient": (
+        wrong_gradient_of_what_is_added("tensor", lambda g: g.nan_to_num()),
+        replace(BIASED, poison=(("v", "nan", "one element"),)),
+        "dbias: .*lost",
+    ),
+    "a bias that is modified": (
+        wrong_out(lambda out, x: overwrite(x["bias"].tensor, x["bias"].tensor.storage_offset()) or out),  # type: ignore[func-returns-value]
+        BIASED,
+        r"tensor\(x\) was modified",
+    ),
+    "lse of an empty row that has a sink": (
+        wrong_lse(lambda lse: lse + 1e-3),
+        EMPTY_WITH_SINKS,
+        "lse of what sees nothing is neither",
     ),
     "an exception": (wrong_out(lambda out, x: out.view(7)), MASKED, "RuntimeError"),
 }

@@ -15,6 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# What the arguments of attention are made of, with no attention in it.
+VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "constants", "functions", "indices"}
+
 # What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages,
 # whose own files may import each other; "fusedattn" is the public names in fusedattn/__init__.py.
 ALLOWED: dict[str, set[str]] = {
@@ -30,29 +33,57 @@ ALLOWED: dict[str, set[str]] = {
         "checks",
         "sdpa",
         "reference",
-        "rope",
-        "masks",
+        *VALUES,
         "kernels",
     },
-    "fusedattn": {"modules", "attention", "support", "rope", "masks"},
-    "testing": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},
-    "peers": {"rope", "masks"},
-    "modules": {"transformer", "attention", "support", "checks", "sdpa", "reference", "rope", "masks"},
-    "transformer": {"rope", "masks"},
-    "attention": {"support", "checks", "sdpa", "reference", "rope", "masks", "kernels"},
-    "support": {"rope", "masks", "kernels"},
-    "checks": {"rope", "masks"},
-    "sdpa": {"reference", "rope", "masks"},
-    "reference": {"rope", "masks"},
+    "fusedattn": {"modules", "varlen", "weights", "attention", "support", *VALUES},
+    "testing": {
+        "cases",
+        "transformer",
+        "attention",
+        "support",
+        "checks",
+        "sdpa",
+        "reference",
+        *VALUES,
+        "kernels",
+    },
+    "cases": {"case_functions", *VALUES},
+    "case_functions": VALUES,
+    "peers": VALUES,
+    "modules": {"transformer", "attention", "support", "checks", "sdpa", "reference", *VALUES},
+    "transformer": VALUES,
+    "weights": {"checks", "reference", *VALUES},
+    "nested": {"varlen"},
+    "varlen": {"prepare", "fused", "eager_packed", "support", "checks", *VALUES},
+    "attention": {"nested", "prepare", "fused", "support", "sdpa", "reference", *VALUES},
+    "prepare": {"support", "checks", *VALUES},
+    "fused": {"ops", "eager_packed", "reference", *VALUES},
+    "ops": {"sdpa", *VALUES, "kernels"},
+    "eager_packed": {"reference", *VALUES},
+    "support": {*VALUES, "kernels"},
+    "checks": VALUES,
+    "sdpa": {"reference", *VALUES},
+    "reference": VALUES,
     "rope": set(),
-    "masks": set(),
+    "masks": {"functions", "indices"},
+    "biases": {"indices"},
+    "score_mod": {"functions", "indices"},
+    "dropout": {"indices"},
+    "constants": {"rope", "masks", "biases", "score_mod", "functions"},
+    "functions": set(),
+    "indices": set(),
     "kernels": set(),
 }
 
-# Allowed besides the standard library and torch; only inside functions, except in the kernels.
+# Written in Triton: others load these only inside functions, so that the package imports without it.
+IN_TRITON = {"kernels", "case_functions"}
+
+# Allowed besides the standard library and torch; only inside functions, except in what is written in Triton.
 ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
-    "attention": {"triton"},
+    "case_functions": {"triton"},
+    "ops": {"triton"},
     "support": {"triton"},
     "testing": {"triton"},
     "cli": {"triton", "rich", "matplotlib", "numpy"},
@@ -145,13 +176,13 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             target = unit_of(item.module)
             if target != unit and target not in allowed:
                 problem = f"{unit} may not import {target}"
-            elif target == "kernels" != unit and item.when == "import":
-                problem = "kernels load only inside functions, so that the package imports without Triton"
+            elif target in IN_TRITON - {unit} and item.when == "import":
+                problem = f"{target} loads only inside functions, so that the package imports without Triton"
         elif top in sys.stdlib_module_names or top == "torch":
             pass
         elif top not in outside:
             problem = f"{unit} may not import {top}"
-        elif unit != "kernels" and item.when == "import":
+        elif unit not in IN_TRITON and item.when == "import":
             problem = f"{top} loads only inside functions, so that the package imports without it"
         if problem:
             found.append(f"{module}, line {item.line}: {item.module}: {problem}")
@@ -203,6 +234,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         ("fusedattn.attention", "from fusedattn.kernels import attention_fwd"),
         ("fusedattn.attention", "from fusedattn import kernels"),
         ("fusedattn.attention", "import triton"),
+        ("fusedattn.testing", "from fusedattn import case_functions"),
         ("fusedattn.attention", "class A:\n    from fusedattn.kernels import rope"),
         ("fusedattn.attention", "if True:\n    import fusedattn.kernels.rope"),
         ("fusedattn.attention", "def f():\n    import fusedattn.modules"),
@@ -221,12 +253,12 @@ def test_the_check_sees(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("fusedattn.attention", "def f():\n    from fusedattn.kernels import attention_fwd"),
+        ("fusedattn.ops", "def f():\n    from fusedattn.kernels import attention_fwd"),
         (
             "fusedattn.attention",
             "from fusedattn import masks\nfrom .rope import Rope\nimport math, torch.nn",
         ),
-        ("fusedattn.attention", "if TYPE_CHECKING:\n    from fusedattn.kernels.configs import Fwd"),
+        ("fusedattn.ops", "if TYPE_CHECKING:\n    from fusedattn.kernels.configs import Fwd"),
         (
             "fusedattn.kernels.rope",
             "import triton.language as tl\nfrom fusedattn.kernels import primitives",
@@ -261,7 +293,7 @@ sys.meta_path.insert(0, NoTriton())
 
 def test_package_works_without_triton() -> None:
     """Every module but the kernels imports, and CPU tensors still have a backend."""
-    units = sorted(ALLOWED.keys() - {"fusedattn", "kernels", "__main__"})
+    units = sorted(ALLOWED.keys() - IN_TRITON - {"fusedattn", "__main__"})
     code = WITHOUT_TRITON + (
         "import importlib, torch, fusedattn\n"
         f"for unit in {units!r}:\n"

@@ -7,7 +7,6 @@ for bit, those of the same rows packed together. A batch of 2^26 is run for its 
 from __future__ import annotations
 
 import errno
-import importlib
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,19 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, masks, testing
+from fusedattn import Rope, biases, masks, testing
+from fusedattn import ops as op
+from fusedattn.constants import Options, Packed
+from fusedattn.kernels.pairs import pairs
 from fusedattn.testing import Case
 from tests.accesses import checked_accesses
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-op = importlib.import_module("fusedattn.attention")  # the name stands for the function in fusedattn
-
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU commits all memory and runs every program")
 
 FAR = 2**30 + 16  # the third row, head or batch starts beyond 2^31
 LIMIT = op.MAX_ROW_STRIDE
+ENOUGH = 2**24  # elements that are no trouble to touch
 DTYPES = (torch.float16, torch.float32)  # each has a kernel of its own for the rows
 
 
@@ -162,6 +163,44 @@ def test_boolean_mask(shape, dim, stride):
     assert_equal(masked(mask, seqlen_q, seqlen_k), masked(allowed, seqlen_q, seqlen_k))
 
 
+def added_to(bias: biases.Bias, seqlen_q: int, seqlen_k: int) -> testing.Results:
+    tensor = bias.tensor if bias.tensor is not None else bias.relative
+    batch, nheads_q = tensor.shape[:2]
+    case = replace(SMALL, batch=batch, nheads_q=nheads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=tensor.dtype)
+    return testing.run(triton_attention, replace(testing.make_inputs(case, DEVICE), bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
+     ((3, 3, 1, 9), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
+    ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
+)  # fmt: skip
+def test_bias(shape, dim, stride):
+    """A bias with more than 2^31 elements from its first to its last, and its gradient."""
+    seqlen_q, seqlen_k = max(shape[2], 5), shape[3]
+    bias = torch.randn(shape).to(DEVICE, torch.float16)
+    far_bias = distant(shape, far(bias, dim, stride), bias.dtype)
+    far_bias.copy_(bias)
+    got = added_to(biases.tensor(far_bias), seqlen_q, seqlen_k)
+    assert_equal(got, added_to(biases.tensor(bias), seqlen_q, seqlen_k))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 3, 9, 5), 0, FAR), ((1, 3, 1, 5), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 9, 5), 2, FAR),
+     ((1, 1, 9, 5), 3, FAR)],
+    ids=["batches", "heads", "queries", "queries, copied", "distances, copied"],
+)  # fmt: skip
+def test_relative_bias(shape, dim, stride):
+    """Likewise a relative one."""
+    seqlen_q = max(shape[2], 9)
+    table = torch.randn(shape).to(DEVICE, torch.float16)
+    far_table = distant(shape, far(table, dim, stride), table.dtype)
+    far_table.copy_(table)
+    assert_equal(added_to(biases.relative(far_table), seqlen_q, 9), added_to(biases.relative(table), seqlen_q, 9))
+
+
 @contextmanager
 def last_of(batch: int) -> Iterator[None]:
     """Run only the last programs of a launch, one of `batch`, and allocate lazily; a smaller launch runs as it is.
@@ -196,28 +235,27 @@ def last_of(batch: int) -> Iterator[None]:
         patch.setattr(interpreter.GridExecutor, "__call__", run_last)
         patch.setattr(torch, "empty", lazily(torch.empty))
         patch.setattr(torch, "empty_like", lazily(torch.empty_like))
+        patch.setattr(torch, "zeros", lazily(torch.zeros))
+        for name in ("zero_", "fill_"):
+            fill = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda x, *args, fill=fill: x if x.numel() > ENOUGH else fill(x, *args))
         patch.setattr(Tensor, "contiguous", lambda x: x if x.is_contiguous() else last_of_many(x[-1:], batch))
         yield
 
 
-def run_ops(inputs: testing.Inputs) -> dict[str, Tensor]:
+def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, Tensor]:
     """Everything that the two ops return."""
-    rope, mask = inputs.rope, inputs.mask
-    seqlen_q, seqlen_k = inputs.q.shape[2], inputs.k.shape[2]
-    diagonal = mask.diagonal(seqlen_q, seqlen_k)
-    allowed = mask.allowed
-    if allowed is not None:
-        allowed = allowed.expand(*inputs.q.shape[:3], seqlen_k)
-    tables = (None,) * 4 if rope is None else (rope.cos, rope.sin, rope.positions_q, rope.positions_k)
-    constants = (mask.valid, allowed, *tables, False, diagonal is not None, diagonal or 0, 0.25)
+    options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, None, None, None, 0.0, None)
+    constants = options.constants(keep_rest=True, packed=packed).flat()
+    added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
+    x = (inputs.q, inputs.k, inputs.v, added, relative, None)
     names = ("out", "lse", "row_max", "row_sum", "rest")
-    got = dict(zip(names, op.attention_fwd(inputs.q, inputs.k, inputs.v, *constants, True), strict=True))
+    got = dict(zip(names, op.attention_fwd(*x, *constants), strict=True))
     out, _, *rows = got.values()
-    gradients = op.attention_bwd(
-        inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, *rows, *constants, True, True
-    )
-    got |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    return got
+    needed = [True, True, added is not None, relative is not None, False]
+    gradients = op.attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
+    got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative", "dsinks"), gradients, strict=True))
+    return {name: x for name, x in got.items() if x.numel() > 0}
 
 
 def last(results: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -268,6 +306,86 @@ def test_many_sequences(dtype, boolean):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_biases(dtype):
+    """More than 2^31 elements of a bias and of a relative one, for each pair, and of their gradients."""
+    batch, seqlen = 2**22, 50
+    case = Case(
+        batch=1, nheads_q=2, nheads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, dtype=dtype, seed=1,
+        causal="bottom_right", prefix=True, bias="full", relative="per_query", bias_dtype=torch.float32,
+        alibi="per_batch",
+    )  # fmt: skip
+    inputs = testing.make_inputs(case)
+    expected = run_ops(inputs)
+    large = {name: last_of_many(x, batch) for name, x in inputs.leaves.items()}
+    assert min(x.numel() for name, x in large.items() if name in ("bias", "relative")) > 2**31
+    bias, prefix = inputs.bias, inputs.mask.prefix
+    inputs = replace(
+        inputs,
+        bias=replace(bias, slopes=last_of_many(bias.slopes, batch)),
+        mask=replace(inputs.mask, prefix=replace(prefix, lengths=last_of_many(prefix.lengths, batch))),
+        dout=last_of_many(inputs.dout, batch),
+        dlse=last_of_many(inputs.dlse, batch),
+    ).with_leaves(large)
+    with last_of(batch):
+        got = run_ops(inputs)
+    assert_equal(last(got, expected), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_packed_sequences(dtype):
+    """2^30 queries and keys of four heads: rows, and statistics, of the last sequence begin beyond 2^31."""
+    total, seqlen_q, seqlen_k, behind = 2**30, 20, 37, 5
+    case = replace(
+        SMALL, nheads_q=4, nheads_kv=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, padding="uneven",
+        rope="half", boolean="full", bias="full", relative="per_query", bias_dtype=torch.float32,
+    )  # fmt: skip
+    inputs = testing.make_inputs(case)
+
+    def last_rows(x: Tensor, dim: int) -> Tensor:
+        """Its rows behind many others, with the heads of a row beside each other."""
+        shape = [*x.shape]
+        shape[dim] = total
+        strides = torch.empty(shape, device="meta").stride()
+        if x.dim() == 4:
+            _, nheads, _, head_dim = shape
+            strides = (total * nheads * head_dim, head_dim, nheads * head_dim, 1)
+        out = distant(shape, strides, x.dtype)
+        out.narrow(dim, total - behind - x.shape[dim], x.shape[dim]).copy_(x)
+        return out
+
+    def second_of(x: Tensor) -> Tensor:
+        """As the second of two sequences."""
+        return torch.cat((torch.zeros_like(x), x))
+
+    def rows_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, x in results.items():
+            if name in ("dbias", "drelative"):
+                found[name] = x[-1:]
+                continue
+            dim, n = (2, seqlen_k if name in ("dk", "dv") else seqlen_q)
+            found[name] = x.narrow(dim, x.shape[dim] - behind - n, n) if x.shape[dim] == total else x
+        return found
+
+    expected = run_ops(inputs)
+    stops_q, stops_k = (
+        torch.tensor([0, total - behind - n, total - behind], dtype=torch.int32) for n in (seqlen_q, seqlen_k)
+    )
+    mask, bias = inputs.mask, inputs.bias
+    inputs = replace(
+        inputs,
+        **{name: last_rows(getattr(inputs, name), 2) for name in ("q", "k", "v", "dout", "dlse")},
+        mask=replace(mask, valid=last_rows(mask.valid, 1), allowed=second_of(mask.allowed)),
+        bias=replace(bias, tensor=second_of(bias.tensor), relative=second_of(bias.relative)),
+    )
+    with last_of(2):
+        got = run_ops(inputs, Packed(stops_q, stops_k, seqlen_q, seqlen_k))
+    assert_equal(rows_of(got), expected)
+
+
+@interpreted
 @pytest.mark.parametrize("positions_dtype", [torch.int32, torch.int64])
 def test_long_tables(positions_dtype):
     """Rotary tables of more than 2^31 elements, used at their end."""
@@ -305,7 +423,7 @@ def test_outputs_with_far_rows(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_keys(dtype, monkeypatch):
     """2^27 keys, of which only the last are valid: k, v and their gradients exceed 2^31 elements."""
-    from fusedattn.kernels import configs, masking
+    from fusedattn.kernels import configs, mask_arguments
 
     seqlen_k, packed = 2**27, configs.INTERPRETER.dkdv.BLOCK_N
     case = replace(SMALL, seqlen_k=packed, causal=None, padding="left", dtype=dtype)
@@ -330,7 +448,7 @@ def test_many_keys(dtype, monkeypatch):
     )
     # Finding it would take a walk over all keys.
     key_range = torch.tensor([[seqlen_k - packed + 2, seqlen_k, 1]], dtype=torch.int32)
-    monkeypatch.setattr(masking, "key_range", lambda valid: key_range)
+    monkeypatch.setattr(mask_arguments, "key_range", lambda *_: key_range)
     with last_of(seqlen_k // packed):
         got = run_ops(inputs)
     assert_equal(last(got, expected), expected)
@@ -341,14 +459,17 @@ def test_rows_of_a_boolean_mask_are_near_enough(seqlen_q, seqlen_k):
     """Offsets inside a tile are int32: a mask whose rows are too long is transposed; no test has memory for one."""
     allowed = torch.empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="meta")
     for mask in (allowed, torch.empty(1, 1, seqlen_k, seqlen_q, dtype=torch.bool, device="meta").mT):
-        device_mask = op._device_mask(None, mask, False, 0)
-        assert device_mask.allowed.shape == mask.shape
-        assert max(device_mask.allowed.stride()[2:]) <= LIMIT
+        near = pairs(mask)
+        assert near.ptr.shape == mask.shape
+        assert max(near.ptr.stride()[2:]) <= LIMIT
+        assert near[1:] == tuple(
+            0 if n == 1 else stride for n, stride in zip(mask.shape, near.ptr.stride(), strict=True)
+        )
 
 
 def test_a_transposed_boolean_mask_is_the_same_mask(monkeypatch):
     allowed = (torch.rand(1, 2, 20, 37) < 0.6).to(DEVICE)
     expected = masked(allowed, 20, 37)
-    monkeypatch.setattr(op, "MAX_ROW_STRIDE", 36)
-    assert op._device_mask(None, allowed, False, 0).allowed.stride()[2:] == (1, 20)
+    monkeypatch.setattr("fusedattn.kernels.pairs.MAX_ROW_STRIDE", 36)
+    assert pairs(allowed).ptr.stride()[2:] == (1, 20)
     assert_equal(masked(allowed, 20, 37), expected)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 from dataclasses import replace
 
@@ -353,129 +351,6 @@ def test_visible_positions_outside_the_tables_are_never_a_number(backend, monkey
             continue
         assert out[0, 0, 2].isnan().all(), bad
         assert out[0, 0, [0, 1, 3, 4]].isfinite().all()
-
-
-def random_masks(batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Mask]:
-    return {
-        "full": masks.full(),
-        "causal": masks.causal(),
-        "top-left": masks.causal("top_left"),
-        "padding": masks.padding(torch.rand(batch, seqlen_k) < 0.6),
-        "boolean": masks.boolean(torch.rand(batch, 2, seqlen_q, seqlen_k) < 0.6),
-        "boolean, per key": masks.boolean(torch.rand(seqlen_k) < 0.6),
-        "boolean, per head": masks.boolean(torch.rand(2, 1, 1) < 0.6),
-    }
-
-
-def brute_force(mask: Mask, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    seen = torch.ones(batch, nheads, seqlen_q, seqlen_k, dtype=torch.bool)
-    for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):
-        if "bottom_right" in mask.causal:
-            seen[:, :, i, j] &= (seqlen_k - 1 - j) >= (seqlen_q - 1 - i)
-        if "top_left" in mask.causal:
-            seen[:, :, i, j] &= j <= i
-        if mask.valid is not None:
-            seen[:, :, i, j] &= mask.valid[:, j, None]
-    return seen if mask.allowed is None else seen & mask.allowed
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(4, 4), (3, 6), (6, 3), (1, 5), (5, 1), (0, 3), (3, 0)])
-def test_dense_and_the_laws_of_and(seqlen_q, seqlen_k):
-    some = random_masks(2, seqlen_q, seqlen_k)
-
-    def dense(mask: Mask) -> Tensor:
-        mask.check(2, 2, seqlen_q, seqlen_k)
-        d = mask.dense(seqlen_q, seqlen_k)
-        assert d.dtype == torch.bool
-        assert d.shape[2:] == (seqlen_q, seqlen_k)
-        return d.expand(2, 2, -1, -1)
-
-    for a in some.values():
-        assert torch.equal(dense(a), brute_force(a, 2, 2, seqlen_q, seqlen_k))
-        assert torch.equal(dense(a & a), dense(a))
-        assert torch.equal(dense(a & masks.full()), dense(a))
-        assert torch.equal(dense(masks.full() & a), dense(a))
-        assert a.is_full == (a is some["full"])
-    for a, b in itertools.combinations(some.values(), 2):
-        assert torch.equal(dense(a & b), dense(a) & dense(b))
-        assert torch.equal(dense(b & a), dense(a & b))
-    a, b, c = some["causal"], some["padding"], some["boolean"]
-    assert torch.equal(dense((a & b) & c), dense(a & (b & c)))
-
-
-def test_diagonal():
-    assert masks.full().diagonal(3, 5) is None
-    assert masks.padding(torch.ones(1, 5, dtype=torch.bool)).diagonal(3, 5) is None
-    assert masks.causal().diagonal(3, 5) == 2
-    assert masks.causal().diagonal(5, 3) == -2
-    assert masks.causal("top_left").diagonal(3, 5) == 0
-    both = masks.causal("top_left") & masks.causal()
-    assert (both.diagonal(3, 5), both.diagonal(5, 3), both.diagonal(4, 4)) == (0, -2, 0)
-
-
-def test_a_mask_is_a_value():
-    mask = masks.causal() & masks.padding(torch.ones(1, 2, dtype=torch.bool))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        mask.causal = frozenset()  # type: ignore[misc]
-    before = mask.valid
-    combined = mask & masks.padding(torch.zeros(1, 2, dtype=torch.bool))
-    assert mask.valid is before
-    assert before is not None
-    assert before.all()
-    assert combined.valid is not None
-    assert not combined.valid.any()
-    assert (masks.full() & masks.full()).is_full
-    moved = (mask & masks.boolean(torch.ones(2, 2, dtype=torch.bool))).to("meta")
-    assert moved.valid is not None
-    assert moved.allowed is not None
-    assert moved.valid.is_meta
-    assert moved.allowed.is_meta
-    assert moved.causal == mask.causal
-    assert masks.full().to("meta").is_full
-
-
-def test_as_mask():
-    allowed = torch.ones(3, 3, dtype=torch.bool)
-    assert masks.as_mask(None).is_full
-    assert masks.as_mask(allowed).allowed is allowed
-    mask = masks.causal()
-    assert masks.as_mask(mask) is mask
-
-
-BOOL = torch.ones(2, 3, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: masks.causal("bottom"), ValueError, r"align: got 'bottom', allowed are .*bottom_right.*top_left"),
-        (lambda: masks.padding(BOOL.int()), TypeError, r"valid: got .*int32.*, allowed is .*bool"),
-        (lambda: masks.padding(BOOL.tolist()), TypeError, r"valid: got list, allowed is .*bool"),
-        (lambda: masks.padding(BOOL[0]), ValueError, r"valid: got shape \(3,\), allowed is \(batch, seqlen_k\)"),
-        (lambda: masks.boolean(BOOL.float()), TypeError, r"m: got .*float32.*, allowed is .*bool"),
-        (lambda: masks.boolean(BOOL[None, None, None]), ValueError, r"m: got shape \(1, 1, 1, 2, 3\), allowed"),
-        (lambda: masks.as_mask("causal"), TypeError, r"mask: got str, allowed are .*Mask.*bool tensor.*None"),
-        (lambda: masks.as_mask(BOOL.float()), TypeError, r"got .*float32.*, allowed is .*bool"),
-        (lambda: masks.causal() & BOOL, TypeError, r"unsupported operand"),
-        (lambda: masks.padding(BOOL) & masks.padding(BOOL[:, :2]), ValueError, r"valid.*\(2, 3\) and \(2, 2\)"),
-        (lambda: masks.boolean(BOOL) & masks.boolean(BOOL[:, :2]), ValueError, r"allowed.*\(2, 3\) and \(2, 2\)"),
-        (lambda: masks.padding(BOOL).check(2, 4, 3, 4), ValueError, r"padding.*\(2, 4\).*got \(2, 3\)"),
-        (lambda: masks.padding(BOOL).check(1, 4, 3, 3), ValueError, r"padding.*\(1, 3\).*got \(2, 3\)"),
-        (lambda: masks.boolean(BOOL).check(2, 4, 3, 3), ValueError, r"boolean.*\(2, 4, 3, 3\).*got \(2, 3\)"),
-        (lambda: masks.boolean(BOOL).check(2, 4, 2, 4), ValueError, r"boolean.*\(2, 4, 2, 4\).*got \(2, 3\)"),
-        (lambda: Mask(valid=torch.ones(2, 3)), TypeError, r"valid: got .*float32"),
-        (lambda: Mask(allowed=torch.ones(2, 3)), TypeError, r"float32"),
-        (lambda: Mask(causal=frozenset({"diagonal"})), ValueError, r"diagonal"),  # type: ignore[arg-type]
-    ],
-)
-def test_errors_of_masks(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 3), (4, 1, 3), (1, 4, 2, 1), (2, 1, 1, 3)])
-def test_shapes_that_boolean_takes(shape):
-    masks.boolean(torch.ones(shape, dtype=torch.bool)).check(2, 4, 2, 3)
 
 
 def test_both_causal_alignments_at_once():

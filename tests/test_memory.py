@@ -6,6 +6,9 @@ influence a result, nothing outside an output may be written, and each element o
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import testing
+from fusedattn import attention_varlen, testing
 from fusedattn.testing import Case
 from tests.accesses import checked_accesses
 from tests.conftest import DEVICE, DTYPES, INTERPRETING, assert_equal, triton_attention
@@ -55,6 +58,23 @@ class Embedded:
             assert torch.equal(guarded.bits, bits), f"an input of shape {tuple(guarded.tensor.shape)} was written"
 
 
+# Of the case of everything together, what packed sequences have each of their own.
+PER_SEQUENCE = {"batch": 3, "nheads_q": 2, "nheads_kv": 1, "causal": "bottom_right", "padding": None,
+                "empty_batch": False, "documents": None}  # fmt: skip
+ORDERS = {"q": (0, 1, 2), "k": (0, 2, 1), "v": (2, 0, 1), "dout": (1, 0, 2)}
+
+
+def each_tensor(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``x`` with every tensor of it changed: of a mask, a bias, tables, and arguments of functions."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, tuple):
+        return tuple(each_tensor(y, change) for y in x)
+    if not dataclasses.is_dataclass(x):
+        return x
+    return replace(x, **{f.name: each_tensor(getattr(x, f.name), change) for f in dataclasses.fields(x) if f.init})
+
+
 def embedded(inputs: testing.Inputs, *, poisoned: bool = True) -> Embedded:
     guards: list[Guarded] = []
 
@@ -62,50 +82,56 @@ def embedded(inputs: testing.Inputs, *, poisoned: bool = True) -> Embedded:
         guards.append(embed(x, order, poisoned=poisoned))
         return guards[-1].tensor
 
-    def put_all(owner: Any, *names: str) -> Any:
-        return replace(owner, **{name: put(x) for name in names if (x := getattr(owner, name)) is not None})
-
-    mask = put_all(inputs.mask, "valid", "allowed")
-    rope = inputs.rope
-    if rope is not None:
-        rope = put_all(rope, "cos", "sin", "positions_q", "positions_k")
-    inputs = replace(
-        inputs,
-        q=put(inputs.q, (0, 1, 2)),
-        k=put(inputs.k, (0, 2, 1)),
-        v=put(inputs.v, (2, 0, 1)),
-        dout=put(inputs.dout, (1, 0, 2)),
-        dlse=put(inputs.dlse),
-        mask=mask,
-        rope=rope,
-    )
-    return Embedded(inputs, guards)
+    large = {name: put(getattr(inputs, name), order) for name, order in ORDERS.items()}
+    others = {f.name: each_tensor(getattr(inputs, f.name), put) for f in dataclasses.fields(inputs)}
+    found = Embedded(replace(inputs, **(others | large)), guards)
+    constants = [x for x in (inputs.mask, inputs.bias, inputs.score_mod) if x is not None for _ in x.tensors()]
+    assert len(guards) >= len(ORDERS) + len(constants)
+    return found
 
 
-def run(inputs: testing.Inputs) -> testing.Results:
+def run(inputs: testing.Inputs, function: Callable[..., Any] = triton_attention) -> testing.Results:
     """As testing.run, but the gradients that come in are passed as they are."""
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = triton_attention(q, k, v, mask=inputs.mask, rope=inputs.rope, scale=inputs.scale, return_lse=True)
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    out, lse = function(x.q, x.k, x.v, **x.options, return_lse=True)
+    gradients = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.dout, inputs.dlse))
+    found = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **found}
+
+
+def kernels_of(inputs: testing.Inputs) -> set[str]:
+    """What must have been launched."""
+    found = {"attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"}
+    found |= {"attention_bwd_rows"} if inputs.q.dtype.itemsize == 2 else {"attention_bwd_exact_rows"}
+    found |= {"_rope"} if inputs.rope is not None else set()
+    found |= {"_key_range"} if inputs.mask.valid is not None else set()
+    found |= {"attention_bwd_dbias"} if "bias" in inputs.leaves else set()
+    return found | ({"attention_bwd_drelative"} if "relative" in inputs.leaves else set())
 
 
 def check(case: Case) -> None:
     """Poisoned and packed inputs give the same bits, and nothing but the outputs is written, all of it."""
-    inputs = testing.make_inputs(case, DEVICE)
+    check_inputs(testing.make_inputs(case, DEVICE))
+
+
+def check_inputs(
+    inputs: testing.Inputs, function: Callable[..., Any] = triton_attention, *, in_part: bool = False
+) -> None:
     poisoned = embedded(inputs)
     before = [x.bits.clone() for x in poisoned.guards]
     # On a GPU it is compute-sanitizer that looks at addresses.
     with checked_accesses() if INTERPRETING else nullcontext() as accesses, guarded_allocations() as allocations:
-        got = run(poisoned.inputs)
+        got = run(poisoned.inputs, function)
     # Compiled code may sum in another order where addresses are aligned otherwise.
-    expected = run(inputs if INTERPRETING else embedded(inputs, poisoned=False).inputs)
+    expected = run(inputs if INTERPRETING else embedded(inputs, poisoned=False).inputs, function)
     assert_equal(got, expected)
     poisoned.assert_unchanged(before)
-    allocations.check()
-    assert (got["dk"].stride(), got["dv"].stride()) == (poisoned.inputs.k.stride(), poisoned.inputs.v.stride())
+    allocations.check(in_part=in_part)
+    if function is triton_attention:  # and no views of q, k and v
+        assert (got["dk"].stride(), got["dv"].stride()) == (poisoned.inputs.k.stride(), poisoned.inputs.v.stride())
     assert len(allocations.new) >= 8  # out, lse, row_max, row_sum; delta and shift or factor; dq, dk, dv
-    assert accesses is None or {"attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"} <= set(accesses.launched)
+    assert accesses is None or set(accesses.launched) == kernels_of(inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -113,11 +139,44 @@ def test_memory(case):
     check(replace(case, dtype=DTYPES[CASES.index(case) % 3]))
 
 
+@pytest.mark.parametrize("behind", [0, 3], ids=["to the end", "rows behind"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences(dtype, behind):
+    """With everything that is per sequence and per token; one of them has no queries."""
+    lengths_q, lengths_k = (21, 0, 33), (37, 5, 18)
+    n, longest_q, longest_k = len(lengths_q), max(lengths_q), max(lengths_k)
+    stops_q, stops_k = (
+        embed(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)).tensor
+        for lengths in (lengths_q, lengths_k)
+    )
+    case = replace(
+        testing.CASES[-1], nheads_q=2, nheads_kv=1, dtype=dtype, boolean=None, layout=None, window=None, prefix=False,
+        mask_function=False, bias=None, alibi=False, relative=None,
+    )  # fmt: skip
+    inputs = testing.make_inputs(
+        replace(case, batch=1, seqlen_q=sum(lengths_q) + behind, seqlen_k=sum(lengths_k) + behind, empty_batch=False,
+                rope_tables="shared")
+    )  # fmt: skip
+    sequences = testing.make_inputs(replace(testing.CASES[-1], **PER_SEQUENCE, seqlen_q=longest_q, seqlen_k=longest_k))
+    assert sequences.q.shape[0] == n
+    inputs = replace(inputs, mask=inputs.mask & sequences.mask, bias=sequences.bias)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, lse = attention_varlen(q, k, v, stops_q, stops_k, longest_q, longest_k, backend="triton", **options)
+        return out.transpose(0, 1)[None], lse[None]
+
+    inputs = each_tensor(inputs, lambda x: x.to(DEVICE))
+    check_inputs(inputs, packed, in_part=behind > 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tile_larger_than_the_sequence(dtype, monkeypatch):
     from fusedattn.kernels import configs
 
     tile = configs.TileConfig(64, 64, 4, 1)
-    monkeypatch.setattr(configs, "for_tensor", lambda x, dense_mask: configs.KernelConfigs(tile, tile, tile))
-    monkeypatch.setattr(configs, "exact_rows_for_tensor", lambda x: tile)
-    check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, dtype=dtype))
+    monkeypatch.setattr(configs, "for_tensor", lambda x, head_dim, work: configs.KernelConfigs(tile, tile, tile))
+    monkeypatch.setattr(configs, "exact_rows_for_tensor", lambda x, head_dim: tile)
+    # A layout would make the tiles smaller.
+    check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=None, dtype=dtype))
+    check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=64, dtype=dtype))

@@ -28,6 +28,11 @@ def test_there_are_enough_and_no_two_have_one_name():
     assert {Path(fault.path).parts[0] for fault in mutation.FAULTS} == {"kernels", "fusedattn"}
 
 
+def test_no_file_of_the_kernels_is_left_out():
+    files = {f"kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert not files - {fault.path for fault in mutation.FAULTS}
+
+
 @pytest.mark.parametrize(("nth", "expected"), [(None, None), (0, "b a"), (1, "a b"), (2, None)])
 def test_which_occurrence(nth, expected):
     fault = Fault("file", "a", "b", "what", nth=nth)

@@ -15,10 +15,18 @@ from hypothesis import example, given, note
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusedattn import Rope, masks, testing
+from fusedattn import Rope, biases, masks, testing
 from fusedattn.testing import Case, Inputs
-from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, sum_of_terms, triton_attention
-from tests.strategies import cases
+from tests.conftest import (
+    DEVICE,
+    INTERPRETING,
+    assert_accurate,
+    assert_equal,
+    member,
+    sum_of_terms,
+    triton_attention,
+)
+from tests.strategies import FEATURES, PLACED, cases
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -59,13 +67,29 @@ def test_magnitudes(case, magnitude, tensor):
     assert_accurate(triton_attention, inputs, f"{case}, {tensor} * {magnitude}")
 
 
+def chosen(x: Tensor, batch: Tensor, heads: Tensor) -> Tensor:
+    """Some batches and heads of ``(batch, heads, ...)``; where there is one for all, that one."""
+    x = x[batch] if x.shape[0] > 1 else x
+    return x[:, heads] if x.shape[1] > 1 else x
+
+
 def permuted(inputs: Inputs, batch: Tensor, heads_kv: Tensor) -> Inputs:
     group = inputs.q.shape[1] // inputs.k.shape[1]
     heads_q = (heads_kv[:, None] * group + torch.arange(group, device=DEVICE)).flatten()
-    mask, rope = inputs.mask, inputs.rope
-    allowed = mask.allowed
-    if allowed is not None:
-        allowed = allowed.expand(inputs.q.shape[0], inputs.q.shape[1], -1, -1)[batch][:, heads_q]
+
+    def of_queries(x: Tensor | None) -> Tensor | None:
+        return None if x is None else chosen(x[(None,) * (4 - x.dim())], batch, heads_q)
+
+    mask, rope, bias, sinks = inputs.mask, inputs.rope, inputs.bias, inputs.sinks
+    documents, prefix, layout = mask.documents, mask.prefix, mask.layout
+    mask = replace(
+        mask,
+        valid=None if mask.valid is None else mask.valid[batch],
+        allowed=of_queries(mask.allowed),
+        prefix=None if prefix is None else replace(prefix, lengths=prefix.lengths[batch]),
+        documents=None if documents is None else masks.Documents(documents.q[batch], documents.k[batch]),
+        layout=None if layout is None else replace(layout, blocks=of_queries(layout.blocks)),
+    )
     if rope is not None:
         per_batch = {
             name: getattr(rope, name)[batch]
@@ -73,19 +97,24 @@ def permuted(inputs: Inputs, batch: Tensor, heads_kv: Tensor) -> Inputs:
             if getattr(rope, name) is not None and getattr(rope, name).dim() == dims
         }
         rope = replace(rope, **per_batch)
-    return Inputs(
+    if bias is not None:
+        slopes = None if bias.slopes is None else chosen(bias.slopes.expand(len(batch), -1), batch, heads_q)
+        bias = replace(bias, tensor=of_queries(bias.tensor), slopes=slopes, relative=of_queries(bias.relative))
+    return part(
+        inputs,
         q=inputs.q[batch][:, heads_q],
         k=inputs.k[batch][:, heads_kv],
         v=inputs.v[batch][:, heads_kv],
         dout=inputs.dout[batch][:, heads_q],
         dlse=inputs.dlse[batch][:, heads_q],
-        mask=replace(mask, valid=None if mask.valid is None else mask.valid[batch], allowed=allowed),
+        mask=mask,
         rope=rope,
-        scale=inputs.scale,
+        bias=bias,
+        sinks=None if sinks is None else sinks[heads_q],
     )
 
 
-@given(cases(), st.randoms(use_true_random=False))
+@given(cases(mask_function=False, score_mod=False, dropout_p=0.0), st.randoms(use_true_random=False))
 def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     inputs = inputs_of(case)
     batch, heads_kv = list(range(case.batch)), list(range(case.nheads_kv))
@@ -96,22 +125,33 @@ def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     at_queries = (at_heads[:, None] * group + torch.arange(group, device=DEVICE)).flatten()
     got = testing.run(triton_attention, permuted(inputs, at_batch, at_heads))
     expected = testing.run(triton_attention, inputs)
+    summed = {"dbias", "drelative", "dsinks"} & expected.keys()  # over batches and heads, in their order
     heads = {"out": at_queries, "lse": at_queries, "dq": at_queries, "dk": at_heads, "dv": at_heads}
-    assert_equal(got, {name: x[at_batch][:, heads[name]] for name, x in expected.items()})
+    assert_equal(
+        {name: x for name, x in got.items() if name not in summed},
+        {name: chosen(expected[name], at_batch, at) for name, at in heads.items()},
+    )
+    for name in summed:
+        x = expected[name]
+        x = x[at_queries] if name == "dsinks" else chosen(x[(None,) * (4 - x.dim())], at_batch, at_queries)
+        tolerance = 8 * torch.finfo(x.dtype).eps
+        torch.testing.assert_close(got[name], x, rtol=tolerance, atol=tolerance * (1 + x.abs().max().item()))
 
 
-@given(cases(batch=2, boolean=None, rope_tables="shared", rope_positions=False))
+@given(cases(batch=2, mask_function=False, dropout_p=0.0))
 def test_a_batch_is_its_members(case):
-    """What one member gets does not depend on the others."""
-    if case.seqlen_q > case.seqlen_k:
-        case = replace(case, rope=None)
+    """What one member gets does not depend on the others; what they share gets the sum of their gradients."""
     inputs = inputs_of(case)
     together = testing.run(triton_attention, inputs)
-    for b in range(2):
-        alone = part(inputs, **{n: getattr(inputs, n)[b : b + 1] for n in ("q", "k", "v", "dout", "dlse")})
-        if inputs.mask.valid is not None:
-            alone = part(alone, mask=replace(inputs.mask, valid=inputs.mask.valid[b : b + 1]))
-        assert_equal(testing.run(triton_attention, alone), {n: x[b : b + 1] for n, x in together.items()})
+    alone = [testing.run(triton_attention, member(inputs, b)) for b in range(2)]
+    for name, x in together.items():
+        shapes = {x.shape, alone[0][name].shape}
+        if len(shapes) == 2:  # a row of its own for each
+            assert_equal({name: torch.cat([results[name] for results in alone])}, {name: x})
+        else:
+            tolerance = 8 * torch.finfo(x.dtype).eps
+            expected, size = sum(r[name] for r in alone), max(r[name].abs().max().item() for r in alone)
+            torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance * (1 + size))
 
 
 @given(cases(rope="half", head_dim=16, rotary_dim=16, rope_tables="shared", rope_positions=False), st.integers(1, 1000))
@@ -133,6 +173,30 @@ def test_rope_knows_differences_only(case, shift):
     assert_accurate(triton_attention, moved, case)
 
 
+@given(cases(bias_dtype=None), st.sampled_from(["full", "alibi", "relative"]))
+def test_a_bias_might_as_well_be_written_out(case, kind):
+    """In the dtype that it is added in: the same numbers but for rounding; its gradient becomes that of the parts."""
+    case = replace(
+        case,
+        bias="per_query" if kind == "full" else None,
+        alibi=kind == "alibi",
+        relative="per_query" if kind == "relative" else None,
+    )
+    inputs = inputs_of(case)
+    assert inputs.bias is not None
+    shape = (*inputs.q.shape[:3], inputs.k.shape[2])
+    written = part(inputs, bias=biases.tensor(inputs.bias.dense(*shape[2:]).expand(shape).contiguous()))
+    assert_accurate(triton_attention, written, case)
+    got, expected = testing.run(triton_attention, written), testing.run(triton_attention, inputs)
+    back = testing.through_bias(inputs, got.pop("dbias"))
+    got |= {name: x.to(expected[name].dtype) for name, x in back.items()}
+    truth, terms = testing.golden(inputs), sum_of_terms(inputs)
+    for name, x in expected.items():
+        unit = 8 * torch.finfo(x.dtype).eps
+        differ = (got[name].double() - x.double()).abs() > unit * (terms[name] + truth[name].abs())
+        assert not differ[truth[name].isfinite()].any(), name
+
+
 def sliced(inputs: Inputs, start: int, stop: int) -> Inputs:
     """Only the keys ``start .. stop - 1`` of the first batch, and no padding."""
     mask = replace(inputs.mask, valid=None)
@@ -140,7 +204,7 @@ def sliced(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 @given(
-    cases(batch=1, boolean=None, causal=None, padding=None, empty_batch=False, rope=None),
+    cases(batch=1, boolean=None, causal=None, padding=None, empty_batch=False, rope=None, **PLACED),
     st.integers(0, 40),
     st.integers(0, 40),
 )
@@ -158,7 +222,14 @@ def test_padding_is_slicing(case, before, after):
     assert_same(got, expected)
 
 
-@given(cases(batch=1, boolean=None, causal="bottom_right", padding=None, empty_batch=False), st.integers(1, 40))
+# What is counted from the end, as the mask is.
+FROM_THE_END = ("window", "alibi", "relative", "score_mod", "softcap", "head_dim_v", "bias_dtype")
+OTHERS = {name: value for name, value in FEATURES.items() if name not in FROM_THE_END}
+
+
+@given(
+    cases(batch=1, boolean=None, causal="bottom_right", padding=None, empty_batch=False, **OTHERS), st.integers(1, 40)
+)
 def test_left_padding_is_slicing_under_a_causal_mask(case, before):
     """The usual shape of a padded prompt: the causal mask is aligned to the end, and so are the positions."""
     case = replace(case, seqlen_q=case.seqlen_k, rope_tables="shared", rope_positions=False)
@@ -169,10 +240,15 @@ def test_left_padding_is_slicing_under_a_causal_mask(case, before):
         positions = (torch.arange(full.k.shape[2], device=DEVICE) - before).clamp(min=0)
         full = part(full, rope=rope.at(positions, positions.clone()))
     got = testing.run(triton_attention, part(full, mask=full.mask & masks.padding(valid[None])))
-    short = Inputs(
+    bias = full.bias
+    if bias is not None and case.relative == "per_query":
+        bias = replace(bias, relative=bias.relative[:, :, before:])
+    short = part(
+        full,
         **{n: getattr(full, n)[:, :, before:].contiguous() for n in ("q", "k", "v", "dout", "dlse")},
-        mask=full.mask, rope=rope, scale=full.scale,
-    )  # fmt: skip
+        rope=rope,
+        bias=bias,
+    )
     expected = testing.run(triton_attention, short)
     for name in ("out", "dq", "dk", "dv"):
         assert int((got[name][:, :, :before] != 0).sum()) == 0, name
@@ -180,10 +256,14 @@ def test_left_padding_is_slicing_under_a_causal_mask(case, before):
     # Query tiles start elsewhere, so sums run in another order.
     for name, x in expected.items():
         eps = torch.finfo(x.dtype).eps if name != "lse" else torch.finfo(torch.float32).eps
-        torch.testing.assert_close(got[name][:, :, before:], x, rtol=8 * eps, atol=8 * eps * x.abs().max().item())
+        y = got[name] if got[name].shape == x.shape else got[name][:, :, before:]
+        torch.testing.assert_close(y, x, rtol=8 * eps, atol=8 * eps * x.abs().max().item())
 
 
-@given(cases(causal=None, padding=None, empty_batch=False, boolean=None, rope=None), st.randoms(use_true_random=False))
+@given(
+    cases(causal=None, padding=None, empty_batch=False, boolean=None, rope=None, **PLACED),
+    st.randoms(use_true_random=False),
+)
 def test_the_order_of_keys_does_not_matter(case, random):
     inputs = inputs_of(case)
     order = list(range(case.seqlen_k))
@@ -202,15 +282,15 @@ def test_the_order_of_keys_does_not_matter(case, random):
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Case)])
 def test_a_case_prints_as_the_call_that_makes_it(field):
     """``repr`` is what a failure prints, so it must evaluate to the same case."""
-    case = replace(Case(rope="half", dtype=torch.bfloat16, scale=0.3), name="it's")
+    case = replace(Case(rope="half", dtype=torch.bfloat16, scale=0.3, window=(3, None), bias="full"), name="it's")
     again = eval(repr(case), {"Case": Case, "torch": torch})
     assert getattr(again, field) == getattr(case, field)
 
 
 def test_make_inputs_is_reproducible():
-    case = Case(padding="uneven", boolean="full", rope="half", rope_positions=True, rope_tables="per_batch")
-    one, two = testing.make_inputs(case), testing.make_inputs(case)
-    other = testing.make_inputs(replace(case, seed=1))
-    for name in ("q", "k", "v", "dout", "dlse"):
-        assert torch.equal(getattr(one, name), getattr(two, name))
-        assert not torch.equal(getattr(one, name), getattr(other, name))
+    one, two, other = (testing.make_inputs(replace(testing.CASES[-1], seed=seed)).tensors() for seed in (0, 0, 1))
+    assert one.keys() == other.keys()
+    assert len(one) > 20
+    for name, x in one.items():
+        assert torch.equal(x, two[name]), name
+        assert not torch.equal(x, other[name]), name

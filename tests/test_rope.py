@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import Rope, apply_rope, attention, testing
+from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.testing import Case
 from tests.conftest import BACKENDS, DEVICE, DTYPES, INTERPRETING, assert_budget, triton_attention
 
@@ -198,6 +200,12 @@ def test_default_positions(seqlen_q, seqlen_k, backend):
         assert torch.equal(attention(q, k, v, rope=rope.at(explicit.positions_q, None), backend=backend), expected)
 
 
+def shape_of(x: Tensor, n_more: int = 0) -> Shape:
+    """Of an attention whose queries (or keys) are ``x``, with so many more keys than queries."""
+    batch, nheads, seqlen, _ = x.shape
+    return Shape(batch, nheads, nheads, seqlen, seqlen + n_more, seqlen, seqlen + n_more)
+
+
 @interleavings
 @dtypes
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (40, 24), (33, 2), (80, 80)])
@@ -208,17 +216,46 @@ def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, inte
     rope = Rope.from_theta(rotary_dim, 200, interleaved=interleaved, device=DEVICE)
     x = torch.randn(2, 70, 3, head_dim, device=DEVICE).to(dtype).transpose(1, 2)
     positions = torch.randint(0, 200, (2, 70), device=DEVICE)
-    for at, offset in ((None, 0), (None, 7), (positions[:1], 0), (positions, 0)):
-        rotation = Rotation(rope.cos[None], rope.sin[None], at, offset, interleaved)
+    for at, of_queries in ((None, False), (None, True), (positions[:1], True), (positions, False)):
+        rotation = Rotation(rope.cos[None], rope.sin[None], at, interleaved)
+        # Queries stand where the last keys do, of which there are 7 more.
+        offset = 7 if of_queries else 0
         rows = torch.arange(offset, offset + 70, device=DEVICE) if at is None else at
         expected = apply_rope(x, rope.cos, rope.sin, rows, interleaved=interleaved)
-        got = rotated(x, rotation)
+        got = rotated(x, rotation, NOT_PACKED, shape_of(x, offset), of_queries=of_queries)
         assert got.is_contiguous()
         assert got.dtype == dtype
         if INTERPRETING:
             assert torch.equal(got, expected)
         else:
             torch.testing.assert_close(got, expected)
+
+
+@interleavings
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_the_kernel_rotates_packed_sequences(of_queries, interleaved):
+    """Each from its own start; queries stand where the last keys of their sequence do."""
+    from fusedattn.kernels.rope import Rotation, rotated
+
+    rope = Rope.from_theta(16, 100, interleaved=interleaved, device=DEVICE)
+    lengths_q, lengths_k = (5, 0, 33, 70), (9, 3, 33, 71)
+    stops_q, stops_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+        for lengths in (lengths_q, lengths_k)
+    )
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    shape = Shape(4, 3, 3, total_q, total_k, max(lengths_q), max(lengths_k))
+    x = torch.randn(1, 3, total_q if of_queries else total_k, 16, device=DEVICE)
+    rotation = Rotation(rope.cos[None], rope.sin[None], None, interleaved)
+    got = rotated(x, rotation, Sequences(stops_q, stops_k), shape, of_queries=of_queries)
+    first = 0
+    for n_q, n_k in zip(lengths_q, lengths_k, strict=True):
+        n = n_q if of_queries else n_k
+        rows = torch.arange(n_k - n, n_k, device=DEVICE)
+        own = slice(first, first + n)
+        expected = apply_rope(x[:, :, own], rope.cos, rope.sin, rows, interleaved=interleaved)
+        torch.testing.assert_close(got[:, :, own], expected, rtol=0, atol=0 if INTERPRETING else 1e-6)
+        first += n
 
 
 @interleavings
@@ -229,7 +266,8 @@ def test_features_that_do_not_rotate_are_left_alone(interleaved):
     rope = Rope.from_theta(8, 6, device=DEVICE)
     x = torch.randn(1, 1, 6, 13, device=DEVICE)
     x[..., 9] = math.nan
-    got = rotated(x, Rotation(rope.cos[None], rope.sin[None], None, 0, interleaved))
+    rotation = Rotation(rope.cos[None], rope.sin[None], None, interleaved)
+    got = rotated(x, rotation, NOT_PACKED, shape_of(x), of_queries=False)
     assert got[..., 9].isnan().all()
     rest = [8, 10, 11, 12]
     assert torch.equal(got[..., rest], x[..., rest])
@@ -242,10 +280,11 @@ def test_the_kernel_marks_positions_outside_the_tables():
     rope = Rope.from_theta(8, 10, device=DEVICE)
     x = torch.randn(1, 1, 6, 12, device=DEVICE)
     at = torch.tensor([[0, -1, 9, 10, 2**31 - 1, 3]], device=DEVICE)
-    got = rotated(x, Rotation(rope.cos[None], rope.sin[None], at, 0, False))
+    rotation = Rotation(rope.cos[None], rope.sin[None], at, False)
+    got = rotated(x, rotation, NOT_PACKED, shape_of(x), of_queries=False)
     assert got[0, 0].isnan().any(-1).tolist() == [False, True, False, True, True, False]
     assert torch.equal(got[..., 8:], x[..., 8:])
-    got = rotated(x, Rotation(rope.cos[None], rope.sin[None], None, -2, False))
+    got = rotated(x, replace(rotation, positions=None), NOT_PACKED, shape_of(x, -2), of_queries=True)
     assert got[0, 0].isnan().any(-1).tolist() == [True, True, False, False, False, False]
 
 

@@ -20,7 +20,7 @@ from tests.conftest import (
     options,
     triton_attention,
 )
-from tests.hostile import LAYOUTS, strided_mask, strided_rope
+from tests.hostile import LAYOUTS, strided
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -110,10 +110,17 @@ def test_strides_of_masks_tables_and_positions():
     assert mask.allowed is not None
     assert rope.positions_q is not None
 
-    assert torch.equal(strided_mask(mask).valid, mask.valid)
-    strided = strided_rope(rope)
-    assert strided.positions_q is not None
-    other = replace(inputs, mask=strided_mask(mask), rope=replace(strided, positions_q=strided.positions_q.int()))
+    assert torch.equal(strided(mask).valid, mask.valid)
+    tables = strided(rope)
+    assert tables.positions_q is not None
+    other = replace(
+        inputs,
+        mask=strided(mask),
+        rope=replace(tables, positions_q=tables.positions_q.int()),
+        bias=strided(inputs.bias),
+        sinks=strided(inputs.sinks),
+        dropout_seed=strided(inputs.dropout_seed),
+    )
     assert_equal(testing.run(triton_attention, other), testing.run(triton_attention, inputs))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -142,6 +144,50 @@ def test_one_unit_in_the_last_place_is_granted_and_no_more(dtype: torch.dtype) -
     assert compare(actual, baseline.double(), baseline).used == pytest.approx(2.0)
 
 
+def test_a_result_of_a_few_numbers_is_judged_by_its_terms() -> None:
+    """Of which one unit in the last place is granted: more than the numbers have in common with eager's luck."""
+    golden = {"dsinks": torch.tensor([0.5, -0.25], dtype=torch.float64)}
+    exact = {"dsinks": golden["dsinks"].float()}
+    terms = {"dsinks": torch.tensor([100.0, 200.0], dtype=torch.float64)}
+    unit = 200.0 * torch.finfo(torch.float32).eps
+    near = {"dsinks": exact["dsinks"] + 0.9 * unit / 2}
+    assert not testing.compare_results(near, golden, exact, torch.float32)["dsinks"].ok
+    assert testing.compare_results(near, golden, exact, torch.float32, terms)["dsinks"].ok
+    far = {"dsinks": exact["dsinks"] + 1.1 * unit}
+    assert not testing.compare_results(far, golden, exact, torch.float32, terms)["dsinks"].ok
+    # Of many numbers the errors can be compared: their terms do not count.
+    *many, sums = [{"dbias": x["dsinks"].repeat(40)} for x in (near, golden, exact, terms)]
+    assert not testing.compare_results(*many, torch.float32, sums)["dbias"].ok
+
+
+def test_what_cancels_is_judged_by_its_terms() -> None:
+    """A bias of a query changes nothing: without a gradient of lse, its own is 0 but for rounding."""
+    inputs = testing.without_lse_gradient(testing.make_inputs(replace(SMALL, seqlen_q=64, bias="per_query")))
+    truth, terms = testing.golden(inputs), testing.bias_terms(inputs)
+    assert truth["dbias"].numel() > testing.FEW
+    assert truth["dbias"].abs().max() < 1e-12
+    assert testing.check(eager(), inputs)["dbias"].ok
+    wrong = {**testing.baseline(inputs)}
+    for size, ok in ((0.2, True), (2.0, False)):
+        wrong["dbias"] = (size * torch.finfo(torch.float32).eps * terms["dbias"]).float()
+        assert testing.compare_results(wrong, truth, truth_in_float32(truth), torch.float32, terms)["dbias"].ok is ok
+
+
+def truth_in_float32(truth: testing.Results) -> testing.Results:
+    return {name: x.float() for name, x in truth.items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((2, 3, 5, 7), (2, 3, 5, 7)), ((1, 1, 1, 7), (1, 1, 1, 7)), ((3, 5, 1), (3, 5)), ((2, 1, 1, 1), (2,)), ((), (1,))],
+)
+def test_rows_of_a_bias(shape, rows) -> None:
+    """Keys, else queries, else whatever there is; of out, dq, dk and dv always head_dim."""
+    x = torch.zeros(shape)
+    assert testing._rows("dbias", x).shape == rows
+    assert testing._rows("dq", x).shape == shape
+
+
 def eager(
     *,
     lse: bool = True,
@@ -192,6 +238,49 @@ def test_measure_of_what_there_is(function, missing, through_lse) -> None:
     for r in found.ratios.values():
         assert (r.max, r.mean, r.row) == pytest.approx((1.0, 1.0, 1.0))
     assert bool(found.inputs.dlse.any()) == through_lse
+
+
+BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True)
+
+
+def test_measure_without_the_gradients_of_what_is_added() -> None:
+    """Those of q, k and v are still measured."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: object) -> object:
+        if options["bias"].tensor.requires_grad:
+            raise NotImplementedError("bias: no gradient")
+        return eager(lse=False)(q, k, v, return_lse=return_lse, **options)
+
+    inputs = testing.make_inputs(BIASED)
+    found = testing.measure(function, inputs)
+    assert set(found.ratios) == {"out", "dq", "dk", "dv"}
+    reasons = dict.fromkeys(("dbias", "drelative", "dsinks"), "bias: no gradient")
+    assert found.missing == {"lse": "no lse", **reasons}
+    assert set(testing.check(eager(), inputs)) == set(testing.results_of(inputs)) == set(testing.ALL_TENSORS)
+
+
+def test_a_gradient_that_a_function_forgets_is_no_refusal() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor, **options: object) -> object:
+        return eager()(q, k, v, sinks=sinks.detach(), **options)
+
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        testing.measure(function, testing.make_inputs(BIASED))
+
+
+def test_a_function_without_an_argument_is_not_called() -> None:
+    """But for what is left at its default: a function need not know what a problem does not have."""
+
+    def function(q, k, v, *, mask, rope, scale, return_lse):
+        called.append(1)
+        return eager()(q, k, v, mask=mask, rope=rope, scale=scale, return_lse=return_lse)
+
+    called: list[int] = []
+    found = testing.measure(function, testing.make_inputs(replace(BIASED, softcap=2.0, dropout_p=0.1)))
+    assert not called
+    assert found.missing == dict.fromkeys(
+        testing.ALL_TENSORS, "bias, softcap, sinks, dropout_p, dropout_seed: no argument of this function"
+    )
+    assert set(testing.measure(function, testing.make_inputs(SMALL)).ratios) == set(TENSORS)
 
 
 def test_measure_of_nothing_gives_the_reason() -> None:
@@ -252,10 +341,81 @@ def test_nan_in_rows_that_see_nothing_is_named() -> None:
 def test_inputs_are_the_same_each_time_and_in_each_dtype() -> None:
     for case in CASES:
         first, second = testing.make_inputs(case), testing.make_inputs(replace(case, dtype=torch.float64))
-        for name in ("q", "k", "v", "dout", "dlse"):
-            torch.testing.assert_close(getattr(first, name).double(), getattr(second, name), atol=1e-6, rtol=1e-6)
-        dense = [x.mask.dense(case.seqlen_q, case.seqlen_k) for x in (first, second)]
-        assert torch.equal(*dense)
+        tensors, others = first.tensors(), second.tensors()
+        assert tensors.keys() == others.keys()
+        for name, x in tensors.items():
+            torch.testing.assert_close(x.to(others[name].dtype), others[name], atol=1e-6, rtol=1e-6)
+        assert torch.equal(first.visible(), second.visible())
+        assert {x.dtype for x in first.to(torch.float64).leaves.values()} == {torch.float64}
+
+
+def test_the_cases_have_every_feature() -> None:
+    """Each field of a case, and each of the words that it may be."""
+    for field in fields(Case):
+        if field.name in ("name", "dtype"):
+            continue
+        values = {getattr(case, field.name) for case in CASES}
+        assert len(values) > 1, field.name
+    words = {"bias": 6, "documents": 2, "relative": 2, "padding": 3, "boolean": 2, "causal": 2}
+    for name, number in words.items():
+        assert len({getattr(case, name) for case in CASES} - {None}) == number, name
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_enough_is_visible_in_every_case() -> None:
+    for case in CASES:
+        inputs = testing.make_inputs(case)
+        assert inputs.visible().any(-1).float().mean() > 0.4, case.name
+        assert inputs.visible().float().mean() > 0.05, case.name
+
+
+def test_a_problem_of_other_leaves() -> None:
+    inputs = testing.make_inputs(CASES[-1])
+    assert list(inputs.leaves) == ["q", "k", "v", "bias", "relative", "sinks"]
+    other = inputs.with_leaves({name: x + 1 for name, x in inputs.leaves.items()})
+    for name, x in other.leaves.items():
+        assert torch.equal(x, inputs.leaves[name] + 1)
+    changed = {name for name, x in other.tensors().items() if not torch.equal(x, inputs.tensors()[name])}
+    assert changed == {"q", "k", "v", "sinks", "tensor(x)", "relative(table)"}
+    assert set(testing.make_inputs(SMALL).options) == {"mask", "rope", "scale"}
+    assert set(inputs.options) == {
+        "mask", "rope", "scale", "bias", "softcap", "score_mod", "sinks", "dropout_p", "dropout_seed"
+    }  # fmt: skip
+
+
+def test_a_bias_of_another_dtype() -> None:
+    inputs = testing.make_inputs(replace(BIASED, dtype=torch.bfloat16, bias_dtype=torch.float32))
+    assert inputs.bias is not None
+    assert {x.dtype for x in (inputs.bias.tensor, inputs.bias.relative, inputs.sinks)} == {torch.float32}
+    found = testing.run(eager(), inputs)
+    assert {found[name].dtype for name in ("dbias", "drelative", "dsinks")} == {torch.float32}
+    assert {found[name].dtype for name in ("out", "dq", "dk", "dv")} == {torch.bfloat16}
+
+
+def test_the_sums_of_terms_bound_the_gradients() -> None:
+    for case in CASES:
+        inputs = testing.make_inputs(case)
+        truth, terms = testing.golden(inputs), testing.bias_terms(inputs)
+        assert set(terms) == set(truth) - set(TENSORS)
+        for name, x in terms.items():
+            assert (truth[name].abs() <= x * (1 + 1e-9) + 1e-12).all(), (case.name, name)
+
+
+def test_triton_is_needed_for_functions_alone() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "from fusedattn import testing\n"
+        "for case in testing.CASES:\n"
+        "    try:\n"
+        "        testing.make_inputs(case)\n"
+        "    except ModuleNotFoundError:\n"
+        "        assert case.needs_triton\n"
+        "    else:\n"
+        "        assert not case.needs_triton\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_golden_is_the_textbook() -> None:

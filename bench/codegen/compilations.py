@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -22,18 +21,28 @@ from bench.codegen.report import Report
 from fusedattn.kernels import configs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
-HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table
-ALL, HEAVIEST = tuple(launches.FEATURES), tuple(launches.FEATURES)[-2:]
+HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table but the last
+ALL = ("plain", "causal", "causal+rope", "all but boolean", "all")
+HEAVIEST = ALL[-2:]
+WHOLE = tuple(launches.FEATURES)[len(ALL) :]
 
-# dtype -> what of it the gate compiles. fp16 and bf16 differ by the names of the instructions; tf32, which the user
-# must allow, runs the configs of fp32.
-EVERYTHING: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "bf16": (HEAD_DIMS, ALL),
-    "fp16": ((128,), HEAVIEST),
-    "fp32": (HEAD_DIMS, ALL),
-    "tf32": (HEAD_DIMS, HEAVIEST),
+# dtype -> head_dims and features of it that the gate compiles. fp16 and bf16 differ by the names of the instructions;
+# tf32, which the user must allow, runs the configs of fp32.
+EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
+    "bf16": (
+        (HEAD_DIMS, ALL),
+        ((128,), WHOLE),
+        ((64, 256), ("bias", "everything")),
+        ((512,), ("causal", "everything")),
+    ),
+    "fp16": (((128,), HEAVIEST),),
+    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((512,), ("causal",))),
+    "tf32": ((HEAD_DIMS, HEAVIEST),),
 }
-QUICK = {"bf16": (HEAD_DIMS, HEAVIEST), "fp32": (HEAD_DIMS, HEAVIEST)}
+QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
+    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything"))),
+    "fp32": ((HEAD_DIMS, HEAVIEST),),
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,11 @@ def cases(
     for target, dtype in itertools.product(targets, dtypes or plan):
         if dtype == "tf32" and launches.TARGETS[target].backend == "hip":
             continue  # the package computes in float32 there
-        planned_head_dims, planned_features = plan.get(dtype, EVERYTHING[dtype])
-        for head_dim in head_dims or planned_head_dims:
-            names = tuple(features) or planned_features
+        planned: dict[int, tuple[str, ...]] = {}
+        for its_head_dims, its_features in plan.get(dtype, EVERYTHING[dtype]):
+            planned |= {head_dim: planned.get(head_dim, ()) + its_features for head_dim in its_head_dims}
+        for head_dim in head_dims or planned:
+            names = tuple(features) or planned.get(head_dim, HEAVIEST)
             yield Case(target, dtype, head_dim, names, tuple(kernels), inference=not quick)
 
 
@@ -103,13 +114,13 @@ def compile_case(case: Case) -> list[Report]:
 
 def _report(case: Case, launch: launches.Launch) -> Report:
     # Not every kernel depends on what the case is about.
-    typed = "HEAD_DIM" in launch.constants
+    typed = "ACC" in launch.constants
     report = Report(
         kernel=launch.kernel,
         target=case.target,
         head_dim=case.head_dim if typed else 0,
         dtype=case.dtype if typed else "any",
-        features=_features(launch.constants),
+        features="+".join(launch.features) or "plain",
         config=_config(launch),
         has_products="PRECISION" in launch.constants,
         error=launch.error,
@@ -134,15 +145,6 @@ def _machine_code(launch: launches.Launch) -> MachineCode:
         return machine_code.of_amdgcn(launch.compiled.asm["amdgcn"])
     tools = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
     return machine_code.of_cubin(launch.compiled.asm["cubin"], launch.log, tools)
-
-
-def _features(constants: dict[str, Any]) -> str:
-    """The switches that are on, by the kernel's own names for them."""
-    names = ["rope"] if constants.get("ROTARY_DIM") else []
-    for name, value in constants.items():
-        if value is True and name != "EXACT":  # EXACT follows from the dtype
-            names.append(name.removeprefix("IS_").removeprefix("HAS_").removeprefix("KEEP_").lower())
-    return "+".join(sorted(names)) or "plain"
 
 
 def _config(launch: launches.Launch) -> dict[str, int]:

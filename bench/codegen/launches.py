@@ -7,7 +7,9 @@ list of constants, types and alignments that could differ from the launchers'.
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fusedattn import Rope, attention, masks, support
+from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
 from fusedattn.kernels import configs
+from fusedattn.masks import Mask
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -31,33 +34,93 @@ TARGETS: dict[configs.Arch, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-# What a call may ask for. The last two need the most registers, without and with a boolean mask.
+# What a call may ask for. "all but boolean" and "all" need the most registers of those without other scores.
 FEATURES: dict[str, frozenset[str]] = {
     "plain": frozenset(),
     "causal": frozenset({"causal"}),
     "causal+rope": frozenset({"causal", "rope"}),
     "all but boolean": frozenset({"causal", "padding", "rope", "positions"}),
     "all": frozenset({"causal", "padding", "boolean", "rope", "positions"}),
+    "ranges": frozenset({"causal", "window", "prefix", "documents", "padding"}),
+    "blocks": frozenset({"causal", "layout", "mask function"}),
+    "bias": frozenset({"causal", "padding", "bias"}),
+    "scores": frozenset({"causal", "bias", "alibi", "relative", "softcap", "score function", "sinks"}),
+    "dropout": frozenset({"causal", "dropout"}),
+    "packed": frozenset({"causal", "window", "rope", "packed"}),
+    "everything": frozenset(
+        {"causal", "window", "prefix", "documents", "padding", "boolean", "mask function", "rope", "positions", "bias"}
+        | {"alibi", "relative", "softcap", "score function", "sinks", "dropout", "packed"}
+    ),
 }
 
 # Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
 # row stride of a boolean mask; what depends on head_dim is a multiple of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
+LAYOUT_BLOCK, REACH = 128, 32
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled launch: values of the kernel's constexpr parameters and launch options, and what came of it.
+    """One compiled launch: values of the kernel's constexpr parameters, what it is given that it might be without,
+    launch options, and what came of it.
 
     `compiled` is Triton's CompiledKernel, or None where `error` says why there is none; `log` is what ptxas printed.
     """
 
     kernel: str
     constants: dict[str, Any]
+    features: tuple[str, ...]
     options: dict[str, int]
     compiled: Any
     log: str
     error: str
+
+
+# What a switch, or a tensor that may be missing, is called; others are called as they are named in the kernel.
+NAMES = {
+    "HAS_LOWER": "window",
+    "HAS_UPPER": "causal",
+    "slopes": "alibi",
+    "valid": "padding",
+    "cos": "rope",
+    "key_lists": "layout",
+    "q": "documents",
+    "seed": "dropout",
+    "cu_q": "packed",
+}
+# What follows from another switch, or is always there.
+IMPLIED = {
+    *(
+        "MODIFIED",
+        "BY_PAIR",
+        "MAY_HIDE_ROWS",
+        "EXACT",
+        "DERIVATIVE",
+        "function_args",
+        "PREFIX_AT_END",
+        "key_range",
+        "k",
+    ),
+    *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
+    *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
+}
+
+
+def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
+    """What of a kernel's arguments may be missing and is there; also of the tuples among them, such as `owner`."""
+    for name, value in arguments.items():
+        value = getattr(value, "value", value)  # a constexpr
+        name = name.removesuffix("_ptr")
+        if isinstance(value, tuple):
+            if hasattr(value, "ptr"):  # one tensor and its strides
+                if value.ptr is not None and name in ("allowed", "bias", "relative", "rest"):
+                    yield name
+            elif hasattr(value, "_asdict"):
+                yield from features_of(value._asdict(), name)
+        elif (
+            value is True or isinstance(value, Tensor) or callable(value) or (name == "softcap" and value is not None)
+        ) and name not in IMPLIED:
+            yield f"{owner}-function" if name == "FUNCTION" else NAMES.get(name, name.lower())
 
 
 @dataclass(frozen=True)
@@ -104,6 +167,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
             Launch(
                 kernel=fn.__name__,
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
+                features=tuple(sorted(features_of(arguments))),
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
                 log=log.getvalue(),
@@ -115,7 +179,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(configs, "arch_of", lambda device: arch),
-        patch.object(support, "_triton_reasons", lambda q: []),
+        patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
     ):
@@ -129,20 +193,68 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 fn.device_caches.clear()  # they would not notice that the target changes
 
 
-def call(head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True) -> None:
+def call(
+    head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True, head_dim_v: int | None = None
+) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
     shape_q, shape_k = (BATCH, NHEADS_Q, SEQLEN_Q, head_dim), (BATCH, NHEADS_KV, SEQLEN_K, head_dim)
-    q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_k))
+    shape_v = (*shape_k[:3], head_dim_v or head_dim)
+    q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
+    leaves = [q, k, v]
+    options: dict[str, Any] = {"mask": _mask(features), "rope": _rope(head_dim, features), "return_lse": True}
+    bias = []
+    if "bias" in features:
+        leaves.append(torch.zeros(1, NHEADS_Q, SEQLEN_Q, SEQLEN_K, dtype=dtype, requires_grad=training))
+        bias.append(biases.tensor(leaves[-1]))
+    if "relative" in features:
+        leaves.append(torch.zeros(NHEADS_Q, 1, 2 * REACH + 1, dtype=dtype, requires_grad=training))
+        bias.append(biases.relative(leaves[-1]))
+    if "alibi" in features:
+        bias.append(biases.alibi(torch.zeros(NHEADS_Q)))
+    if bias:
+        options["bias"] = functools.reduce(operator.add, bias)
+    if "sinks" in features:
+        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
+        options["sinks"] = leaves[-1]
+    if "softcap" in features:
+        options["softcap"] = 30.0
+    if "score function" in features:
+        options["score_mod"] = case_functions.score_function(NHEADS_Q, torch.Generator())
+    if "dropout" in features:
+        options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
+    if "packed" in features:
+        cu_seqlens: list[Any] = [torch.tensor([0, n], dtype=torch.int32) for n in (SEQLEN_Q, SEQLEN_K)]
+        packed: list[Any] = [x[0].transpose(0, 1) for x in (q, k, v)]
+        packed += [*cu_seqlens, SEQLEN_Q, SEQLEN_K]
+        results = attention_varlen(*packed, backend="triton", **options)
+    else:
+        results = attention(q, k, v, backend="triton", **options)
+    if training:
+        torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
+
+
+def _mask(features: frozenset[str]) -> Mask:
+    batch = 1 if "packed" in features else BATCH
     mask = masks.full()
     if "causal" in features:
         mask = mask & masks.causal()
+    if "window" in features:
+        mask = mask & masks.window(SEQLEN_K // 2, 0)
+    if "prefix" in features:
+        mask = mask & masks.prefix_lm(torch.zeros(batch, dtype=torch.int32))
     if "padding" in features:
-        mask = mask & masks.padding(torch.ones(BATCH, SEQLEN_K, dtype=torch.bool))
+        mask = mask & masks.padding(torch.ones(batch, SEQLEN_K, dtype=torch.bool))
+    if "documents" in features:
+        ids = (torch.zeros(batch, n, dtype=torch.int32) for n in (SEQLEN_Q, SEQLEN_K))
+        mask = mask & masks.documents(*ids)
     if "boolean" in features:
-        mask = mask & masks.boolean(torch.ones(BATCH, 1, SEQLEN_Q, SEQLEN_K, dtype=torch.bool))
-    results = attention(q, k, v, mask=mask, rope=_rope(head_dim, features), return_lse=True, backend="triton")
-    if training:
-        torch.autograd.grad(results, (q, k, v), [torch.zeros_like(x) for x in results])
+        mask = mask & masks.boolean(torch.ones(batch, 1, SEQLEN_Q, SEQLEN_K, dtype=torch.bool))
+    if "layout" in features:
+        n_q, n_k = -(-SEQLEN_Q // LAYOUT_BLOCK), -(-SEQLEN_K // LAYOUT_BLOCK)
+        mask = mask & masks.block_sparse(torch.ones(batch, NHEADS_Q, n_q, n_k, dtype=torch.bool), LAYOUT_BLOCK)
+    if "mask function" in features:
+        mask = mask & case_functions.mask_function(batch, NHEADS_Q, torch.Generator())
+    return mask
 
 
 def _rope(head_dim: int, features: frozenset[str]) -> Rope | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from fusedattn.cli import check_json, comparison, machine
 from fusedattn.cli.columns import line
 from fusedattn.cli.comparison import OWN
 from fusedattn.cli.errors import CommandError
-from fusedattn.cli.outcome import Outcome, failed, number, percent
+from fusedattn.cli.outcome import LABELS, Outcome, failed, number, percent
 from fusedattn.cli.parser import DTYPES
 from fusedattn.peers import Peer
 from fusedattn.support import Backend
@@ -39,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     if not cases:
         names = ", ".join(repr(case.name) for case in testing.CASES)
         raise CommandError(f"--feature: got {options.feature!r}, which is in none of the names {names}")
+    if machine.versions()["triton"] == "not installed":
+        cases = _without_triton(cases)
     others = comparison.find(options.against)
     if device.type == "cpu":
         torch.set_num_threads(1)  # the cases are small, and threads that wait for each other cost more than they do
@@ -51,6 +54,16 @@ def run(options: argparse.Namespace) -> int:
     if others:
         return _print_comparison(rounds, list(others))
     return _print_table((outcomes[OWN] for outcomes in rounds), cases)
+
+
+def _without_triton(cases: list[Case]) -> list[Case]:
+    """Those that can be made; the others are named."""
+    left_out = ", ".join(repr(case.name) for case in cases if case.needs_triton)
+    if left_out:
+        print(f"left out, because their functions need Triton, which is not installed: {left_out}", file=sys.stderr)
+    if all(case.needs_triton for case in cases):
+        raise CommandError("--feature: got only cases that need Triton, which is not installed")
+    return [case for case in cases if not case.needs_triton]
 
 
 def _rounds(
@@ -119,7 +132,7 @@ def _print_table(outcomes: Iterable[Outcome], cases: list[Case]) -> int:
         tensor, ratios = outcome.worst
         row = "-" if outcome.ok and ratios.row > testing.MAX_FACTOR else number(ratios.row)
         numbers = (number(ratios.max), number(ratios.mean), row, percent(ratios.used))
-        cells = (outcome.case, outcome.dtype, tensor, *numbers, "ok" if outcome.ok else "FAIL")
+        cells = (outcome.case, outcome.dtype, LABELS.get(tensor, tensor), *numbers, "ok" if outcome.ok else "FAIL")
         print(line(cells, widths), flush=True)
         if outcome.error is not None:
             print(f"  {outcome.error}", flush=True)

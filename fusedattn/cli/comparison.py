@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from fusedattn import peers, testing
 from fusedattn.cli.columns import line
 from fusedattn.cli.errors import CommandError
-from fusedattn.cli.outcome import Outcome, failed, number, percent
+from fusedattn.cli.outcome import LABELS, Outcome, failed, number, percent
 from fusedattn.peers import Peer
 from fusedattn.testing import Inputs
 
 OWN = "fusedattn"
 CLOSE = 1.05  # mean errors nearer than this are not told apart
-LABEL, CELL = 6, 17  # widths; a table of three peers has 80 columns at most
+LABEL, CELL = 8, 17  # widths; a table of three peers has 80 columns at most
 
 EXPLANATION = f"""\
 Error against float64 over that of eager PyTorch in the same dtype: the largest,
@@ -83,11 +83,11 @@ class Table:
         own = outcomes[OWN]
         print(f"{own.case}, {own.dtype}")
         new: list[str] = []
-        for tensor in testing.TENSORS:
+        for tensor in _tensors([outcomes]):
             best = min((o.ratios[tensor].mean for o in outcomes.values() if tensor in o.ratios), default=0.0)
             print(
                 self._line(
-                    f"  {tensor}", [self._tensor(name, outcomes[name], tensor, best, new) for name in self.names]
+                    _label(tensor), [self._tensor(name, outcomes[name], tensor, best, new) for name in self.names]
                 )
             )
         new += [f"{name}, {tensor}: {note}" for name, o in outcomes.items() for tensor, note in o.notes.items()]
@@ -114,14 +114,14 @@ class Table:
         """The median mean error of each tensor, and how many cases keep the budget."""
         print("median over the cases of the mean error (eager PyTorch = 1)")
         print(self._line("", self.labels))
-        for tensor in testing.TENSORS:
+        for tensor in _tensors(self.done):
             cells = []
             for name in self.names:
                 means = [
                     outcomes[name].ratios[tensor].mean for outcomes in self.done if tensor in outcomes[name].ratios
                 ]
                 cells.append(f"{number(statistics.median(means)):>9}" if means else "        -")
-            print(self._line(f"  {tensor}", cells))
+            print(self._line(_label(tensor), cells))
         print()
         for name in self.names:
             text = f"{name}: {_kept([outcomes[name] for outcomes in self.done])}"
@@ -134,6 +134,16 @@ class Table:
         return f"{largest:>4} {mean:>4} {used:>5}"
 
 
+def _tensors(rounds: Iterable[dict[str, Outcome]]) -> list[str]:
+    """Those of every problem, and what else these problems have."""
+    there = {tensor for outcomes in rounds for o in outcomes.values() for tensor in (*o.ratios, *o.missing)}
+    return [tensor for tensor in testing.ALL_TENSORS if tensor in there or tensor in testing.TENSORS]
+
+
+def _label(tensor: str) -> str:
+    return f"  {LABELS.get(tensor, tensor)}"
+
+
 def _kept(outcomes: list[Outcome]) -> str:
     """How many cases keep the budget; incomplete ones, and those that ended with an error, counted apart."""
     parts = [f"{sum(bool(o.ratios) and o.ok for o in outcomes)} of {len(outcomes)} within the budget"]
@@ -144,6 +154,6 @@ def _kept(outcomes: list[Outcome]) -> str:
         ("ended with an error", sum(o.error is not None for o in outcomes)),
     ):
         parts += [f"{n} {what}"] if n else []
-    if absent := sorted({t for o in outcomes if o.ratios for t in o.missing}, key=testing.TENSORS.index):
+    if absent := sorted({t for o in outcomes if o.ratios for t in o.missing}, key=testing.ALL_TENSORS.index):
         parts.append(f"without {', '.join(absent)}")
     return ", ".join(parts)

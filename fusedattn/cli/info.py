@@ -83,12 +83,13 @@ def _print_launches(q: Tensor) -> None:
 
     arch = configs.arch_of(q.device)
     print(f"  launches on {arch}: tile of queries x keys, warps, pipeline stages")
-    widths = (6, 20, 0)
-    print("  " + line(("", "most masks", "a boolean mask"), widths))
-    streamed, dense = (configs.lookup(arch, q.shape[-1], q.dtype, dense_mask=dense) for dense in (False, True))
+    widths = (6, 20, 20, 0)
+    works: tuple[configs.Work, ...] = ("streamed", "dense", "scored")
+    print("  " + line(("", "most masks", "a mask by pair", "scores changed"), widths))
+    found = [configs.lookup(arch, q.shape[-1], q.dtype, work) for work in works]
     for kernel in ("fwd", "dkdv", "dq"):
         tiles = [
             f"{tile.BLOCK_M} x {tile.BLOCK_N}, {tile.num_warps}, {tile.num_stages}"
-            for tile in (getattr(streamed, kernel), getattr(dense, kernel))
+            for tile in (getattr(config, kernel) for config in found)
         ]
         print("  " + line((kernel, *tiles), widths))

@@ -40,9 +40,9 @@ examples:
 
 _CHECK = """\
 Measure the error of attention against float64, feature by feature. In the
-output, lse and the gradients of q, k, v it may be at most 1.5 times (largest),
-1.1 times (mean) and 1.5 times (worst row) that of eager PyTorch in the same
-dtype; one unit in the last place is always granted.
+output, lse and each gradient it may be at most 1.5 times (largest), 1.1 times
+(mean) and 1.5 times (worst row) that of eager PyTorch in the same dtype; one
+unit in the last place is always granted.
 
 With --against, another function solves the same problems beside the kernels:
   torch.sdpa-math, torch.sdpa-flash, torch.sdpa-efficient, torch.sdpa-cudnn
@@ -50,9 +50,12 @@ With --against, another function solves the same problems beside the kernels:
   flex             FlexAttention: compiled, on a CPU eager
   package.module:function
                    any function of your own, called as fusedattn.attention is
-                   with (q, k, v, mask=, rope=, scale=, return_lse=)
-What such a function cannot do it says by raising NotImplementedError; the table
-gives the reason. It is measured only: the exit status is about the kernels.
+                   with (q, k, v, mask=, rope=, scale=, return_lse=) and, where
+                   a case has it, bias=, softcap=, score_mod=, sinks=,
+                   dropout_p= and dropout_seed=
+What such a function cannot do it says by raising NotImplementedError, or by not
+having the argument; the table gives the reason. It is measured only: the exit
+status is about the kernels.
 
 Without a GPU the kernels run through Triton's interpreter; that takes about two
 minutes.

@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     if kv_heads != heads:
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
 
-    hidden = ~mask.dense(seqlen_q, seqlen_k, device=q.device)
+    hidden = ~mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=heads, device=q.device)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scores = q @ k.mT  # (batch, heads, seqlen_q, seqlen_k)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale

@@ -1,70 +1,53 @@
-"""Faults in ``fusedattn/``: the operation, what it means, and the budget that judges it."""
+"""Faults in ``fusedattn/``: what the operation means, and the budget that judges it."""
 
 from tests.mutation.fault import Fault
 
-OP, MASKS, ROPE, REFERENCE = (
-    "fusedattn/attention.py",
-    "fusedattn/masks.py",
-    "fusedattn/rope.py",
-    "fusedattn/reference.py",
-)
-SDPA, MODULES, TESTING = "fusedattn/sdpa.py", "fusedattn/modules.py", "fusedattn/testing.py"
-CHECKS, SUPPORT, CONFIGS = "fusedattn/checks.py", "fusedattn/support.py", "kernels/configs.py"
-BLOCKS = "fusedattn/transformer/attention.py"
+MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
+INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
+MODULES, TESTING, BLOCKS = "fusedattn/modules.py", "fusedattn/testing.py", "fusedattn/transformer/attention.py"
+CHECKS, SUPPORT, SCORE_MOD = "fusedattn/checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
+FUNCTIONS = "fusedattn/functions.py"
 
-ATTENTION = "tests/test_attention.py -k lse"
 MASKING = "tests/test_masking.py"
+MASK_VALUES = "tests/test_masks.py"
+EAGER = "tests/test_reference.py"
 ROTARY = "tests/test_rope.py"
 ERRORS = "tests/test_errors.py"
-COMMON = "tests/test_attention.py -k common"
-STRIDES = "tests/test_strides.py"
-TORCH = "tests/test_attention.py -k torch"
 ORACLE = "tests/test_float64.py"
 BUDGET = "tests/test_testing.py"
 FUSING = "tests/test_modules.py"
-LARGE = "tests/test_large_tensors.py"
 TRANSFORMER = "tests/test_transformer_attention.py"
 
 # fmt: off
-OPERATION = (
-    Fault(OP, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
-    Fault(OP, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
-    Fault(OP, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = sdpa.rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
-    Fault(OP, "allowed.contiguous() if allowed.shape[3] <= MAX_ROW_STRIDE else allowed.mT.contiguous().mT", "allowed.contiguous()", "boolean masks whose rows are too long for int32", LARGE),
-    Fault(OP, "if rest.numel() and rest.stride() != out.stride():", "if rest.numel() and rest.shape != out.shape:", "rest in another layout than out", "tests/test_strides.py -k come_back"),
-    Fault(OP, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/test_attention.py -k precision"),
-    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "forward: queries count from 0", "tests/test_gradcheck.py -k 'of_a_pair and rope and queries'", nth=0),
-    Fault(OP, "rotation_q = _rotation(cos, sin, positions_q, k.shape[2] - q.shape[2], interleaved)", "rotation_q = _rotation(cos, sin, positions_q, 0, interleaved)", "backward: queries count from 0", "tests/test_gradcheck.py -k 'of_a_pair and rope and queries'", nth=1),
-    Fault(OP, "q, k = rotated(q, rotation_q), rotated(k, rotation_k)", "q, k = rotated(q, rotation_q), rotated(k, rotation_q)", "backward: keys at the positions of queries", "tests/test_gradcheck.py -k 'of_a_feature and positions'"),
-    Fault(OP, "if out.numel() == 0 or k.numel() == 0:", "if out.numel() == 0:", "backward: no keys", "tests/test_masking.py -k nothing_there",
-          equivalent="the kernels then run over no keys and give the same zeros; the shortcut saves launches"),
-    Fault(OP, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),
-    Fault(OP, "            dout = torch.zeros_like(out)\n", "            dout = torch.ones_like(out)\n", "no gradient of out is taken for ones", ATTENTION),
-    Fault(OP, "needs_dq, needs_dk or needs_dv\n", "needs_dq, needs_dk\n", "no gradient of v without that of k", "tests/test_attention.py -k gradients_of_some"),
-    Fault(OP, "dv if needs_dv else None, *nones)", "dk if needs_dv else None, *nones)", "dk for dv", "tests/test_gradcheck.py -k of_a_feature"),
-    Fault(OP, "torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),", "False,", "no rest kept for the backward", COMMON),
-    Fault(OP, "torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),", "True,", "rest kept without a backward", "tests/test_attention.py -k kept"),
-    Fault(OP, "diagonal is not None,\n        0 if", "bool(diagonal),\n        0 if", "a causal mask on the main diagonal is dropped", "tests/test_attention.py -k 'test_budget and causal'"),
-    Fault(OP, "(-q, -scale) if scale < 0", "(q, -scale) if scale < 0", "sign of a negative scale", "tests/test_attention.py -k scales"),
-    Fault(OP, "else (q * 0.0, torch", "else (q, torch", "a scale of 0", "tests/test_attention.py -k scales"),
-    Fault(OP, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", "tests/test_attention.py -k 'test_budget and cross'"),
-    Fault(OP, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", ROTARY),
-    Fault(OP, "ctx.save_for_backward(q, k, v, out, row_max, row_sum, rest, *tensors)", "ctx.save_for_backward(q, k, k, out, row_max, row_sum, rest, *tensors)", "k saved for v", "tests/test_gradcheck.py -k of_a_feature"),
-    Fault(OP, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/test_attention.py -k autocast"),
-    Fault(OP, "valid = valid.contiguous().view(torch.uint8)", "valid = valid.view(torch.uint8)", "strides of the padding mask", STRIDES),
-    Fault(OP, "if keep_rest and q.dtype.itemsize == 2:", "if keep_rest and q.dtype == torch.bfloat16:", "no rest in float16", COMMON),
-    Fault(CONFIGS, "return entry.dense if dense_mask else entry.streamed", "return entry.streamed", "configs of the boolean mask never used", "tests/test_codegen.py"),
-    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
-)
-
 MEANING = (
-    Fault(MASKS, "return min(0 if align", "return max(0 if align", "both causal alignments: the weaker wins", "tests/test_masking.py -k diagonal"),
-    Fault(MASKS, 'seqlen_k - seqlen_q for align', 'seqlen_q - seqlen_k for align', "bottom-right the wrong way round", "tests/test_masking.py -k 'diagonal or dense'"),
-    Fault(MASKS, "dense = dense.tril(diagonal)", "dense = dense.tril(diagonal - 1)", "dense: a query does not see itself", ORACLE),
-    Fault(MASKS, "dense = dense & self.valid[:, None, None, :]", "dense = dense | self.valid[:, None, None, :]", "dense: padding adds", ORACLE),
-    Fault(MASKS, "dense = dense & self.allowed", "dense = dense & ~self.allowed", "dense: polarity", ORACLE),
-    Fault(MASKS, "return a & b", "return a | b", "two masks: either suffices", MASKING),
-    Fault(MASKS, "causal=self.causal | other.causal", "causal=self.causal & other.causal", "causal lost when combined", MASKING),
+    Fault(MASKS, "return max(lower) if lower else None, min(upper)", "return max(lower) if lower else None, max(upper)", "two causal alignments: the weaker wins", MASK_VALUES),
+    Fault(MASKS, "return max(lower) if lower", "return min(lower) if lower", "two windows: the wider wins", MASK_VALUES),
+    Fault(MASKS, "return seqlen_k - seqlen_q if align", "return seqlen_q - seqlen_k if align", "bottom-right the wrong way round", MASK_VALUES),
+    Fault(MASKS, "dense & (j <= i + upper)", "dense & (j < i + upper)", "dense: a query does not see itself", MASK_VALUES),
+    Fault(MASKS, "dense & (j >= i + lower)", "dense & (j > i + lower)", "dense: a window is one key too short", MASK_VALUES),
+    Fault(MASKS, "dense = dense & indices.part_of(self.valid", "dense = dense | indices.part_of(self.valid", "dense: padding adds", MASK_VALUES),
+    Fault(MASKS, "dense & indices.part_of(self.allowed", "dense & ~indices.part_of(self.allowed", "dense: polarity", MASK_VALUES),
+    Fault(MASKS, "(behind | (j < ", "(behind & (j < ", "dense: a prefix hides", MASK_VALUES),
+    Fault(MASKS, "(ids_q == ids_k)", "(ids_q >= ids_k)", "dense: later documents see earlier ones", MASK_VALUES),
+    Fault(MASKS, "q_index // self.block_q", "q_index // self.block_k", "dense: blocks of queries as long as those of keys", MASK_VALUES),
+    Fault(MASKS, "return a & b", "return a | b", "two masks: either suffices", MASK_VALUES),
+    Fault(MASKS, "torch.minimum(", "torch.maximum(", "two prefixes: the longer wins", MASK_VALUES),
+    Fault(MASKS, "Layout(first & second,", "Layout(first | second,", "two layouts: either suffices", MASK_VALUES),
+    Fault(MASKS, "bands=self.bands | other.bands", "bands=self.bands & other.bands", "bands lost when combined", MASK_VALUES),
+    Fault(MASKS, "documents.k.to(device)", "documents.q.to(device)", "documents of the queries for those of the keys, on another device", MASK_VALUES),
+    Fault(INDICES, "torch.arange(first_batch, first_batch + batch, device=device)", "torch.arange(first_batch, first_batch + 1, device=device)", "functions: one batch for all", MASK_VALUES),
+    Fault(BIASES, "keys, device) - i - (seqlen_k - seqlen_q)", "keys, device) - i", "distances as if the first query stood at the first key", "tests/test_biases.py"),
+    Fault(BIASES, "* distance.abs()", "* (-distance)", "alibi: keys ahead get a reward", "tests/test_biases.py"),
+    Fault(BIASES, "distance.clamp(-limit, limit) + limit", "distance.clamp(-limit, limit - 1) + limit", "relative: the last column is never read", "tests/test_biases.py"),
+    Fault(BIASES, ".clamp(-limit, limit) + limit]", ".clamp(-wider, limit) + limit]", "two tables: the narrower is not continued", "tests/test_biases.py"),
+    Fault(BIASES, "buckets * (distance > 0)", "buckets * (distance < 0)", "t5: past and future exchanged", "tests/test_biases.py"),
+    Fault(BIASES, "for h in range(1, 2 * (nheads - lower), 2)", "for h in range(2, 2 * (nheads - lower) + 1, 2)", "slopes: the even ones of the next power of two", "tests/test_biases.py"),
+    Fault(DROPOUT, "_ROUNDS = 10", "_ROUNDS = 7", "Philox of 7 rounds", "tests/test_dropout.py"),
+    Fault(DROPOUT, "word >= int(", "word > int(", "a word on the threshold is dropped", "tests/test_dropout.py"),
+    Fault(DROPOUT, "of_scores(batch, nheads, q_index, k_index, first_batch)", "of_scores(batch, nheads, q_index, k_index)", "a part of the batches draws as the first ones", "tests/test_dropout.py"),
+    Fault(SCORE_MOD, "q_index = indices.select(n_rows, rows,", "q_index = indices.select(n_rows, None,", "score function: a part of the queries counted from 0", EAGER),
+    Fault(SCORE_MOD, "*indices.of_scores(batch, nheads, q_index, k_index, first_batch)", "*indices.of_scores(batch, nheads, q_index, k_index)", "score function: a part of the batches counted from 0", EAGER),
+    Fault(FUNCTIONS, "#{len(_KEYS)}", "", "functions: two of one name under one key", MASK_VALUES),
     Fault(ROPE, "angles = positions[:, None] * theta**-exponents", "angles = positions[:, None] * theta**exponents", "frequencies inverted", ROTARY),
     Fault(ROPE, "torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim", "torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim", "frequencies in float32", ROTARY),
     Fault(ROPE, "torch.stack((a * cos - b * sin, b * cos + a * sin)", "torch.stack((a * cos + b * sin, b * cos - a * sin)", "eager rope, interleaved: turns backwards", ORACLE),
@@ -75,7 +58,15 @@ MEANING = (
     Fault(REFERENCE, "scores = _scores(q, k) * scale", "scores = _scores(q, k)", "reference: scale dropped", ORACLE),
     Fault(REFERENCE, "k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)", "k, v = k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)", "reference: wrong KV head", ORACLE),
     Fault(REFERENCE, "scores = scores.masked_fill(~visible, -math.inf)", "scores = scores.masked_fill(~visible, 0.0)", "reference: hidden scores are 0", ORACLE),
-    Fault(REFERENCE, "hidden = ~visible | (lse == -math.inf)[..., None]", "hidden = ~visible", "reference: NaN where nothing is visible", "tests/test_masking.py -k minus_infinity"),
+    Fault(REFERENCE, "weights.masked_fill(~visible | unseen, 0.0)", "weights.masked_fill(~visible, 0.0)", "reference: weights of a row of scores of -inf", EAGER),
+    Fault(REFERENCE, "weights.masked_fill(~visible | unseen, 0.0)", "weights.masked_fill(unseen, 0.0)", "reference: a NaN row reaches keys that it does not see", EAGER),
+    Fault(REFERENCE, "_softmax(scores.masked_fill(unseen, 0.0), unseen, sinks)", "_softmax(scores, unseen, sinks)", "reference: gradients of a row of scores of -inf", EAGER),
+    Fault(REFERENCE, "visible).masked_fill(unseen, 0.0)", "visible).masked_fill(blind, 0.0)", "reference: a row of scores of -inf sees a NaN value", EAGER),
+    Fault(REFERENCE, "        scores = scores.masked_fill(~visible, 0.0)  # the", "        pass  # the", "reference: softcap of a hidden NaN", EAGER),
+    Fault(REFERENCE, "scores = softcap * torch.tanh", "scores = torch.tanh", "reference: softcap without its height", EAGER),
+    Fault(REFERENCE, "torch.where(unseen, sink, torch.logsumexp(scores, dim=-1, keepdim=True))", "torch.logsumexp(scores, dim=-1, keepdim=True)", "reference: a sink beside rows that see nothing", EAGER),
+    Fault(REFERENCE, " / (1.0 - dropout_p))", ")", "reference: what dropout keeps does not grow", EAGER),
+    Fault(REFERENCE, "unseen, 0.0), lse, weights.to(q.dtype)", "unseen, 0.0), lse, kept.to(q.dtype)", "reference: weights after dropout", EAGER),
     Fault(REFERENCE, "    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere\n", "", "reference: NaN of a row that sees nothing", MASKING),
     Fault(REFERENCE, "scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/test_masking.py -k 'reaches and torch'"),
     Fault(REFERENCE, "out = weights @ _Zeroed.apply(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/test_fuzz.py -k 'contract and not drawn'"),
@@ -84,12 +75,6 @@ MEANING = (
 )
 
 OTHERS = (
-    Fault(SDPA, "diagonal in (None, 0)", "diagonal is None or diagonal >= 0", "torch backend: top-left for bottom-right", TORCH),
-    Fault(SDPA, "attn_mask=visible | empty", "attn_mask=visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
-    Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
-    Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
-    Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
-    Fault(SDPA, "return all(bool(torch.isfinite(bound)) for x in tensors", "return True or all(bool(torch.isfinite(bound)) for x in tensors", "torch backend: 0 times a hidden NaN", MASKING),
     Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING),
     Fault(MODULES, "            mask=mask,\n            rope=rope,\n            scale", "            mask=None,\n            rope=rope,\n            scale", "fuse: mask dropped", FUSING),
     Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off", FUSING),
@@ -100,9 +85,14 @@ OTHERS = (
     Fault(CHECKS, "if nheads_kv == 0 or nheads_q % nheads_kv:", "if nheads_kv == 0:", "heads that do not divide are not refused", ERRORS),
     Fault(CHECKS, "if k.shape[1:3] != v.shape[1:3]:", "if False:", "lengths of k and v that differ are not refused", ERRORS),
     Fault(CHECKS, "if not lowest <= x <= highest:", "if x < lowest or x > highest:", "a scale of NaN is not refused", ERRORS),
-    Fault(SUPPORT, "    if dropout_p:\n", "    if dropout_p > 0.9:\n", "dropout silently off", ERRORS),
-    Fault(SUPPORT, "    if softcap is not None:\n", "    if softcap is not None and softcap < 0:\n", "softcap silently off", ERRORS),
-    Fault(SUPPORT, "    if bias is not None:\n", "    if bias is not None and bias.dim() > 4:\n", "bias silently off", ERRORS),
+    Fault(CHECKS, "x.shape != packed.cu_seqlens_q.shape", "x.dim() != packed.cu_seqlens_q.dim()", "packed: more sequences of keys than of queries are not refused", ERRORS),
+    Fault(CHECKS, "if max(lengths, default=0) > longest:", "if min(lengths, default=0) > longest:", "packed: a sequence that is too long is not refused", ERRORS),
+    Fault(CHECKS, "stops[-1] > total", "stops[-1] > total + 1", "packed: a sequence beyond the last row is not refused", ERRORS),
+    Fault(CHECKS, "if tuple(sinks.shape) != (q.shape[1],):", "if sinks.numel() % q.shape[1]:", "sinks for other heads are not refused", ERRORS),
+    Fault(CHECKS, "if tuple(seed.shape) != (1,):", "if seed.dim() != 1:", "two seeds are not refused", ERRORS),
+    Fault(SUPPORT, "bias.slopes.requires_grad:", "bias.slopes.requires_grad and backend == \"torch\":", "slopes that want a gradient are not refused", ERRORS),
+    Fault(SUPPORT, "isinstance(x, Tensor) and x.requires_grad for x in part.args", "isinstance(x, Tensor) and not x.is_leaf for x in part.args", "arguments of functions that want a gradient are not refused", ERRORS),
+    Fault(SUPPORT, "max(q.shape[-1], v.shape[-1])", "q.shape[-1]", "values that are too wide are not refused", ERRORS),
     Fault(TESTING, "MAX_FACTOR = 1.5", "MAX_FACTOR = 15.0", "budget: largest error of ten times as much", BUDGET),
     Fault(TESTING, "MEAN_FACTOR = 1.1", "MEAN_FACTOR = 11.0", "budget: mean error of ten times as much", BUDGET),
     Fault(TESTING, "torch.stack((max_used, mean_used, row_used))", "torch.stack((max_used, mean_used))", "budget: rows are not judged", BUDGET),
@@ -113,4 +103,4 @@ OTHERS = (
 )
 # fmt: on
 
-FAULTS = (*OPERATION, *MEANING, *OTHERS)
+FAULTS = (*MEANING, *OTHERS)

@@ -1,0 +1,33 @@
+"""The table of README.md that says what is supported, from fusedattn/support.py.
+
+    python -m bench.support
+
+rewrites it; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.page import with_block
+from fusedattn.support import FEATURES
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def table() -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "| what | how | `triton` | `torch` |"
+    yield "| --- | --- | --- | --- |"
+    for feature in FEATURES:
+        yield f"| {feature.name} | {feature.how} | {feature.triton} | {feature.torch} |"
+
+
+def document(text: str) -> str:
+    """`text` with the table between its comments."""
+    return with_block(text, "\n".join(table()) + "\n")
+
+
+if __name__ == "__main__":
+    README.write_text(document(README.read_text()))

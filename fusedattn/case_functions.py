@@ -1,0 +1,57 @@
+"""The functions that cases of :mod:`fusedattn.testing` pass to masks and scores, as a user would write them.
+
+Compiled and eager versions beside each other. This module needs Triton: it is imported where a case asks for one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedattn import masks
+from fusedattn.masks import Mask
+from fusedattn.score_mod import ScoreMod
+
+SLOPE = 0.03125  # of the scores by distance
+STEEPEST = 2.0  # the derivative of the scores is below, for gains up to 1
+
+
+@triton.jit
+def _sees(batch, head, q_index, k_index, args):
+    """Hides every fifth diagonal; which ones begins elsewhere in every head."""
+    first = tl.load(args[0] + batch * args[1] + head)
+    return (q_index + 4 * k_index + first) % 5 != 0
+
+
+def _sees_eager(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple) -> Tensor:
+    return (q_index + 4 * k_index + args[0][batch * args[1] + head]) % 5 != 0
+
+
+def mask_function(batch: int, nheads_q: int, generator: torch.Generator) -> Mask:
+    """A mask that differs from head to head, with a tensor and a number as arguments."""
+    first = torch.randint(0, 5, (batch * nheads_q,), generator=generator, dtype=torch.int32)
+    return masks.function(_sees, _sees_eager, (first, nheads_q))
+
+
+@triton.jit
+def _score(score, batch, head, q_index, k_index, args):
+    """Steeper near 0, and lower the further the key lies behind the query."""
+    return score + tl.load(args[0] + head) * score / (1.0 + tl.abs(score)) - args[1] * (k_index - q_index)
+
+
+@triton.jit
+def _score_derivative(score, batch, head, q_index, k_index, args):
+    size = 1.0 + tl.abs(score)
+    return 1.0 + tl.load(args[0] + head) / (size * size)
+
+
+def _score_eager(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple) -> Tensor:
+    return score + args[0][head] * score / (1.0 + score.abs()) - args[1] * (k_index - q_index)
+
+
+def score_function(nheads_q: int, generator: torch.Generator) -> ScoreMod:
+    """A function of scores with a gain for each head and a slope."""
+    gains = torch.rand(nheads_q, generator=generator)
+    return ScoreMod(_score, _score_derivative, _score_eager, (gains, SLOPE))

@@ -1,0 +1,201 @@
+"""Everything of a call that gets no gradient, as a torch operator can carry it: tensors, numbers and a string."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedattn.biases import Bias
+from fusedattn.functions import read
+from fusedattn.masks import Mask
+from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
+
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True)
+class ConstantTensors:
+    """Tensors without a gradient, None where a call has none; :class:`fusedattn.kernels.mask_arguments.MaskTensors`,
+    :class:`fusedattn.kernels.scores.ScoreArguments` and :class:`fusedattn.Rope` have their shapes.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1.
+    """
+
+    valid: Tensor | None = None
+    allowed: Tensor | None = None
+    prefix: Tensor | None = None
+    documents_q: Tensor | None = None
+    documents_k: Tensor | None = None
+    layout: Tensor | None = None
+    slopes: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ConstantSizes:
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none."""
+
+    lower_start: int = -UNBOUNDED
+    upper_start: int = UNBOUNDED
+    lower_end: int = -UNBOUNDED
+    upper_end: int = UNBOUNDED
+    prefix_at_end: int = 0
+    block_q: int = 16
+    block_k: int = 16
+    interleaved: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Everything of a call that gets no gradient.
+
+    Attributes:
+        mask_args, score_args: of the user's functions, tensors and numbers.
+        functions: what :mod:`fusedattn.functions` knows them by: the key of the mask function and the numbers of its
+            args, the key of the score function, that of its derivative, and the numbers of their args; empty for none.
+        scale: positive.
+        softcap, dropout_p: 0 for none.
+        keep_rest: keep what rounding takes from 16-bit outputs; gradients are less precise without.
+    """
+
+    tensors: ConstantTensors
+    sizes: ConstantSizes
+    mask_args: tuple[Any, ...]
+    score_args: tuple[Any, ...]
+    functions: tuple[str, str, str, str, str]
+    scale: float
+    softcap: float
+    dropout_p: float
+    keep_rest: bool
+
+    def flat(self) -> tuple[list[Tensor | None], list[int], str, float, float, float, bool]:
+        """As arguments of the operators."""
+        tensors = [getattr(self.tensors, name) for name in TENSOR_NAMES]
+        args = (*self.mask_args, *self.score_args)
+        return (
+            [*tensors, *(x for x in args if isinstance(x, Tensor))],
+            [getattr(self.sizes, name) for name in SIZE_NAMES],
+            "\n".join(self.functions),
+            self.scale,
+            self.softcap,
+            self.dropout_p,
+            self.keep_rest,
+        )
+
+    @staticmethod
+    def of(tensors: list[Tensor | None], sizes: list[int], functions: str, *others: Any) -> Constants:
+        """What :meth:`flat` made these of."""
+        n = len(TENSOR_NAMES)
+        rest: Any = iter(tensors[n:])
+        keys: Any = tuple(functions.split("\n"))
+        mask_key, mask_numbers, score_key, _, score_numbers = keys
+        return Constants(
+            ConstantTensors(*tensors[:n]),
+            ConstantSizes(*sizes),
+            read(mask_numbers, rest) if mask_key else (),
+            read(score_numbers, rest) if score_key else (),
+            keys,
+            *others,
+        )
+
+
+TENSOR_NAMES = tuple(field.name for field in fields(ConstantTensors))
+SIZE_NAMES = tuple(field.name for field in fields(ConstantSizes))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of :func:`fusedattn.attention` that say what is computed, checked; scale positive."""
+
+    mask: Mask
+    rope: Rope | None
+    bias: Bias | None
+    scale: float
+    softcap: float | None
+    score_mod: ScoreMod | None
+    sinks: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+
+    def constants(self, *, keep_rest: bool, packed: Packed | None = None) -> Constants:
+        """What of them gets no gradient."""
+        mask, rope, bias, score_mod = self.mask, self.rope, self.bias, self.score_mod
+        tensors = ConstantTensors(
+            valid=mask.valid,
+            allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
+            prefix=None if mask.prefix is None else mask.prefix.lengths,
+            documents_q=None if mask.documents is None else mask.documents.q,
+            documents_k=None if mask.documents is None else mask.documents.k,
+            layout=None if mask.layout is None else four_dimensional(mask.layout.blocks),
+            slopes=None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes),
+            dropout_seed=self.dropout_seed if self.dropout_p else None,
+            cos=None if rope is None else rope.cos,
+            sin=None if rope is None else rope.sin,
+            positions_q=None if rope is None else rope.positions_q,
+            positions_k=None if rope is None else rope.positions_k,
+            cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
+            cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
+        )
+        starts = [band for band in mask.bands if band.align == "top_left"]
+        ends = [band for band in mask.bands if band.align == "bottom_right"]
+        sizes = ConstantSizes(
+            lower_start=max([-band.left for band in starts if band.left is not None], default=-UNBOUNDED),
+            upper_start=min([band.right for band in starts if band.right is not None], default=UNBOUNDED),
+            lower_end=max([-band.left for band in ends if band.left is not None], default=-UNBOUNDED),
+            upper_end=min([band.right for band in ends if band.right is not None], default=UNBOUNDED),
+            prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
+            block_q=16 if mask.layout is None else mask.layout.block_q,
+            block_k=16 if mask.layout is None else mask.layout.block_k,
+            interleaved=int(rope is not None and rope.interleaved),
+            max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
+            max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
+        )
+        return Constants(
+            tensors=tensors,
+            sizes=sizes,
+            mask_args=() if mask.function is None else mask.function.args,
+            score_args=() if score_mod is None else score_mod.args,
+            functions=(
+                "" if mask.function is None else mask.function.key,
+                "" if mask.function is None else mask.function.numbers,
+                "" if score_mod is None else score_mod.function_key,
+                "" if score_mod is None else score_mod.derivative_key,
+                "" if score_mod is None else score_mod.numbers,
+            ),
+            scale=self.scale,
+            softcap=self.softcap or 0.0,
+            dropout_p=self.dropout_p,
+            keep_rest=keep_rest,
+        )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where sequences lie that share a batch of 1: int32 ``(n_sequences + 1,)`` each, and lengths none exceeds."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def n_sequences(self) -> int:
+        """How many there are."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+
+def four_dimensional(x: Tensor) -> Tensor:
+    """``x`` with leading dimensions of 1."""
+    return x[(None,) * (4 - x.dim())]

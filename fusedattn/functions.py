@@ -1,0 +1,75 @@
+"""Users' functions: ``@triton.jit`` ones under names, because an op takes a string but no function; and their args."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FUNCTIONS: dict[str, Any] = {}
+_KEYS: dict[int, str] = {}  # by id, which stays the function's own because `_FUNCTIONS` keeps it alive
+
+
+def register(function: Any, name: str = "function") -> str:
+    """The key under which :func:`registered` finds ``function``; the same one each time for the same object.
+
+    Not inside what ``torch.compile`` compiles, which cannot look into a ``@triton.jit`` function.
+
+    Raises:
+        TypeError: ``function`` is no ``@triton.jit`` function; ``name`` is what the message calls it.
+    """
+    key = _KEYS.get(id(function))
+    if key is None:
+        source = getattr(function, "fn", None)  # of a compiled and of an interpreted function
+        if not callable(source):
+            raise TypeError(f"{name}: got {type(function).__name__}, allowed is a @triton.jit function")
+        key = f"{source.__module__}.{source.__qualname__}#{len(_KEYS)}"
+        _KEYS[id(function)] = key
+        _FUNCTIONS[key] = function
+    return key
+
+
+def registered(key: str) -> Any:
+    """The function that :func:`register` returned ``key`` for; KeyError where there is none."""
+    return _FUNCTIONS[key]
+
+
+def check_args(args: tuple[Any, ...]) -> None:
+    """Raise TypeError unless ``args`` is a tuple of tensors, ints and floats."""
+    if not isinstance(args, tuple):
+        raise TypeError(f"args: got {type(args).__name__}, allowed is a tuple of tensors, ints and floats")
+    for i, x in enumerate(args):
+        if not isinstance(x, (Tensor, int, float)):
+            raise TypeError(f"args[{i}]: got {type(x).__name__}, allowed are tensors, ints and floats")
+
+
+def written(args: tuple[Any, ...]) -> str:
+    """The numbers of ``args``, with nothing for a tensor, a comma behind each: an op takes no mixed tuple."""
+    return "".join("," if isinstance(x, Tensor) else f"{x!r}," for x in args)
+
+
+def read(numbers: str, tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+    """What :func:`written` was given, with its tensors one after the other."""
+    return tuple(_number(number) if number else next(tensors) for number in numbers.split(",")[:-1])
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def check_eager(eager: Any) -> None:
+    """Raise TypeError unless ``eager`` is a function or None."""
+    if eager is not None and not callable(eager):
+        raise TypeError(f"eager: got {type(eager).__name__}, allowed are a function of torch and None")
+
+
+def args_to(args: tuple[Any, ...], device: torch.device | str) -> tuple[Any, ...]:
+    """The same with the tensors on ``device``."""
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
+
+
+def tensors_of(args: tuple[Any, ...], owner: str) -> dict[str, Tensor]:
+    """The tensors among ``args``, by name."""
+    return {f"{owner}(args[{i}])": x for i, x in enumerate(args) if isinstance(x, Tensor)}

@@ -1,0 +1,179 @@
+"""The kernels with their gradients, for autograd: first ones by the kernels, all others by PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedattn import eager_packed, ops, reference
+from fusedattn.constants import Constants, Options, Packed, four_dimensional
+
+Eager = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Attention(torch.autograd.Function):
+    """The kernels with gradients for q, k, v, bias, relative and sinks.
+
+    Other derivatives, forward-mode ones and those of gradients, are those of `eager`, which computes (out, lse) of
+    these six in PyTorch: it runs then, and stores what it must.
+    """
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        relative: Tensor | None,
+        sinks: Tensor | None,
+        constants: Constants,
+        eager: Eager,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return ops.attention_fwd(q, k, v, bias, relative, sinks, *constants.flat())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, constants, ctx.eager = inputs
+        out, _, row_max, row_sum, rest = output
+        of_constants, *ctx.numbers = constants.flat()
+        ctx.save_for_backward(*tensors, out, row_max, row_sum, rest, *of_constants)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(row_max, row_sum, rest)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
+        dout = torch.zeros_like(kept[0]) if dout is None else dout
+        needed = tuple(ctx.needs_input_grad[: ops.N_DIFFERENTIABLE])
+        constants = Constants.of(list(tensors), *ctx.numbers)
+        found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)
+        return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors[: ops.N_DIFFERENTIABLE]
+        return (*_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
+
+
+N_BACKWARD = 2 + ops.N_DIFFERENTIABLE  # dout, dlse and what Attention differentiates by
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients of :class:`Attention` by the kernels; theirs are those of `eager`'s."""
+
+    @staticmethod
+    def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, needed, constants, _ = args
+        return ops.gradients(dout, dlse, tensors, needed, constants)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.needed, _, ctx.eager = inputs
+        ctx.n_others = len(inputs) - N_BACKWARD
+        ctx.save_for_backward(*tensors[:N_BACKWARD])
+        ctx.save_for_forward(*tensors[:N_BACKWARD])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        moving, function = _moving(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors)
+        results, transposed, *_ = torch.func.vjp(function, *(ctx.saved_tensors[i] for i in moving))
+        wanted = [grad for grad, needs in zip(grads, ctx.needed, strict=True) if needs]
+        found = transposed(tuple(_or_zeros(grad, x) for grad, x in zip(wanted, results, strict=True)))
+        by_input = dict(zip(moving, found, strict=True))
+        return (*(by_input.get(i) for i in range(N_BACKWARD)), *(None,) * ctx.n_others)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        found = iter(_pushed(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors, tangents[:N_BACKWARD]))
+        nothing = ctx.saved_tensors[0].new_zeros(0)  # as the gradients that are not needed
+        return tuple(next(found) if needs else nothing for needs in ctx.needed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
+
+
+def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of (dout, dlse, q, k, v, bias, relative, sinks): the gradients that are needed, differentiable."""
+    chosen = [i for i, needs in enumerate(needed) if needs]
+
+    def function(dout: Tensor, dlse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        def of_chosen(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            changed = dict(zip(chosen, moved, strict=True))
+            return eager(*(changed.get(i, x) for i, x in enumerate(inputs)))
+
+        (_, lse), transposed, *_ = torch.func.vjp(of_chosen, *(inputs[i] for i in chosen))
+        return transposed((dout, _or_zeros(dlse, lse)))
+
+    return function
+
+
+def _moving(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[list[int], Callable[..., Any]]:
+    """Which of the inputs are there, and the function of these."""
+    moving = [i for i, x in enumerate(inputs) if x is not None]
+
+    def of_moving(*moved: Tensor) -> Any:
+        changed = dict(zip(moving, moved, strict=True))
+        return function(*(changed.get(i) for i in range(len(inputs))))
+
+    return moving, of_moving
+
+
+def _pushed(function: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """The product of the Jacobian of a function with tangents, by reverse mode alone."""
+    moving, of_moving = _moving(function, inputs)
+    results, transposed, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
+    # It is the derivative, by u, of the transposed Jacobian's product with u.
+    _, product, *_ = torch.func.vjp(lambda *u: transposed(u), *map(torch.zeros_like, results))
+    return product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))
+
+
+def _or_zeros(x: Tensor | None, like: Any) -> Tensor:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """What torch.vmap asks for: the results of one call after the other, stacked."""
+    calls = [
+        function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(n)
+    ]
+    return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` by the Triton kernels, differentiable."""
+    bias, sinks = options.bias, options.sinks
+    added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
+    relative = None if bias is None or bias.relative is None else four_dimensional(bias.relative)
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
+    inputs = (q, k, v, added, relative, sinks)
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    constants = options.constants(keep_rest=needs_gradient, packed=packed)
+    # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
+    # the op, which has the same backward, as it is.
+    if torch.compiler.is_compiling():
+        out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
+        return out, lse
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        added, relative, sinks = others
+        parts = None if bias is None else replace(bias, tensor=added, relative=relative)
+        changed = replace(options, bias=parts, sinks=sinks)
+        if packed is not None:
+            return eager_packed.attention(q, k, v, changed, packed)
+        return reference.attention(q, k, v, **vars(changed))[:2]
+
+    out, lse, *_ = Attention.apply(*inputs, constants, eager)
+    return out, lse

@@ -1,0 +1,34 @@
+"""Which queries and keys a part of the scores is of: by a slice or an int64 tensor ``(n,)``, None for all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select(seqlen: int, part: Tensor | slice | None, device: torch.device | str | None) -> Tensor:
+    """The chosen ones of ``0 .. seqlen - 1``, int64 ``(n,)``."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    index = torch.arange(seqlen, device=device)
+    return index if part is None else index[part]
+
+
+def part_of(x: Tensor, rows: Tensor | slice | None, keys: Tensor | slice | None) -> Tensor:
+    """The part of ``x``, broadcastable to the scores; four dimensions, of which those of size 1 stay."""
+    x = x[(None,) * (4 - x.dim())]
+    if rows is not None and x.shape[2] != 1:
+        x = x[:, :, rows]
+    if keys is not None and x.shape[3] != 1:
+        x = x[:, :, :, keys]
+    return x
+
+
+def of_scores(
+    batch: int, nheads: int, q_index: Tensor, k_index: Tensor, first_batch: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What users' functions get: int64, ``(batch, 1, 1, 1)``, ``(nheads, 1, 1)``, ``(rows, 1)`` and ``(keys,)``."""
+    device = q_index.device
+    batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None, None, None]
+    heads = torch.arange(nheads, device=device)[:, None, None]
+    return batches, heads, q_index[:, None], k_index

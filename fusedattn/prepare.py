@@ -1,0 +1,104 @@
+"""From the arguments of ``attention()`` to what is computed: checks, defaults, autocast, the sign of the scale."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedattn import checks
+from fusedattn.biases import Bias, as_bias
+from fusedattn.constants import Options, Packed
+from fusedattn.dropout import draw_seed
+from fusedattn.masks import Mask, as_mask
+from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
+from fusedattn.support import Backend, default_backend, not_supported_reasons
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed | None,
+    *,
+    mask: Mask | Tensor | None,
+    rope: Rope | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    score_mod: ScoreMod | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    backend: Backend | None,
+) -> Options:
+    """The options of a call, defaults and a seed filled in; q, k and v have four dimensions.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`attention`.
+    """
+    mask, bias = as_mask(mask), as_bias(bias)
+    checks.check_backend(backend)
+    checks.check_qkv(q, k, v)
+    checks.check_mask(mask, q, k, packed)
+    if rope is not None:
+        checks.check_rope(rope, q, k, packed)
+    if bias is not None:
+        checks.check_bias(bias, q, k, packed)
+    if score_mod is not None:
+        checks.check_score_mod(score_mod, q)
+    if sinks is not None:
+        checks.check_sinks(sinks, q)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+    if softcap is not None:
+        checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
+    checks.check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
+    if dropout_seed is not None:
+        checks.check_dropout_seed(dropout_seed, q)
+    reasons = not_supported_reasons(
+        q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
+    )  # fmt: skip
+    if reasons:
+        name = backend or default_backend(q.device)
+        raise NotImplementedError(f"attention cannot run on backend {name!r}: " + "; ".join(reasons))
+    # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.
+    if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        rope.check_positions()
+    if dropout_p and dropout_seed is None:
+        dropout_seed = draw_seed(q.device)
+    cap = None if softcap is None else float(softcap)
+    return Options(mask, rope, bias, float(scale), cap, score_mod, sinks, float(dropout_p), dropout_seed)
+
+
+def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
+    """The same scores: kernels take the maximum of them before they scale, or hide keys before they scale."""
+    scale = options.scale
+    if scale > 0:
+        return q, options
+    if scale < 0:
+        return -q, replace(options, scale=-scale)
+    # Queries of 0, and the smallest scale there is, because the gradient of these would overflow under 1.
+    return q * 0.0, replace(options, scale=torch.finfo(torch.float32).tiny)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As torch's own functions do: in the dtype of the autocast region, if they are in one."""
+    return tuple(_autocast(x) for x in tensors)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype of the autocast region, if it is in one."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        return x
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

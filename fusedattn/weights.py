@@ -1,0 +1,85 @@
+"""The weights of an attention that has run: written out for whoever wants to look at them, as many as fit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedattn import checks, indices
+from fusedattn.biases import Bias, as_bias
+from fusedattn.masks import Mask, as_mask
+from fusedattn.reference import modified
+from fusedattn.rope import Rope
+from fusedattn.score_mod import ScoreMod
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    rope: Rope | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    rows: Tensor | slice | None = None,
+    keys: Tensor | slice | None = None,
+) -> Tensor:
+    """What each query gives to each key, ``exp(score - lse)``, without a second softmax; in eager PyTorch.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 16).unbind()
+    >>> out, lse = fusedattn.attention(q, k, v, return_lse=True)
+    >>> weights = attention_weights(q, k, lse, rows=slice(-1, None))  # of the last query
+    >>> torch.allclose(weights @ v, out[:, :, -1:], atol=1e-5)
+    True
+
+    Args:
+        q, k: ``(batch, nheads_q, seqlen_q, head_dim)`` and ``(batch, nheads_kv, seqlen_k, head_dim)``, not rotated.
+        lse: ``(batch, nheads_q, seqlen_q)``, what :func:`fusedattn.attention` returned with ``return_lse=True`` for
+            them and for the same mask, rope, bias, scale, softcap and score_mod (and any sinks).
+        mask, rope, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
+        rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only their part of the
+            ``seqlen_q x seqlen_k`` weights is ever written.
+
+    Returns:
+        ``(batch, nheads_q, rows, keys)``, float32 (float64 for float64 inputs), before dropout; differentiable. The
+        weights of a query add up to 1, less that of its sink; those of one that may attend to nothing are 0.
+
+    Raises:
+        TypeError, ValueError: as ``attention``; lse has another shape than the queries.
+        NotImplementedError: a function of the mask or the scores came without ``eager=``.
+    """
+    mask, bias = as_mask(mask), as_bias(bias)
+    checks.check_qkv(q, k, k)
+    checks.check_mask(mask, q, k)
+    if rope is not None:
+        checks.check_rope(rope, q, k)
+    if bias is not None:
+        checks.check_bias(bias, q, k)
+    if score_mod is not None:
+        checks.check_score_mod(score_mod, q)
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse: got shape {tuple(lse.shape)}, allowed is (batch, nheads_q, seqlen_q) = {q.shape[:3]}")
+    (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    rows, keys = indices.select(seqlen_q, rows, q.device), indices.select(seqlen_k, keys, q.device)
+
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if rope is not None and seqlen_k:
+        positions_q = rows + (seqlen_k - seqlen_q) if rope.positions_q is None else rope.positions_q[..., rows]
+        positions_k = keys if rope.positions_k is None else rope.positions_k[..., keys]
+        q, k = rope.at(positions_q, positions_k).rotate(q[:, :, rows], k[:, :, keys])
+    else:
+        q, k = q[:, :, rows], k[:, :, keys]
+    k = k.repeat_interleave(nheads // k.shape[1], dim=1)
+    scores = (q.to(dtype) @ k.to(dtype).mT) * scale
+    scores = modified(
+        scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, rows=rows, keys=keys
+    )  # fmt: skip
+    visible = mask.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, batch=batch, nheads=nheads, device=q.device)
+    lse = lse[:, :, rows, None]
+    return torch.exp(scores - lse).masked_fill(~visible | (lse == -math.inf), 0.0)

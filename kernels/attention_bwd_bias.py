@@ -1,0 +1,307 @@
+"""Gradients of what is added to the scores, summed over what it is broadcast over, without atomics.
+
+With ``ds = p * (drop(dout v^T) - delta)`` as in attention_bwd::
+
+    dbias[pair] = sum of ds over the pairs that share the entry          attention_bwd_dbias
+    drelative[query, distance] = sum of ds over the keys at that distance    attention_bwd_drelative
+
+Nothing of the size of the scores is stored, unless bias itself has it. q and k arrive rotated.
+
+    dbias      (sequences, nheads_q, rows, keys), 1 where broadcast over sequences or heads; over queries, as many rows
+               as PARTS at most, whose sum it is, and likewise over keys; float32, contiguous
+    drelative  (sequences, nheads_q, seqlen_q, 2 * reach + 1), float32, contiguous and 0
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, tile_visited, visible
+from fusedattn.kernels.primitives import dot, head_base, heads, load_softmax, load_tile, program_tile
+from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.scores import distance_of
+from fusedattn.kernels.sequences import place_of, row_base
+from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
+
+PARTS = 8  # programs that share the sum over queries, or over keys
+
+
+@triton.jit
+def _score_gradient(
+    q,
+    k,
+    v,
+    dout,
+    shift_ptr,
+    factor_ptr,
+    delta_ptr,
+    call,
+    place,
+    bounds,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    start_m,
+    start_n,
+    scale,
+    qk_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """ds of a tile, ``(BLOCK_M, BLOCK_N)``, and which of its pairs are visible."""
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    rows = offs_m[:, None]
+    keys = offs_n[None, :]
+    head_kv = place.head // (nheads_q // nheads_kv)
+    stats = row_base(place, nheads_q, seqlen_q)
+    shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs_m, offs_m < place.seqlen_q, EXACT)
+    seen = shift != float("inf")
+    delta = tl.load(delta_ptr + stats + offs_m, mask=seen, other=0.0)
+    key_visible = load_key_visible(call.mask, place, bounds, offs_n)
+    q_head = head_base(q, place.batch, place.head, place.first_q)
+    k_head = head_base(k, place.batch, head_kv, place.first_k)
+    q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+    pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
+    p, _ = tile_weights(
+        q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+        shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
+    )  # fmt: skip
+    v_head = head_base(v, place.batch, head_kv, place.first_k)
+    dout_head = head_base(dout, place.batch, place.head, place.first_q)
+    v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
+    return tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows", "n_keys", "n_tiles_m", "n_tiles_n"])
+def attention_bwd_dbias(
+    q,
+    k,
+    v,
+    dout,
+    shift_ptr,
+    factor_ptr,
+    delta_ptr,
+    dbias_ptr,
+    call,
+    n_sequences,
+    n_rows,
+    n_keys,
+    n_tiles_m,
+    n_tiles_n,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    qk_scale,
+    OVER_SEQUENCES: tl.constexpr,
+    OVER_HEADS: tl.constexpr,
+    OVER_QUERIES: tl.constexpr,
+    OVER_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns a tile of dbias, or one of its parts: every PARTS-th tile of what it sums over."""
+    n_own_m = tl.minimum(n_tiles_m, n_rows) if OVER_QUERIES else n_tiles_m
+    n_own_n = tl.minimum(n_tiles_n, n_keys) if OVER_KEYS else n_tiles_n
+    own, own_head, own_sequence = program_tile(n_own_m * n_own_n, 1 if OVER_HEADS else nheads_q, REVERSED=False)
+    own_m = own // n_own_n
+    own_n = own % n_own_n
+    # How many sequences, heads and tiles are summed, one after the other.
+    heads_each = nheads_q if OVER_HEADS else 1
+    sequences_each = n_sequences if OVER_SEQUENCES else 1
+    tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1
+    tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for i in range(0, sequences_each * heads_each * tiles_m_each * tiles_n_each):
+        start_n = (own_n + i % tiles_n_each * n_own_n) * BLOCK_N
+        rest = i // tiles_n_each
+        start_m = (own_m + rest % tiles_m_each * n_own_m) * BLOCK_M
+        rest = rest // tiles_m_each
+        head = own_head + rest % heads_each
+        place = place_of(call.sequences, own_sequence + rest // heads_each, head, seqlen_q, seqlen_k)
+        bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+        if tile_visited(call.mask, place, bounds, start_m, start_n, BLOCK_M, BLOCK_N):
+            ds, _ = _score_gradient(
+                q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
+                start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                ACC, PRECISION, EXACT,
+            )  # fmt: skip
+            total += ds
+
+    matrix = (own_sequence.to(tl.int64) * (1 if OVER_HEADS else nheads_q) + own_head) * n_rows
+    offs_m = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if OVER_QUERIES and OVER_KEYS:
+        tl.store(dbias_ptr + (matrix + own_m) * n_keys + own_n, tl.sum(tl.sum(total, 1), 0))
+    elif OVER_QUERIES:
+        tl.store(dbias_ptr + (matrix + own_m) * n_keys + offs_n, tl.sum(total, 0), mask=offs_n < n_keys)
+    elif OVER_KEYS:
+        tl.store(dbias_ptr + (matrix + offs_m) * n_keys + own_n, tl.sum(total, 1), mask=offs_m < n_rows)
+    else:
+        inside = (offs_m < n_rows)[:, None] & (offs_n < n_keys)[None, :]
+        tl.store(dbias_ptr + (matrix + offs_m)[:, None] * n_keys + offs_n[None, :], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows"])
+def attention_bwd_drelative(
+    q,
+    k,
+    v,
+    dout,
+    shift_ptr,
+    factor_ptr,
+    delta_ptr,
+    drelative_ptr,
+    call,
+    n_rows,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    qk_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns a tile of queries. Each has one key at every distance below `reach`, but many beyond."""
+    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    start_m = tile * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    reach = call.score.reach
+    n_columns = 2 * reach + 1
+    matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows
+    row_ptrs = drelative_ptr + (matrix + offs_m) * n_columns
+    behind = tl.zeros([BLOCK_M], ACC)
+    ahead = tl.zeros([BLOCK_M], ACC)
+
+    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    for i in range(0, blocks.n_full + blocks.n_boundary):
+        start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
+        ds, pairs = _score_gradient(
+            q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
+            start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            ACC, PRECISION, EXACT,
+        )  # fmt: skip
+        distance = distance_of(place, offs_m[:, None], (start_n + tl.arange(0, BLOCK_N))[None, :])
+        near = pairs & (distance > -reach) & (distance < reach)
+        tl.store(row_ptrs[:, None] + (distance + reach), ds, mask=near)
+        behind += tl.sum(tl.where(distance <= -reach, ds, 0.0), 1)
+        ahead += tl.sum(tl.where(distance >= tl.maximum(reach, 1), ds, 0.0), 1)
+    exists = offs_m < place.seqlen_q
+    # Of a single column both ends are the same.
+    tl.store(row_ptrs, tl.where(reach == 0, behind + ahead, behind), mask=exists)
+    tl.store(row_ptrs + 2 * reach, ahead, mask=exists & (reach > 0))
+
+
+def launch_dbias(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: Rows,
+    bias: torch.Tensor,
+    problem: Problem,
+) -> torch.Tensor:
+    """The gradient of ``bias``, of four dimensions, in its shape and dtype; nothing is empty."""
+    shape, config = problem.shape, problem.configs.dq
+    n_tiles_m = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    n_tiles_n = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
+    over = [size == 1 for size in bias.shape]
+    n_rows = min(PARTS, n_tiles_m) if over[2] else bias.shape[2]
+    n_keys = min(PARTS, n_tiles_n) if over[3] else bias.shape[3]
+    n_own = (n_rows if over[2] else n_tiles_m) * (n_keys if over[3] else n_tiles_n)
+    parts = torch.zeros(*bias.shape[:2], n_rows, n_keys, dtype=rows.delta.dtype, device=q.device)
+    attention_bwd_dbias[(n_own * bias.shape[0] * bias.shape[1],)](
+        heads(q),
+        heads(k),
+        heads(v),
+        heads(dout),
+        rows.shift,
+        rows.factor,
+        rows.delta,
+        parts,
+        problem.call,
+        shape.n_sequences,
+        n_rows,
+        n_keys,
+        n_tiles_m,
+        n_tiles_n,
+        OVER_SEQUENCES=over[0],
+        OVER_HEADS=over[1],
+        OVER_QUERIES=over[2],
+        OVER_KEYS=over[3],
+        **launch_arguments(q, v, problem, config, n_tiles_m),
+    )
+    return parts.sum_to_size(bias.shape).to(bias.dtype)
+
+
+def launch_drelative(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: Rows,
+    relative: torch.Tensor,
+    problem: Problem,
+) -> torch.Tensor:
+    """The gradient of ``relative``, of four dimensions, in its shape and dtype; nothing is empty."""
+    shape, config = problem.shape, problem.configs.dq
+    n_rows = max(shape.max_seqlen_q, relative.shape[2])
+    size = (shape.n_sequences, shape.nheads_q, n_rows, relative.shape[3])
+    full = torch.zeros(size, dtype=rows.delta.dtype, device=q.device)
+    n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    attention_bwd_drelative[(n_tiles * shape.nheads_q * shape.n_sequences,)](
+        heads(q),
+        heads(k),
+        heads(v),
+        heads(dout),
+        rows.shift,
+        rows.factor,
+        rows.delta,
+        full,
+        problem.call,
+        n_rows,
+        **launch_arguments(q, v, problem, config, n_tiles),
+    )
+    return full.sum_to_size(relative.shape).to(relative.dtype)

@@ -1,0 +1,174 @@
+"""From the tensors of a mask to what the kernels read, by torch functions on the device: nothing waits for the host."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from fusedattn.kernels.key_range import key_range
+from fusedattn.kernels.masking import UNBOUNDED, DocumentArguments, LayoutArguments, MaskArguments
+from fusedattn.kernels.pairs import NO_PAIRS, pairs
+from fusedattn.kernels.sequences import Sequences, Shape
+
+NO_DOCUMENTS = DocumentArguments(None, None, None, None, 0, 0)
+NO_LAYOUT = LayoutArguments(None, None, None, None, None, 0, 0, 0, 0, 16, 16)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query ``i`` sees keys ``i + lower .. i + upper``, counted from the first key and so that the last query and the
+    last key lie on the diagonal; both hold. None: no bound.
+    """
+
+    lower_start: int | None = None
+    upper_start: int | None = None
+    lower_end: int | None = None
+    upper_end: int | None = None
+
+    def sizes(self) -> dict[str, int]:
+        """The bounds as the kernels take them."""
+        far = UNBOUNDED.value
+        return {
+            name: (-far if name.startswith("lower") else far) if bound is None else max(-far, min(far, bound))
+            for name, bound in vars(self).items()
+        }
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether queries do not look back further than so far."""
+        return self.lower_start is not None or self.lower_end is not None
+
+    @property
+    def has_upper(self) -> bool:
+        """Whether queries do not look ahead further than so far."""
+        return self.upper_start is not None or self.upper_end is not None
+
+    def at(self, shape: Shape) -> tuple[int, int]:
+        """(lower, upper) of sequences that are not packed."""
+        sizes, at_end = self.sizes(), shape.seqlen_k - shape.seqlen_q
+        lower = max(sizes["lower_start"], sizes["lower_end"] + at_end)
+        return lower, min(sizes["upper_start"], sizes["upper_end"] + at_end)
+
+
+@dataclass(frozen=True)
+class MaskTensors:
+    """A mask; None masks nothing.
+
+    Attributes:
+        valid: bool ``(batch, seqlen_k)``.
+        allowed: bool, ``n_sequences``, nheads_q, seqlen_q and seqlen_k long, or 1 where it is broadcast.
+        prefix: int ``(n_sequences,)``; `prefix_at_end` as PREFIX_AT_END of the kernels.
+        documents_q, documents_k: int ``(batch, seqlen)``.
+        layout: bool ``(n_sequences or 1, nheads_q or 1, blocks of queries, blocks of keys)`` of `block_q` by `block_k`.
+        function, function_args: the user's, and its tensors.
+    """
+
+    valid: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
+    prefix_at_end: bool = False
+    documents_q: torch.Tensor | None = None
+    documents_k: torch.Tensor | None = None
+    layout: torch.Tensor | None = None
+    block_q: int = 16
+    block_k: int = 16
+    function: Any = None
+    function_args: tuple[torch.Tensor, ...] = ()
+
+
+def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: Shape) -> MaskArguments:
+    """A mask for the kernels."""
+    valid = None if mask.valid is None else mask.valid.contiguous().view(torch.uint8)
+    documents, layout = NO_DOCUMENTS, NO_LAYOUT
+    if mask.documents_q is not None and mask.documents_k is not None and mask.documents_k.numel() > 0:
+        documents = _documents(mask.documents_q, mask.documents_k)
+    if mask.layout is not None:
+        blocks = mask.layout
+        if sequences.cu_q_ptr is None:
+            blocks = blocks & _blocks_in_band(mask, *band.at(shape))
+        layout = _layout(blocks, mask.block_q, mask.block_k)
+    by_pair = mask.allowed is not None or mask.layout is not None or mask.function is not None
+    irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None
+    return MaskArguments(
+        HAS_LOWER=tl.constexpr(band.has_lower),
+        HAS_UPPER=tl.constexpr(band.has_upper),
+        BY_PAIR=tl.constexpr(by_pair),
+        MAY_HIDE_ROWS=tl.constexpr(by_pair or irregular),
+        valid_ptr=valid,
+        key_range_ptr=None if valid is None else key_range(valid, sequences, shape),
+        allowed=NO_PAIRS if mask.allowed is None else pairs(mask.allowed.view(torch.uint8)),
+        prefix_ptr=None if mask.prefix is None else mask.prefix.to(torch.int32).contiguous(),
+        PREFIX_AT_END=tl.constexpr(mask.prefix_at_end),
+        documents=documents,
+        layout=layout,
+        FUNCTION=mask.function,
+        function_args=mask.function_args,
+    )
+
+
+def _documents(ids_q: torch.Tensor, ids_k: torch.Tensor) -> DocumentArguments:
+    sorted_k = ids_k.sort(dim=-1, stable=True)
+    number_q, key_ranges = _ranges(ids_q, *sorted_k)
+    number_k, query_ranges = _ranges(ids_k, *ids_q.sort(dim=-1, stable=True))
+    # One numbering for both: that of the keys among themselves, which lack none of their own documents.
+    number_k = torch.searchsorted(sorted_k[0], ids_k.contiguous())
+    return DocumentArguments(
+        number_q.to(torch.int32),
+        number_k.to(torch.int32),
+        key_ranges,
+        query_ranges,
+        stride_rq=ids_q.numel(),
+        stride_rk=ids_k.numel(),
+    )
+
+
+def _ranges(ids: torch.Tensor, others: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of documents `ids` among the sorted `others`, -1 where there is none; and the ranges of the others."""
+    ids = ids.contiguous()
+    left, right = torch.searchsorted(others, ids), torch.searchsorted(others, ids, right=True)
+    found = right > left
+    # A stable sort keeps the order within a document.
+    first = index.gather(-1, left.clamp(max=others.shape[-1] - 1))
+    last = index.gather(-1, (right - 1).clamp(min=0))
+    stop = torch.where(found, last + 1, 0)
+    ranges = (
+        torch.where(found, first, UNBOUNDED.value),
+        stop,
+        torch.where(last - first == right - left - 1, stop, 0),
+    )
+    return torch.where(found, left, -1), torch.stack(ranges).to(torch.int32)
+
+
+def _blocks_in_band(mask: MaskTensors, lower: int, upper: int) -> torch.Tensor:
+    """Which blocks have a pair between the bounds, ``(blocks of queries, blocks of keys)``."""
+    assert mask.layout is not None
+    n_q, n_k = mask.layout.shape[2:]
+    first_q = torch.arange(n_q, device=mask.layout.device)[:, None] * mask.block_q
+    first_k = torch.arange(n_k, device=mask.layout.device) * mask.block_k
+    return (first_k <= first_q + mask.block_q - 1 + upper) & (first_k + mask.block_k - 1 >= first_q + lower)
+
+
+def _layout(blocks: torch.Tensor, block_q: int, block_k: int) -> LayoutArguments:
+    key_counts, key_lists = _lists(blocks)
+    query_counts, query_lists = _lists(blocks.mT)
+    n_matrices, n_heads, n_q, n_k = blocks.shape
+    return LayoutArguments(
+        key_counts,
+        key_lists,
+        query_counts,
+        query_lists,
+        blocks.contiguous().view(torch.uint8),
+        stride_b=n_heads if n_matrices > 1 else 0,
+        stride_h=1 if n_heads > 1 else 0,
+        n_q=n_q,
+        n_k=n_k,
+        block_q=block_q,
+        block_k=block_k,
+    )
+
+
+def _lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, how many are True, and their indices, followed by the others."""
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    return counts, (~blocks).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32).contiguous()

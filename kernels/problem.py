@@ -1,0 +1,71 @@
+"""One attention as the host hands it to the launchers of all kernels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig
+from fusedattn.kernels.mask_arguments import Band
+from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
+from fusedattn.kernels.rope import Rotation
+from fusedattn.kernels.scores import UNMODIFIED
+from fusedattn.kernels.sequences import Shape
+from fusedattn.kernels.tile import Call
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything but q, k, v and what comes out; nothing is empty.
+
+    Attributes:
+        sinks: float32 ``(nheads_q,)`` or None; the scores are then modified, if only by their scale.
+        scale: of the scores, positive.
+        precision: of float32 products, "ieee" or "tf32".
+    """
+
+    shape: Shape
+    call: Call
+    band: Band
+    rotation_q: Rotation | None
+    rotation_k: Rotation | None
+    sinks: torch.Tensor | None
+    scale: float
+    precision: str
+    configs: KernelConfigs
+    exact_rows: TileConfig
+
+    @property
+    def softmax_scale(self) -> float:
+        """What is left to scale in the softmax: modified scores have been scaled before."""
+        return 1.0 if self.call.score is not UNMODIFIED else self.scale
+
+
+def launch_arguments(
+    q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, n_tiles: int
+) -> dict[str, Any]:
+    """Keyword arguments of every kernel that walks over blocks: sizes, constants and launch options."""
+    shape, head_dim, head_dim_v = problem.shape, q.shape[3], v.shape[3]
+    return {
+        "nheads_q": shape.nheads_q,
+        "nheads_kv": shape.nheads_kv,
+        "seqlen_q": shape.seqlen_q,
+        "seqlen_k": shape.seqlen_k,
+        "n_tiles": n_tiles,
+        **problem.band.sizes(),
+        "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
+        "scale": problem.scale,
+        "qk_scale": problem.softmax_scale * LOG2E.value,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_DV": block_d(head_dim_v),
+        "ACC": accumulator(q.dtype),
+        "PRECISION": problem.precision,
+        "EXACT": is_exact(q.dtype),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **LAUNCH_OPTIONS,
+    }

@@ -1,0 +1,147 @@
+"""What happens to a score between the product of query and key and the softmax.
+
+    s = scale * q k
+    s = softcap * tanh(s / softcap)
+    s = function(s, batch, head, query, key)          the user's
+    s = s + bias - slope * |distance| + relative[distance]
+
+with ``distance = key - query``, counted so that the last query stands at the last key.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.masking import clamped
+from fusedattn.kernels.pairs import MAX_ROW_STRIDE, NO_PAIRS, Pairs, pair_pointers, pairs
+from fusedattn.kernels.primitives import Heads, widen
+
+
+class ScoreArguments(NamedTuple):
+    """What changes scores; parts that are None do nothing, and without any MODIFIED is False.
+
+    `slopes_ptr` is float32 ``(sequences, nheads_q)`` with `slopes_stride` 0 where all sequences share them. `relative`
+    is ``(sequences, nheads_q, seqlen_q, 2 * reach + 1)`` with strides of 0 where it is broadcast: the column of a pair
+    is its distance, at most `reach` either way, plus `reach`.
+    """
+
+    MODIFIED: Any
+    softcap: Any
+    FUNCTION: Any
+    DERIVATIVE: Any
+    function_args: Any
+    bias: Pairs
+    slopes_ptr: Any
+    slopes_stride: Any
+    relative: Heads
+    reach: Any
+
+
+UNMODIFIED = ScoreArguments(tl.constexpr(False), None, None, None, (), NO_PAIRS, None, 0, Heads(None, 0, 0, 0), 0)
+
+
+@triton.jit
+def tanh(x):
+    """To a unit in the last place or two, near zero too: float32 by a fraction, float64 by a long one."""
+    x2 = x * x
+    small = tl.minimum(x2, 1.0)
+    if x.dtype == tl.float64:
+        # Lambert's continued fraction; float64 is for checking gradients.
+        fraction = x2 * 0.0 + 25.0
+        for i in tl.static_range(12):
+            fraction = (23.0 - 2.0 * i) + small / fraction
+        near = x / fraction
+    else:
+        # The same fraction down to 7, as one quotient.
+        near = (
+            x
+            * (135135.0 + small * (17325.0 + small * (378.0 + small)))
+            / (135135.0 + small * (62370.0 + small * (3150.0 + small * 28.0)))
+        )
+    decay = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # e^(-2 |x|)
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(x2 < 1.0, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def distance_of(place, rows, keys):
+    """How far each key lies behind each query."""
+    return keys - rows - (place.seqlen_k - place.seqlen_q)
+
+
+@triton.jit
+def relative_pointers(score, place, start_m, rows, keys):
+    """Pointers to the entries of `relative` for pairs."""
+    column = tl.minimum(tl.maximum(distance_of(place, rows, keys), -score.reach), score.reach) + score.reach
+    matrix = score.relative.ptr + tl.cast(place.sequence, tl.int64) * score.relative.stride_b
+    matrix += tl.cast(place.head, tl.int64) * score.relative.stride_h
+    matrix += tl.cast(start_m, tl.int64) * score.relative.stride_s
+    return matrix + (rows - start_m) * score.relative.stride_s + column
+
+
+@triton.jit
+def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable, ACC: tl.constexpr):
+    """(scores, derivative) of products of q and k, of queries `rows` and `keys`, pairwise.
+
+    Where nothing is modified the scores stay unscaled. The derivative is by the scaled scores. Tensors are read where
+    `readable`, which broadcasts to the pairs; elsewhere the scores mean nothing.
+    """
+    derivative = 1.0
+    if score.MODIFIED:
+        scores = scores * scale
+        if score.softcap is not None:
+            ratio = tanh(scores / score.softcap)
+            scores = score.softcap * ratio
+            derivative = 1.0 - ratio * ratio
+        if score.FUNCTION is not None:
+            query = clamped(rows, place.seqlen_q)
+            key = clamped(keys, place.seqlen_k)
+            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)
+            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
+        if score.bias.ptr is not None:
+            ptrs = pair_pointers(score.bias, place, start_m, start_n, rows, keys)
+            scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
+        if score.slopes_ptr is not None:
+            slope = tl.load(score.slopes_ptr + place.sequence * score.slopes_stride + place.head).to(ACC)
+            scores -= slope * tl.abs(distance_of(place, rows, keys)).to(ACC)
+        if score.relative.ptr is not None:
+            ptrs = relative_pointers(score, place, start_m, rows, keys)
+            scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
+    return scores, derivative
+
+
+def score_arguments(
+    *,
+    softcap: float | None,
+    function: Any,
+    derivative: Any,
+    function_args: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    relative: torch.Tensor | None,
+    has_sinks: bool,
+) -> ScoreArguments:
+    """For the kernels; bias and relative have four dimensions, slopes two. With sinks scores are scaled at least."""
+    parts = (softcap, function, bias, slopes, relative)
+    if not has_sinks and all(part is None for part in parts):
+        return UNMODIFIED
+    columns = Heads(None, 0, 0, 0)
+    if relative is not None:
+        near = relative.stride(3) == 1 and relative.stride(2) <= MAX_ROW_STRIDE
+        relative = relative if near else relative.contiguous()
+        strides = (0 if size == 1 else stride for size, stride in zip(relative.shape, relative.stride(), strict=True))
+        columns = Heads(relative, *list(strides)[:3])
+    return ScoreArguments(
+        MODIFIED=tl.constexpr(True),
+        softcap=softcap,
+        FUNCTION=function,
+        DERIVATIVE=derivative,
+        function_args=function_args,
+        bias=NO_PAIRS if bias is None else pairs(bias),
+        slopes_ptr=None if slopes is None else slopes.contiguous(),
+        slopes_stride=slopes.shape[1] if slopes is not None and slopes.shape[0] > 1 else 0,
+        relative=columns,
+        reach=0 if relative is None else relative.shape[3] // 2,
+    )

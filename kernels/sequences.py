@@ -1,0 +1,84 @@
+"""Where the sequence of a program lies: at one index of a batch, or packed behind others in one long tensor.
+
+Packed sequences share a batch of 1; sequence ``i`` has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1`` of it. A
+kernel counts queries and keys from the start of its sequence, and what it reads and writes from :class:`Place`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Sequences(NamedTuple):
+    """Where packed sequences start, int32 ``(n + 1,)`` each; None where a batch is not packed."""
+
+    cu_q_ptr: Any
+    cu_k_ptr: Any
+
+
+NOT_PACKED = Sequences(None, None)
+
+
+class Place(NamedTuple):
+    """One head of one sequence.
+
+    `batch`, `first_q` and `first_k` say where it begins in q, k and v, `query_base` and `key_base` in tensors
+    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``. `seqlen_q` and `seqlen_k` are its own lengths.
+    """
+
+    sequence: Any
+    head: Any
+    batch: Any
+    first_q: Any
+    first_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    query_base: Any
+    key_base: Any
+
+
+@triton.jit
+def place_of(sequences, sequence, head, seqlen_q, seqlen_k):
+    """The :class:`Place` of a head; `seqlen_q` and `seqlen_k` are those of the tensors."""
+    if sequences.cu_q_ptr is not None:
+        first_q = tl.load(sequences.cu_q_ptr + sequence)
+        first_k = tl.load(sequences.cu_k_ptr + sequence)
+        length_q = tl.load(sequences.cu_q_ptr + sequence + 1) - first_q
+        length_k = tl.load(sequences.cu_k_ptr + sequence + 1) - first_k
+        return Place(sequence, head, 0, first_q, first_k, length_q, length_k, first_q, first_k)
+    else:
+        wide = tl.cast(sequence, tl.int64)
+        return Place(sequence, head, sequence, 0, 0, seqlen_q, seqlen_k, wide * seqlen_q, wide * seqlen_k)
+
+
+@triton.jit
+def with_head(place, head):
+    """Another head of the same sequence."""
+    return Place(
+        place.sequence, head, place.batch, place.first_q, place.first_k, place.seqlen_q, place.seqlen_k,
+        place.query_base, place.key_base,
+    )  # fmt: skip
+
+
+@triton.jit
+def row_base(place, nheads, seqlen_q):
+    """Where the rows of a head begin in a contiguous ``(batch, nheads, seqlen_q)`` tensor."""
+    return (tl.cast(place.batch, tl.int64) * nheads + place.head) * seqlen_q + place.first_q
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of an attention, for the host.
+
+    `seqlen_q` and `seqlen_k` are those of the tensors; no sequence is longer than `max_seqlen_q` or `max_seqlen_k`.
+    """
+
+    n_sequences: int
+    nheads_q: int
+    nheads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int

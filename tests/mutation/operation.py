@@ -1,0 +1,189 @@
+"""Faults in how ``fusedattn/`` runs the kernels: their arguments, their results, and all their derivatives."""
+
+from tests.mutation.fault import Fault
+from tests.mutation.suites import (
+    ALIBI,
+    CAUSAL,
+    COMMON,
+    DOCUMENTS,
+    EMPTY,
+    LARGE,
+    MASK_FUNCTION,
+    PACKED,
+    PREFIX,
+    SCORE,
+    SECOND_ORDER,
+    SINKS,
+    SPARSE,
+    WIDTHS,
+    WINDOW,
+    budget,
+    gradients,
+)
+
+PREPARE, OPS, FUSED, CONSTANTS = (
+    "fusedattn/prepare.py",
+    "fusedattn/ops.py",
+    "fusedattn/fused.py",
+    "fusedattn/constants.py",
+)
+VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
+NESTED = "fusedattn/nested.py"
+FUNCTIONS, CONFIGS = "fusedattn/functions.py", "kernels/configs.py"
+
+NESTED_TENSORS = "tests/test_varlen.py -k nested"
+LSE = "tests/test_attention.py -k lse"
+STRIDES = "tests/test_strides.py"
+COMPILE = "tests/test_compile.py"
+OPCHECK = "tests/test_compile.py -k opcheck"
+BY_ITSELF = "tests/test_compile.py -k by_itself"
+SCALES = "tests/test_attention.py -k scales"
+TORCH = "tests/test_attention.py -k torch"
+MASKING = "tests/test_masking.py"
+FEATURES = "tests/test_gradcheck.py -k of_a_feature"
+QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
+
+# fmt: off
+OPERATION = (
+    Fault(OPS, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
+    Fault(OPS, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
+    Fault(OPS, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = sdpa.rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
+    Fault(OPS, "sorted(range(3), key=lambda d: -x.stride(d))", "sorted(range(3), key=lambda d: x.stride(d))", "out of another head_dim_v in the opposite layout of q", "tests/test_compile.py -k head_dim"),
+    Fault(OPS, "shape = (*x.shape[:3], n)", "shape = (*x.shape[:3], x.shape[3])", "out as wide as q", WIDTHS),
+    Fault(OPS, "if rest.numel() and rest.stride() != out.stride():", "if rest.numel() and rest.shape != out.shape:", "rest in another layout than out", "tests/test_strides.py -k come_back"),
+    Fault(OPS, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/test_attention.py -k precision"),
+    Fault(OPS, "k = rotated(k, problem.rotation_k, sequences, shape, of_queries=False)", "k = rotated(k, problem.rotation_q, sequences, shape, of_queries=False)", "backward: keys at the positions of queries", QUEUED),
+    Fault(OPS, "q = rotated(q, problem.rotation_q, sequences, shape, of_queries=True)", "q = rotated(q, problem.rotation_q, sequences, shape, of_queries=False)", "backward: queries rotated as keys are", gradients("rope")),
+    Fault(OPS, "k = rotated(k, problem.rotation_k, problem.call.sequences,", "k = rotated(k, problem.rotation_q, problem.call.sequences,", "forward: keys at the positions of queries", budget("RoPE")),
+    Fault(OPS, "if out.numel() == 0 or k.numel() == 0:", "if out.numel() == 0:", "backward: no keys", "tests/test_masking.py -k nothing_there",
+          equivalent="the kernels then run over no keys and give the same zeros; the shortcut saves launches"),
+    Fault(OPS, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),
+    Fault(OPS, "(dk, dv) if needed[1] else None, problem", "(dv, dk) if needed[1] else None, problem", "dk for dv", FEATURES),
+    Fault(OPS, "ask = [needs_dq, needs_dk or needs_dv, *others]", "ask = [needs_dq, needs_dk, *others]", "no gradient of v without that of k", "tests/test_attention.py -k gradients_of_some"),
+    Fault(OPS, "constants.keep_rest and q.dtype.itemsize == 2:", "constants.keep_rest and q.dtype == torch.bfloat16:", "no rest in float16", COMMON),
+    Fault(OPS, "None if abs(bound) == UNBOUNDED else bound", "None if abs(bound) == UNBOUNDED or not bound else bound", "a causal mask on the main diagonal is dropped", CAUSAL),
+    Fault(OPS, "softcap=constants.softcap or None,", "softcap=None,", "kernels: softcap silently off", budget("soft-cap")),
+    Fault(OPS, "has_sinks=sinks is not None", "has_sinks=False", "sinks: scores silently unscaled", SINKS),
+    Fault(OPS, "dropout_arguments(tensors.dropout_seed, constants.dropout_p)", "dropout_arguments(None, constants.dropout_p)", "kernels: dropout silently off", budget("dropout")),
+    Fault(OPS, "(tile.within(sizes.block_q, sizes.block_k) for tile in (tiles, exact_rows))", "(tile.within(sizes.block_q, sizes.block_k) if i else tile for i, tile in enumerate((tiles, exact_rows)))", "layout: tiles larger than its blocks", SPARSE),
+    Fault(OPS, "prefix_at_end=bool(sizes.prefix_at_end)", "prefix_at_end=False", "prefix: alignment lost on the way to the kernels", PREFIX),
+    Fault(OPS, "documents_k=tensors.documents_k", "documents_k=tensors.documents_q", "documents of the queries for those of the keys, in the kernels", DOCUMENTS),
+    Fault(OPS, "rotation_k=_rotation(constants, tensors.positions_k)", "rotation_k=_rotation(constants, tensors.positions_q)", "positions of the queries for those of the keys", budget("RoPE")),
+    Fault(OPS, "(positions if positions.dim() == 2 else positions[None]).contiguous()", "(positions if positions.dim() == 2 else positions[None])", "strides of positions", STRIDES),
+    Fault(OPS, "cos=(cos if cos.dim() == 3 else cos[None]).contiguous()", "cos=(cos if cos.dim() == 3 else cos[None])", "strides of the tables", STRIDES),
+    Fault(OPS, "return -(weight * delta).sum((0, 2))", "return (weight * delta).sum((0, 2))", "dsinks: sign", gradients("sinks")),
+    Fault(OPS, "weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - lse))", "weight = torch.exp(sinks[:, None] - lse)", "dsinks: rows that see nothing", budget("empty")),
+    Fault(OPS, "delta = torch.where(unseen, -statistics.dlse, delta)", "delta = torch.where(unseen, statistics.dlse, delta)", "dsinks: sign of dlse in rows that see nothing", budget("empty")),
+    Fault(OPS, "lse = statistics.row_max + statistics.row_sum.log()", "lse = statistics.row_max", "dsinks: weights not divided by their sum", gradients("sinks")),
+    Fault(OPS, "delta = torch.where(unseen, 0.0, delta)", "delta = torch.where(unseen, 1.0, delta)", "dsinks: rows that see nothing, without dlse", "tests/test_gradcheck.py -k each_result"),
+    Fault(OPS, "dsinks = dlse.sum((0, 2)).to(dsinks.dtype)", "dsinks.zero_()", "dsinks: no keys at all", EMPTY),
+    Fault(OPS, "like(relative, needed[3]),", "like(relative, needed[2]),", "fake: drelative where dbias is needed", OPCHECK),
+    Fault(OPS, "_new_like(v) if needed[1] else v.new_empty(0)", "_new_like(k) if needed[1] else v.new_empty(0)", "dv in the shape of dk", WIDTHS),
+    Fault(OPS, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "the op by itself: no gradient of out is taken for ones", BY_ITSELF),
+    Fault(OPS, "return saved[:n], saved[n : n + 4], saved[n + 4 :]", "return saved[:n], saved[n : n + 4], saved[n + 3 : -1]", "constants of the backward off by one", FEATURES),
+    Fault(PREPARE, "return -q, replace(options, scale=-scale)", "return q, replace(options, scale=-scale)", "sign of a negative scale", SCALES),
+    Fault(PREPARE, "return q * 0.0, replace(options", "return q, replace(options", "a scale of 0", SCALES),
+    Fault(PREPARE, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", budget("cross")),
+    Fault(PREPARE, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(v.shape[-1])", "default scale from the width of values", WIDTHS),
+    Fault(PREPARE, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", "tests/test_rope.py"),
+    Fault(PREPARE, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/test_attention.py -k autocast"),
+    Fault(PREPARE, "if dropout_p and dropout_seed is None:", "if dropout_seed is None and dropout_p > 0.99:", "dropout: no seed drawn", "tests/test_compile.py -k checkpointing"),
+    Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/test_codegen.py"),
+    Fault(CONFIGS, "return self.dense.smaller()", "return self.dense", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
+    Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_codegen.py"),
+    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
+)
+
+CARRIED = (
+    Fault(CONSTANTS, "lower_end=max([-band.left for band in ends", "lower_end=min([-band.left for band in ends", "kernels: the wider of two windows", "tests/test_masking.py -k 'alignments or windows'"),
+    Fault(CONSTANTS, "lower_end=max([-band.left for band in ends", "lower_end=max([-band.left - 1 for band in ends", "kernels: a window is one key longer", WINDOW),
+    Fault(CONSTANTS, "lower_start=max([-band.left for band in starts", "lower_start=max([-band.left for band in ends", "kernels: a window of the last query aligned to the first", WINDOW),
+    Fault(CONSTANTS, "upper_start=min([band.right for band in starts", "upper_start=max([band.right for band in starts", "kernels: the weaker of two causal masks", "tests/test_masking.py -k 'alignments or windows'"),
+    Fault(CONSTANTS, 'starts = [band for band in mask.bands if band.align == "top_left"]', "starts = []", "kernels: top-left bands dropped", CAUSAL),
+    Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
+    Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),
+    Fault(CONSTANTS, "            read(mask_numbers, rest) if mask_key else (),\n            read(score_numbers, rest) if score_key else (),\n", "            read(score_numbers, rest) if score_key else (),\n            read(mask_numbers, rest) if mask_key else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),
+    Fault(CONSTANTS, "args = (*self.mask_args, *self.score_args)", "args = (*self.score_args, *self.mask_args)", "kernels: arguments of the score function first", budget("everything")),
+    Fault(FUNCTIONS, 'int(text) if text.lstrip("-").isdigit() else float(text)', "float(text)", "functions: whole numbers become broken ones", MASK_FUNCTION),
+    Fault(FUNCTIONS, 'f"{x!r},"', 'f"{x:g},"', "functions: numbers rounded to six digits", "tests/test_masks.py"),
+    Fault(FUNCTIONS, "_number(number) if number else next(tensors)", "next(tensors) if number else next(tensors)", "functions: tensors in the place of numbers", MASK_FUNCTION),
+    Fault(CONSTANTS, 'else score_mod.derivative_key,', 'else score_mod.function_key,', "kernels: a score function is its own derivative", SCORE),
+    Fault(CONSTANTS, "slopes=None if bias is None or bias.slopes is None else bias.slopes.view(-1, bias.slopes.shape[-1])", "slopes=None if bias is None or bias.slopes is None else bias.slopes.view(-1, bias.slopes.shape[-1])[:1]", "kernels: slopes of batch 0 for all", ALIBI),
+    Fault(CONSTANTS, "return x[(None,) * (4 - x.dim())]", "return x[(..., *(None,) * (4 - x.dim()))]", "kernels: dimensions of a bias are added behind", budget("query")),
+    Fault(CONSTANTS, "positions_k=None if rope is None else rope.positions_k", "positions_k=None if rope is None else rope.positions_q", "kernels: keys at the positions of queries", budget("RoPE")),
+    Fault(CONSTANTS, "interleaved=int(rope is not None and rope.interleaved)", "interleaved=0", "kernels: pairs of the other kind of RoPE", budget("RoPE")),
+    Fault(CONSTANTS, "scale=self.scale,", "scale=1.0,", "kernels: scale dropped", budget("scale")),
+)
+
+DIFFERENTIATED = (
+    Fault(FUSED, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "no gradient of out is taken for ones", LSE),
+    Fault(FUSED, "constants = options.constants(keep_rest=needs_gradient, packed=packed)", "constants = options.constants(keep_rest=False, packed=packed)", "no rest kept for the backward", COMMON),
+    Fault(FUSED, "constants = options.constants(keep_rest=needs_gradient, packed=packed)", "constants = options.constants(keep_rest=True, packed=packed)", "rest kept without a backward", "tests/test_attention.py -k kept"),
+    Fault(FUSED, "ctx.save_for_backward(*tensors, out, row_max", "ctx.save_for_backward(*tensors[:2], tensors[1], *tensors[3:], out, row_max", "k saved for v", FEATURES),
+    Fault(FUSED, "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)", "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor).detach()", "no gradient of a bias", gradients("bias")),
+    Fault(FUSED, "return transposed((dout, _or_zeros(dlse, lse)))", "return transposed((dout, torch.zeros_like(lse)))", "second order: gradient of lse lost", SECOND_ORDER),
+    Fault(FUSED, "return eager(*(changed.get(i, x) for i, x in enumerate(inputs)))", "return eager(*(x if x is None else changed.get(i, x.detach()) for i, x in enumerate(inputs)))", "second order: constant in what needs no gradient", SECOND_ORDER),
+    Fault(FUSED, "*(by_input.get(i) for i in range(N_BACKWARD))", "*(by_input.get(i) if i else None for i in range(N_BACKWARD))", "second order: dout gets no gradient", SECOND_ORDER),
+    Fault(FUSED, "*(by_input.get(i) for i in range(N_BACKWARD))", "*(by_input.get(i) if i != 1 else None for i in range(N_BACKWARD))", "second order: dlse gets no gradient", SECOND_ORDER),
+    Fault(FUSED, "found = transposed(tuple(_or_zeros(grad, x)", "found = transposed(tuple(torch.zeros_like(x) if grad is None else -grad", "second order: sign", SECOND_ORDER),
+    Fault(FUSED, "replace(bias, tensor=added, relative=relative)", "replace(bias, tensor=added)", "second order: relative is a constant", SECOND_ORDER),
+    Fault(FUSED, "replace(bias, tensor=added, relative=relative)", "replace(bias, relative=relative)", "second order: bias is a constant", SECOND_ORDER),
+    Fault(FUSED, "changed = replace(options, bias=parts, sinks=sinks)", "changed = replace(options, bias=parts)", "second order: sinks are constants", SECOND_ORDER),
+    Fault(FUSED, "changed = replace(options, bias=parts, sinks=sinks)", "changed = replace(options, bias=parts, sinks=sinks, softcap=None)", "second order: softcap forgotten", SECOND_ORDER),
+    Fault(FUSED, "        if packed is not None:\n            return eager_packed.attention(q, k, v, changed, packed)\n", "", "second order: packed sequences are one", "tests/test_second_order.py -k packed"),
+    Fault(FUSED, "    added, relative, sinks = others\n", "    relative, added, sinks = others\n", "second order: bias and relative exchanged", SECOND_ORDER),
+    Fault(FUSED, "product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))", "product(tuple(torch.zeros_like(inputs[i]) if i else tangents[i] for i in moving))", "jvp: along q only", "tests/test_second_order.py -k jvp"),
+    Fault(FUSED, "_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_pushed(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/test_second_order.py -k jvp"),
+    Fault(FUSED, "return tuple(next(found) if needs else nothing for needs in ctx.needed)", "return tuple(-next(found) if needs else nothing for needs in ctx.needed)", "jvp of gradients: sign", SECOND_ORDER),
+    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(0, i) if isinstance", "vmap: always over the first dimension", "tests/test_second_order.py -k vmap"),
+    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(dim, 0) if isinstance", "vmap: the first call for all", "tests/test_second_order.py -k vmap"),
+    Fault(FUSED, "torch.stack(results) for results in", "torch.stack(results[::-1]) for results in", "vmap: results in reverse", "tests/test_second_order.py -k vmap"),
+)
+
+PACKING = (
+    Fault(OPS, "        out.zero_()\n", "", "packed: rows of no sequence have no out", PACKED),
+    Fault(OPS, "lse.fill_(-torch.inf)", "lse.fill_(0.0)", "packed: rows of no sequence have a finite lse", PACKED),
+    Fault(OPS, "row_max.fill_(torch.inf)", "row_max.fill_(0.0)", "packed: rows of no sequence count as seen by their sink", PACKED),
+    Fault(OPS, "        for x in (dq, dk, dv):\n            x.zero_()\n", "        pass\n", "packed: rows of no sequence have no gradient", PACKED),
+    Fault(OPS, "        for x in (dq, dk, dv):\n", "        for x in (dq,):\n", "packed: keys of no sequence have no gradient", PACKED),
+    Fault(OPS, "max_seqlen_k=sizes.max_seqlen_k if packed else k.shape[2]", "max_seqlen_k=sizes.max_seqlen_q if packed else k.shape[2]", "packed: keys as long as queries", PACKED),
+    Fault(OPS, "tensors.cu_seqlens_q.shape[0] - 1 if", "tensors.cu_seqlens_q.shape[0] - 2 if", "packed: the last sequence left out", PACKED),
+    Fault(OPS, "Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k)", "Sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_q)", "packed: keys where the queries are", PACKED),
+    Fault(CONSTANTS, "max_seqlen_q=0 if packed is None else packed.max_seqlen_q", "max_seqlen_q=0 if packed is None else packed.max_seqlen_k", "packed: queries as long as keys", PACKED),
+    Fault(VARLEN, "k.shape[2] if max_seqlen_k is None else max_seqlen_k", "q.shape[2] if max_seqlen_k is None else max_seqlen_k", "packed: keys at most as many as all queries", PACKED),
+    Fault(VARLEN, "    q, options = with_positive_scale(q, options)\n", "", "packed: a negative scale", PACKED),
+    Fault(VARLEN, "out, lse = fused.attention(q, k, v, options, packed)", "out, lse = eager_packed.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
+    Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", NESTED_TENSORS),
+    Fault(NESTED, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
+    Fault(NESTED, "        k._get_max_seqlen(),\n", "        q._get_max_seqlen(),\n", "nested: keys at most as many as queries", NESTED_TENSORS),
+    Fault(EAGER_PACKED, "**vars(own), first_batch=i", "**vars(own), first_batch=0", "eager packed: sequences drop the same", PACKED),
+    Fault(EAGER_PACKED, "mask.valid[:, keys]", "mask.valid[:, queries]", "eager packed: padding of the queries' tokens", PACKED),
+    Fault(EAGER_PACKED, "prefix.lengths[i : i + 1]", "prefix.lengths[:1]", "eager packed: prefix of the first sequence for all", PACKED),
+    Fault(EAGER_PACKED, "Documents(documents.q[:, queries], documents.k[:, keys])", "Documents(documents.q[:, queries], documents.k[:, : keys.stop - keys.start])", "eager packed: documents of the first keys for all", PACKED),
+    Fault(EAGER_PACKED, "slopes = slopes[i]", "slopes = slopes[0]", "eager packed: slopes of the first sequence for all", PACKED),
+    Fault(EAGER_PACKED, "x = x[i : i + 1] if x.shape[0] > 1 else x", "x = x[:1]", "eager packed: pairs of the first sequence for all", PACKED),
+    Fault(EAGER_PACKED, "-(-lengths[0] // layout.block_q), -(-lengths[1]", "lengths[0] // layout.block_q, -(-lengths[1]", "eager packed: a ragged block of a layout left out", PACKED),
+    Fault(EAGER_PACKED, "_pairs_of(relative, i, lengths[0], relative.shape[-1])", "_pairs_of(relative, 0, lengths[0], relative.shape[-1])", "eager packed: relative of the first sequence for all", PACKED),
+    Fault(EAGER_PACKED, "positions_k[..., keys]", "positions_k[..., queries]", "eager packed: keys at the positions of queries", PACKED),
+    Fault(EAGER_PACKED, "(1, q.shape[1], n_rest), -torch.inf,", "(1, q.shape[1], n_rest), 0.0,", "eager packed: rows of no sequence have a finite lse", PACKED),
+)
+
+TORCH_BACKEND = (
+    Fault(SDPA, "if lower is None and upper in (None, 0):", "if lower is None and (upper is None or upper >= 0):", "torch backend: top-left for bottom-right", TORCH),
+    Fault(SDPA, "if lower is None and upper in (None, 0):", "if upper in (None, 0):", "torch backend: the left side of a window lost", TORCH),
+    Fault(SDPA, "if added is None and mask.only_bands:", "if mask.only_bands:", "bias silently off", TORCH),
+    Fault(SDPA, "attn_mask = visible | empty", "attn_mask = visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
+    Fault(SDPA, "masked_fill(~attn_mask, -torch.inf)", "masked_fill(~attn_mask, 0.0)", "torch backend: a bias takes the place of the mask", TORCH),
+    Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
+    Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
+    Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
+    Fault(SDPA, "return all(bool(torch.isfinite(bound)) for x in tensors", "return True or all(bool(torch.isfinite(bound)) for x in tensors", "torch backend: 0 times a hidden NaN", MASKING),
+    Fault(SDPA, "*(() if added is None else (added,))", "*()", "torch backend: a NaN or -inf in a bias", TORCH),
+    Fault(SDPA, "and not options.dropout_p", "", "dropout silently off", TORCH),
+    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.score_mod, options.sinks)", "softcap silently off", TORCH),
+    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.sinks)", "score function silently off", TORCH),
+    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.score_mod)", "sinks silently off", TORCH),
+)
+# fmt: on
+
+FAULTS = (*OPERATION, *CARRIED, *DIFFERENTIATED, *PACKING, *TORCH_BACKEND)

@@ -1,0 +1,162 @@
+"""Faults in what the kernels of ``kernels/`` do to scores and weights: functions, biases, sinks and dropout."""
+
+from tests.mutation.fault import Fault
+from tests.mutation.suites import (
+    ALIBI,
+    BIAS,
+    DROPPED,
+    MEMORY,
+    NAN,
+    RELATIVE,
+    SCORE,
+    SINKS,
+    SOFTCAP,
+    STRIDES,
+    budget,
+    gradients,
+    pair,
+)
+
+SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/tile.py", "kernels/dropout.py", "kernels/problem.py"
+FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
+DBIAS = "kernels/attention_bwd_bias.py"
+
+CAPPED = budget("soft-cap", "everything")
+MODIFIED_GRADIENTS = gradients("soft-cap", "score")
+BIAS_GRADIENTS = gradients("bias")
+SINKS_HALVES = budget("sinks", dtype="bfloat16")
+DROPPED_HALVES = budget("dropout", dtype="bfloat16")
+DROPOUT_GRADIENTS = gradients("dropout")
+PHILOX = "tests/test_dropout.py"
+BROADCAST = budget("batch", "key", "query", "number")
+
+# fmt: off
+FUNCTIONS = (
+    Fault(SCORES, "        scores = scores * scale\n", "", "modified scores are not scaled", CAPPED),
+    Fault(PROBLEM, "return 1.0 if self.call.score is not UNMODIFIED else self.scale", "return self.scale", "modified scores are scaled twice", CAPPED),
+    Fault(SCORES, "ratio = tanh(scores / score.softcap)", "ratio = tanh(scores)", "softcap: ratio to 1", CAPPED),
+    Fault(SCORES, "scores = score.softcap * ratio", "scores = ratio", "softcap: its height lost", CAPPED),
+    Fault(SCORES, "derivative = 1.0 - ratio * ratio", "derivative = 1.0 - ratio", "softcap: derivative of another function", SOFTCAP),
+    Fault(SCORES, "derivative = 1.0 - ratio * ratio", "derivative = (1.0 - ratio * ratio) * score.softcap", "softcap: derivative by the ratio", SOFTCAP),
+    Fault(SCORES, "derivative = 1.0 - ratio * ratio", "derivative = 1.0", "softcap: no derivative", SOFTCAP),
+    Fault(SCORES, "tl.where(x < 0.0, -far, far)", "far", "tanh: negative scores", CAPPED),
+    Fault(SCORES, "-2.8853900817779268", "-1.4426950408889634", "tanh: e^-x for e^-2x", CAPPED),
+    Fault(SCORES, "(378.0 + small)", "(387.0 + small)", "tanh: two digits exchanged", CAPPED),
+    Fault(SCORES, "for i in tl.static_range(12)", "for i in tl.static_range(6)", "tanh: too short a fraction in float64", "tests/test_float64.py"),
+    Fault(BWD, "delta[None, :]) * derivative", "delta[None, :])", "dk: derivative of the score lost", MODIFIED_GRADIENTS),
+    Fault(BWD, "ds = p * (dp - delta[:, None]) * derivative  # (", "ds = p * (dp - delta[:, None])  # (", "dq: derivative of the score lost in full blocks", MODIFIED_GRADIENTS),
+    Fault(BWD, "ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)", "ds = tl.where(pairs, p * (dp - delta[:, None]), 0.0)", "dq: derivative of the score lost in boundary blocks", MODIFIED_GRADIENTS),
+    Fault(BWD, "            ds = p * (dp - delta[:, None]) * derivative\n", "            ds = p * (dp - delta[:, None])\n", "dq: the repair forgets the derivative of the score", NAN),
+    Fault(SCORES, "derivative *= score.DERIVATIVE(", "derivative = score.DERIVATIVE(", "score function: derivative of the soft-cap lost", pair("cap", "score")),
+    Fault(SCORES, "            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)\n            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)\n", "            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)\n            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)\n", "score function: derivative at the result", MODIFIED_GRADIENTS),
+    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence, place.head, query, key,", "scores = score.FUNCTION(scores, place.sequence, place.head, key, query,", "score function: queries and keys exchanged", SCORE),
+    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence, place.head,", "scores = score.FUNCTION(scores, place.sequence, 0,", "score function: head 0 for all", SCORE),
+    Fault(SCORES, "score.DERIVATIVE(scores, place.sequence, place.head,", "score.DERIVATIVE(scores, place.sequence, 0,", "score function: derivative of head 0 for all", SCORE),
+    Fault(SCORES, "key = clamped(keys, place.seqlen_k)", "key = keys", "score function: a key beyond the last", MEMORY),
+    Fault(SCORES, "query = clamped(rows, place.seqlen_q)", "query = rows", "score function: a query before the first", MEMORY),
+)
+
+BIASES = (
+    Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores -= widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "bias: sign", BIAS, nth=0),
+    Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "bias: read beyond its rows", MEMORY, nth=0),
+    Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias)._replace(stride_h=0)", "bias: head 0 for all", BIAS),
+    Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias)._replace(stride_b=0)", "bias: batch 0 for all", BIAS),
+    Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias.contiguous())._replace(stride_q=bias.shape[3], stride_k=1)", "bias: a broadcast one read as if written out", BROADCAST),
+    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * dp, 0.0), pairs", "dbias: delta lost", BIAS_GRADIENTS),
+    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * (dp - delta[:, None]) * scale, 0.0), pairs", "dbias: scaled as dq is", BIAS_GRADIENTS),
+    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "p * (dp - delta[:, None]), pairs", "dbias: hidden pairs not zeroed", BIAS),
+    Fault(DBIAS, "head_kv = place.head // (nheads_q // nheads_kv)", "head_kv = place.head % nheads_kv", "dbias: wrong KV head", BIAS),
+    Fault(DBIAS, "HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "HEAD_DIM, BLOCK_N, BLOCK_DV)", "dbias: values as wide as keys", pair("values", "bias")),
+    Fault(DBIAS, "heads_each = nheads_q if OVER_HEADS else 1", "heads_each = 1", "dbias: of the first head only", BROADCAST),
+    Fault(DBIAS, "sequences_each = n_sequences if OVER_SEQUENCES else 1", "sequences_each = 1", "dbias: of the first batch only", BIAS),
+    Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/test_attention.py -k bias"),
+    Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", "tests/test_attention.py -k bias"),
+    Fault(DBIAS, "rest % tiles_m_each * n_own_m", "rest % tiles_m_each", "dbias: parts that overlap", "tests/test_attention.py -k bias"),
+    Fault(DBIAS, "rest = rest // tiles_m_each", "rest = i // tiles_m_each", "dbias: heads counted with the keys", BROADCAST),
+    Fault(DBIAS, "own_sequence + rest // heads_each", "own_sequence + rest", "dbias: batches counted with the heads", budget("number", "batch")),
+    Fault(DBIAS, "            total += ds\n", "            total = ds\n", "dbias: the last of what is summed", BROADCAST),
+    Fault(DBIAS, "own_n = own % n_own_n", "own_n = own % n_own_m", "dbias: tiles of keys counted as those of queries", BIAS),
+    Fault(DBIAS, "(own_sequence.to(tl.int64) * (1 if OVER_HEADS else nheads_q) + own_head) * n_rows", "(own_sequence.to(tl.int64) * nheads_q + own_head) * n_rows", "dbias: written as if heads had their own", MEMORY),
+    Fault(DBIAS, "(offs_m < n_rows)[:, None] & (offs_n < n_keys)[None, :]", "(offs_m < n_rows)[:, None]", "dbias: a tile of keys reaches into the next row", BIAS),
+    Fault(DBIAS, "tl.sum(total, 0), mask=offs_n < n_keys", "tl.sum(total, 0) / n_rows, mask=offs_n < n_keys", "dbias: the mean over queries", budget("key")),
+    Fault(DBIAS, "tl.sum(total, 1), mask=offs_m < n_rows)", "tl.max(total, 1), mask=offs_m < n_rows)", "dbias: the largest over keys", budget("query")),
+)
+
+DISTANCES = (
+    Fault(SCORES, "return keys - rows - (place.seqlen_k - place.seqlen_q)", "return keys - rows", "distance: counted from the first query and key", RELATIVE),
+    Fault(SCORES, "return keys - rows - (place.seqlen_k - place.seqlen_q)", "return rows - keys + (place.seqlen_k - place.seqlen_q)", "distance: the wrong way round", RELATIVE),
+    Fault(SCORES, "scores -= slope *", "scores += slope *", "alibi: far keys get a reward", ALIBI),
+    Fault(SCORES, "tl.abs(distance_of(place, rows, keys))", "(-distance_of(place, rows, keys))", "alibi: keys ahead get a reward in the kernels", ALIBI),
+    Fault(SCORES, "place.sequence * score.slopes_stride + place.head", "place.sequence * score.slopes_stride", "alibi: slope of head 0 for all", ALIBI),
+    Fault(SCORES, "place.sequence * score.slopes_stride + place.head", "place.head", "alibi: slopes of batch 0 for all", ALIBI),
+    Fault(SCORES, "slopes is not None and slopes.shape[0] > 1 else 0", "slopes is not None else 0", "alibi: shared slopes read as one row per batch", ALIBI),
+    Fault(SCORES, "None if slopes is None else slopes.contiguous()", "slopes", "alibi: strides of the slopes", STRIDES),
+    Fault(SCORES, "tl.maximum(distance_of(place, rows, keys), -score.reach)", "tl.maximum(distance_of(place, rows, keys), 1 - score.reach)", "relative: the first column is never read", RELATIVE),
+    Fault(SCORES, "-score.reach), score.reach) + score.reach", "-score.reach), score.reach - 1) + score.reach", "relative: the last column is never read in the kernels", RELATIVE),
+    Fault(SCORES, "tl.cast(place.head, tl.int64) * score.relative.stride_h", "0 * place.head", "relative: head 0 for all", RELATIVE),
+    Fault(SCORES, "tl.cast(place.sequence, tl.int64) * score.relative.stride_b", "0 * place.sequence", "relative: batch 0 for all", RELATIVE),
+    Fault(SCORES, "    matrix += tl.cast(start_m, tl.int64) * score.relative.stride_s\n", "", "relative: every tile has the rows of the first", RELATIVE),
+    Fault(SCORES, "(rows - start_m) * score.relative.stride_s + column", "column", "relative: one row for a tile", RELATIVE),
+    Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores += 0.5 * widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "relative: half of it", RELATIVE, nth=1),
+    Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "relative: read beyond its rows", MEMORY, nth=1),
+    Fault(SCORES, "0 if size == 1 else stride for size, stride in zip(relative.shape", "stride for size, stride in zip(relative.shape", "relative: a broadcast one read as if written out", RELATIVE),
+    Fault(SCORES, "relative if relative.stride(3) == 1 else relative.contiguous()", "relative", "relative: strides of the table", STRIDES),
+    Fault(DBIAS, "(distance > -reach) & (distance < reach)", "(distance > 1 - reach) & (distance < reach)", "drelative: the second column left out", RELATIVE),
+    Fault(DBIAS, "near = pairs & (distance > -reach)", "near = (distance > -reach)", "drelative: written for pairs beyond the last row", MEMORY),
+    Fault(DBIAS, "tl.where(distance <= -reach, ds, 0.0)", "tl.where(distance < -reach, ds, 0.0)", "drelative: the edge behind left out", RELATIVE),
+    Fault(DBIAS, "tl.where(distance >= reach, ds, 0.0)", "tl.where(distance > reach, ds, 0.0)", "drelative: the edge ahead left out", RELATIVE),
+    Fault(DBIAS, "behind += tl.sum", "behind = tl.sum", "drelative: the last block behind only", RELATIVE),
+    Fault(DBIAS, "ahead += tl.sum", "ahead = tl.sum", "drelative: the last block ahead only", RELATIVE),
+    Fault(DBIAS, "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows", "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * seqlen_k", "drelative: as many rows as keys", RELATIVE),
+    Fault(DBIAS, "for i in range(0, blocks.n_full + blocks.n_boundary):", "for i in range(0, blocks.n_full):", "drelative: boundary blocks left out", RELATIVE),
+    Fault(DBIAS, "full = torch.zeros(size,", "full = torch.empty(size,", "drelative: distances that no pair has", RELATIVE),
+)
+
+SINK = (
+    Fault(FWD, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
+    Fault(FWD, "sink = tl.load(sinks_ptr + head)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
+    Fault(FWD, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
+    Fault(FWD, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
+    Fault(FWD, "        w_i = w_i * alpha[:, None]\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
+    Fault(FWD, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", SINKS_HALVES),
+    Fault(FWD, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
+    Fault(FWD, "if sinks_ptr is not None or call.dropout.seed_ptr is not None:", "if call.dropout.seed_ptr is not None:", "sinks: rest as if the weights added up to 1", SINKS_HALVES),
+    Fault(SCORES, "if not has_sinks and all(", "if all(", "sinks: beside scores that are not scaled", SINKS),
+    Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "expected = 1.0", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
+    Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head)", "expected = 1.0 - tl.exp(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
+    Fault(ROWS, "(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "(tl.load(sinks_ptr + head).to(ACC) - shift)", "delta: weight of a sink without its sum", gradients("sinks")),
+    Fault(ROWS, "tl.where(expected > 0.5, expected, total)", "expected", "delta: cancels where a sink has nearly all weight", SINKS),
+    Fault(ROWS, "        problem.sinks,\n", "        None,\n", "delta: sinks forgotten", gradients("sinks")),
+)
+
+DROP = (
+    Fault(DROPOUT, "zero + keys, zero + rows,", "zero + rows, zero + keys,", "dropout: queries and keys exchanged", DROPPED),
+    Fault(DROPOUT, "stream = place.sequence * nheads + place.head", "stream = place.head", "dropout: batches draw the same", DROPPED),
+    Fault(DROPOUT, "stream = place.sequence * nheads + place.head", "stream = place.sequence", "dropout: heads draw the same", DROPPED),
+    Fault(DROPOUT, "zero, 10)", "zero, 7)", "dropout: Philox of 7 rounds in the kernels", DROPPED),
+    Fault(DROPOUT, "(word ^ 0x80000000).to(tl.int32, bitcast=True)", "word.to(tl.int32, bitcast=True)", "dropout: words from 2^31 on are negative", DROPPED),
+    Fault(DROPOUT, "int(dropout_p * 2**32) - 2**31", "int(dropout_p * 2**31) - 2**31", "dropout: half as many are dropped", DROPPED),
+    Fault(DROPOUT, "1.0 / (1.0 - dropout_p))", "1.0 / dropout_p)", "dropout: divided by the share that is dropped", DROPPED),
+    Fault(DROPOUT, ">= dropout.threshold", "< dropout.threshold", "dropout: what must be kept is dropped", DROPPED),
+    Fault(TILE, "tl.where(kept(call.dropout, place, nheads, rows, keys), p, 0.0)", "p", "forward: nothing dropped", DROPPED),
+    Fault(TILE, "tl.where(kept(call.dropout, place, nheads, rows, keys), p * call.dropout.factor, 0.0)", "p * call.dropout.factor", "backward: nothing dropped", DROPPED),
+    Fault(TILE, "p * call.dropout.factor, 0.0)", "p, 0.0)", "backward: what is kept does not grow", DROPOUT_GRADIENTS),
+    Fault(FWD, "        out = out * call.dropout.factor\n", "        pass\n", "forward: what is kept does not grow", DROPPED),
+    Fault(FWD, "            exact = exact * call.dropout.factor\n", "            pass\n", "rest: what is kept does not grow", DROPPED_HALVES),
+    Fault(FWD, "c_i = c_i * alpha + tl.sum(p, 1)", "c_i = c_i + tl.sum(p, 1)", "rest: kept weights not rescaled in full blocks", DROPPED_HALVES, nth=0),
+    Fault(FWD, "c_i = c_i * alpha + tl.sum(p, 1)", "c_i = c_i + tl.sum(p, 1)", "rest: kept weights not rescaled in boundary blocks", DROPPED_HALVES, nth=1),
+    Fault(FWD, "    if call.dropout.seed_ptr is None:\n        c_i = l_i\n", "", "rest: no weight kept without dropout", SINKS_HALVES),
+    Fault(FWD, "exact = exact * (c_i / l_i)[:, None]", "exact = exact * 1.0", "rest: as if the kept weights added up to 1", DROPPED_HALVES),
+    Fault(FWD, "            p = kept_only(p, call, place, nheads_q, rows, keys)\n            p = tl.where", "            p = tl.where", "forward: the repair forgets dropout", NAN),
+    Fault(BWD, "kept_p = drop(p, call, place, nheads_q, rows, keys)", "kept_p = p", "dv: dropout forgotten", DROPOUT_GRADIENTS),
+    Fault(BWD, "(drop(dp, call, place, nheads_q, rows, keys) - delta[None, :])", "(dp - delta[None, :])", "dk: dropout forgotten", DROPOUT_GRADIENTS),
+    Fault(BWD, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dq: dropout forgotten in full blocks", DROPPED, nth=0),
+    Fault(BWD, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dq: dropout forgotten in boundary blocks", DROPOUT_GRADIENTS, nth=1),
+    Fault(BWD, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dq: the repair forgets dropout", NAN, nth=2),
+    Fault(ROWS, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "delta: dropout forgotten", DROPOUT_GRADIENTS),
+    Fault(DBIAS, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dbias: dropout forgotten", pair("bias", "dropout")),
+    Fault(BWD, "dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,", "dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, first_place, nheads_q, rows, keys,", "dk, dv: dropout of the first head of the group", DROPPED),
+)
+# fmt: on
+
+FAULTS = (*FUNCTIONS, *BIASES, *DISTANCES, *SINK, *DROP)

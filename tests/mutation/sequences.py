@@ -1,0 +1,82 @@
+"""Faults of packed sequences, and of where the rows of a batch lie, in ``kernels/``."""
+
+from tests.mutation.fault import Fault
+from tests.mutation.suites import EXACT, LARGE, PACKED, PACKED_BLOCKS
+
+SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/scores.py"
+FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
+DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
+MASKING, ARGUMENTS, PRIMITIVES = "kernels/masking.py", "kernels/mask_arguments.py", "kernels/primitives.py"
+
+# fmt: off
+PLACES = (
+    Fault(SEQUENCES, "(tl.cast(place.batch, tl.int64) * nheads + place.head) * seqlen_q", "(place.batch * nheads + place.head) * seqlen_q", "int32 row offsets", LARGE),
+    Fault(SEQUENCES, "wide = tl.cast(sequence, tl.int64)", "wide = sequence", "int32 offset of the padding mask", LARGE),
+    Fault(SEQUENCES, "wide * seqlen_q, wide * seqlen_k)", "wide * seqlen_q, wide * seqlen_q)", "keys of a batch where its queries are", EXACT),
+    Fault(SEQUENCES, "first_k = tl.load(sequences.cu_k_ptr + sequence)", "first_k = tl.load(sequences.cu_q_ptr + sequence)", "packed: keys begin where queries do", PACKED),
+    Fault(SEQUENCES, "tl.load(sequences.cu_k_ptr + sequence + 1) - first_k", "tl.load(sequences.cu_q_ptr + sequence + 1) - first_q", "packed: as many keys as queries", PACKED),
+    Fault(SEQUENCES, "tl.load(sequences.cu_q_ptr + sequence + 1) - first_q", "tl.load(sequences.cu_q_ptr + sequence + 1)", "packed: queries to the end of the sequence from the first of all", PACKED),
+    Fault(SEQUENCES, "length_q, length_k, first_q, first_k)", "length_q, length_k, 0, first_k)", "packed: documents of the first queries for all", PACKED),
+    Fault(SEQUENCES, "length_q, length_k, first_q, first_k)", "length_q, length_k, first_q, 0)", "packed: padding of the first keys for all", PACKED),
+    Fault(SEQUENCES, "* seqlen_q + place.first_q", "* seqlen_q", "packed: lse and delta of the first rows for all", PACKED),
+    Fault(SEQUENCES, "        place.sequence, head, place.batch, place.first_q, place.first_k,", "        place.sequence, head, place.batch, 0, place.first_k,", "packed: dk, dv of the first queries for all", PACKED),
+    Fault(PRIMITIVES, "tl.cast(first, tl.int64) * x.stride_s", "first * x.stride_s", "packed: int32 offset of a sequence", LARGE),
+    Fault(PRIMITIVES, "return head_ptr + tl.cast(first, tl.int64) * x.stride_s", "return head_ptr + tl.cast(first, tl.int64) * x.stride_h", "packed: sequences as far apart as heads", PACKED),
+)
+
+OFFSETS = (
+    Fault(FWD, "q_head = head_base(q, place.batch, head, place.first_q)", "q_head = head_base(q, place.batch, head, 0)", "forward: queries of the first sequence for all", PACKED),
+    Fault(FWD, "k_head = head_base(k, place.batch, head_kv, place.first_k)", "k_head = head_base(k, place.batch, head_kv, 0)", "forward: keys of the first sequence for all", PACKED),
+    Fault(FWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, place.first_q)", "forward: values from where the queries begin", PACKED),
+    Fault(FWD, "out_head = head_base(results.out, place.batch, head, place.first_q)", "out_head = head_base(results.out, place.batch, head, place.first_k)", "forward: out where the keys begin", PACKED),
+    Fault(FWD, "rest_head = head_base(results.rest, place.batch, head, place.first_q)", "rest_head = head_base(results.rest, place.batch, head, 0)", "forward: rest of the first sequence only", PACKED),
+    Fault(FWD, "if start_m >= place.seqlen_q:", "if start_m + BLOCK_M > place.seqlen_q:", "forward: the last tile of a sequence left out", PACKED),
+    Fault(FWD, "        if start_m >= place.seqlen_q:\n            return\n", "        pass\n", "forward: tiles behind the last of a sequence", PACKED,
+          equivalent="rows that do not exist are neither read nor written; leaving them out saves time"),
+    Fault(FWD, "place.batch, place.first_q, at_end", "place.batch, 0, at_end", "forward: positions of the first sequence for all", PACKED),
+    Fault(BWD, "k_head = head_base(k, first_place.batch, head_kv, first_place.first_k)", "k_head = head_base(k, first_place.batch, head_kv, 0)", "dk, dv: keys of the first sequence for all", PACKED),
+    Fault(BWD, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, 0)", "dk, dv: queries of the first sequence for all", PACKED, nth=0),
+    Fault(BWD, "dout_head = head_base(dout, place.batch, place.head, place.first_q)", "dout_head = head_base(dout, place.batch, place.head, 0)", "dk, dv: dout of the first sequence for all, in full blocks", PACKED, nth=1),
+    Fault(BWD, "dk_head = head_base(dk_out, first_place.batch, head_kv, first_place.first_k)", "dk_head = head_base(dk_out, first_place.batch, head_kv, first_place.first_q)", "dk: written where the queries begin", PACKED),
+    Fault(BWD, "dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)", "dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_q)", "dv: written where the queries begin", PACKED),
+    Fault(BWD, "first_place.batch, first_place.first_k, 0, n_positions", "first_place.batch, 0, 0, n_positions", "dk: positions of the first sequence for all", PACKED),
+    Fault(BWD, "if start_n >= first_place.seqlen_k:", "if start_n + BLOCK_N > first_place.seqlen_k:", "dk, dv: the last tile of a sequence left out", PACKED),
+    Fault(BWD, "if start_m >= place.seqlen_q:", "if start_m + BLOCK_M > place.seqlen_q:", "dq: the last tile of a sequence left out", PACKED),
+    Fault(BWD, "q_head = head_base(q, place.batch, head, place.first_q)", "q_head = head_base(q, place.batch, head, 0)", "dq: queries of the first sequence for all", PACKED),
+    Fault(BWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "dq: values of the first sequence for all", PACKED),
+    Fault(BWD, "dq_head = head_base(dq_out, place.batch, head, place.first_q)", "dq_head = head_base(dq_out, place.batch, head, place.first_k)", "dq: written where the keys begin", PACKED),
+    Fault(BWD, "triton.cdiv(shape.max_seqlen_k, configs.dkdv.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, configs.dkdv.BLOCK_N)", "dk, dv: as many tiles as queries have", EXACT),
+    Fault(ROWS, "out_head = head_base(out, place.batch, head, place.first_q)", "out_head = head_base(out, place.batch, head, 0)", "delta: out of the first sequence for all, 16 bits", PACKED),
+    Fault(ROWS, "rest_head = head_base(rest, place.batch, head, place.first_q)", "rest_head = head_base(rest, place.batch, head, 0)", "delta: rest of the first sequence for all", PACKED),
+    Fault(ROWS, "dout_head = head_base(dout, place.batch, head, place.first_q)", "dout_head = head_base(dout, place.batch, head, 0)", "delta: dout of the first sequence for all, float32", PACKED, nth=1),
+    Fault(ROWS, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "delta: values of the first sequence for all", PACKED),
+    Fault(DBIAS, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "dbias: values of the first sequence for all", PACKED),
+    Fault(DBIAS, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
+    Fault(DBIAS, "place = place_of(call.sequences, own_sequence + rest // heads_each, head,", "place = place_of(call.sequences, own_sequence, head,", "dbias: sums the first sequence over and over", PACKED),
+    Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", PACKED),
+    Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, relative.shape[3])", "size = (q.shape[0], shape.nheads_q, n_rows, relative.shape[3])", "drelative: room for the first sequence only", PACKED),
+    Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
+    Fault(ROPE, "x_head = head_base(x, place.batch, head, first)", "x_head = head_base(x, place.batch, head, 0)", "rope: rows of the first sequence for all", PACKED),
+    Fault(ROPE, "out_head = head_base(out, place.batch, head, first)", "out_head = head_base(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
+    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", PACKED),
+    Fault(ROPE, "    if OF_QUERIES:\n        first = place.first_q\n", "    if OF_QUERIES:\n        first = place.first_k\n", "rope: queries from where the keys begin", PACKED),
+)
+
+WHAT_BELONGS_TO_A_SEQUENCE = (
+    Fault(DROPOUT, "stream = place.sequence * nheads + place.head", "stream = place.batch * nheads + place.head", "packed: sequences drop the same", PACKED),
+    Fault(PAIRS, "tl.cast(place.sequence, tl.int64) * x.stride_b", "tl.cast(place.batch, tl.int64) * x.stride_b", "packed: bias of the first sequence for all", PACKED),
+    Fault(SCORES, "place.sequence * score.slopes_stride + place.head", "place.batch * score.slopes_stride + place.head", "packed: slopes of the first sequence for all", PACKED),
+    Fault(SCORES, "tl.cast(place.sequence, tl.int64) * score.relative.stride_b", "tl.cast(place.batch, tl.int64) * score.relative.stride_b", "packed: relative of the first sequence for all", PACKED),
+    Fault(MASKING, "tl.load(mask.prefix_ptr + place.sequence)", "tl.load(mask.prefix_ptr + place.batch)", "packed: prefix of the first sequence for all", PACKED),
+    Fault(MASKING, "mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3", "mask.key_range_ptr + tl.cast(place.batch, tl.int64) * 3", "packed: key range of the first sequence for all", PACKED),
+    Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "tl.cast(place.batch, tl.int64) * layout.stride_b", "packed: layout of the first sequence for all", PACKED),
+    Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.batch, place.head, clamped(rows", "packed: mask function of the first sequence for all", PACKED),
+    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence,", "scores = score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", PACKED),
+    Fault(MASKING, "first - place.first_k)", "first)", "packed: documents visited from where they lie in the tensor", PACKED_BLOCKS, nth=0),
+    Fault(MASKING, "end - place.first_k)", "end)", "packed: documents full to where they end in the tensor", PACKED_BLOCKS, nth=1),
+    Fault(MASKING, "first - place.first_q)", "first)", "packed: dk, dv of documents from where they lie in the tensor", PACKED_BLOCKS, nth=0),
+    Fault(ARGUMENTS, "        if sequences.cu_q_ptr is None:\n", "        if True:\n", "packed: blocks of a layout aligned as if the batch were one sequence", PACKED_BLOCKS),
+)
+# fmt: on
+
+FAULTS = (*PLACES, *OFFSETS, *WHAT_BELONGS_TO_A_SEQUENCE)

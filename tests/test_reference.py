@@ -1,0 +1,503 @@
+"""The reference itself: against loops over pairs of numbers, against finite differences, and behind what it hides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedattn import Rope, biases, checks, dropout, masks, reference
+from fusedattn.masks import Mask
+from fusedattn.score_mod import ScoreMod
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+B, H, KV, N, M, D, DV = 2, 4, 2, 5, 7, 3, 4
+SEED = torch.tensor([20250614])
+
+
+@triton.jit
+def squashed(score, batch, head, q_index, k_index, args):
+    return score / (1.0 + tl.abs(score)) + tl.load(args[0] + head) * (q_index - 2 * k_index)
+
+
+@triton.jit
+def squashed_derivative(score, batch, head, q_index, k_index, args):
+    return 1.0 / (1.0 + tl.abs(score)) / (1.0 + tl.abs(score))
+
+
+def squashed_in_torch(
+    score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple[Any, ...]
+) -> Tensor:
+    return score / (1.0 + score.abs()) + args[0][head] * (q_index - 2 * k_index)
+
+
+FACTORS = torch.tensor([0.3, -0.1, 0.0, 0.2])
+SCORE_MOD = ScoreMod(squashed, squashed_derivative, squashed_in_torch, (FACTORS,))
+
+
+def inputs(n: int = N, m: int = M, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((B, H, n, D), (B, KV, m, D), (B, KV, m, DV))
+    q, k, v = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def mask() -> Mask:
+    """Hides something of every query, everything of some, and one key from all."""
+    allowed = torch.rand(B, H, N, M) < 0.7
+    allowed[0, 1, 3], allowed[:, :, 0, 1:3] = False, True
+    valid = torch.ones(B, M, dtype=torch.bool)
+    valid[1, 4] = False
+    return masks.boolean(allowed) & masks.padding(valid)
+
+
+def everything() -> dict[str, Any]:
+    """All that there is, with a bias of each kind and -inf in it."""
+    bias = torch.randn(B, H, N, M, dtype=torch.float64)
+    bias[0, 0, 0, 1], bias[1, 3, 2] = -math.inf, -math.inf
+    return {
+        "mask": mask(),
+        "rope": Rope.from_theta(2, 9),
+        "bias": biases.tensor(bias) + biases.alibi(torch.rand(H)) + biases.relative(torch.randn(H, 1, 5).double()),
+        "scale": 0.9,
+        "softcap": 1.3,
+        "score_mod": SCORE_MOD,
+        "sinks": torch.randn(H, dtype=torch.float64),
+        "dropout_p": 0.4,
+        "dropout_seed": SEED,
+    }
+
+
+OPTIONS = ("mask", "rope", "bias", "scale", "softcap", "score_mod", "sinks", "dropout_p")
+
+
+def options(*names: str) -> dict[str, Any]:
+    found = everything()
+    if "dropout_p" in names:
+        names = (*names, "dropout_seed")
+    return {name: found[name] for name in names}
+
+
+def loops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    rope: Rope | None = None,
+    bias: biases.Bias | None = None,
+    scale: float = D**-0.5,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor = SEED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row by row, on numbers; what each part means beside a pair is written out here."""
+    (batch, nheads, n, d), m = q.shape, k.shape[2]
+    if rope is not None:
+        q, k = rope.rotate(q, k)
+    visible = (mask or Mask()).dense(n, m).expand(batch, nheads, n, m).tolist()
+    added = torch.zeros(batch, nheads, n, m).double() if bias is None else bias.dense(n, m, dtype=torch.float64)
+    added = added.expand(batch, nheads, n, m).tolist()
+    keep = dropout.keep_mask(dropout_seed, dropout_p, batch, nheads, n, m).tolist()
+    out, lse = torch.zeros(batch, nheads, n, v.shape[3], dtype=torch.float64), torch.zeros(batch, nheads, n).double()
+    weights = torch.zeros(batch, nheads, n, m, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(nheads):
+            kv = h // (nheads // k.shape[1])
+            for i in range(n):
+                scores = {}
+                for j in range(m):
+                    if not visible[b][h][i][j]:
+                        continue
+                    s = scale * sum(float(q[b, h, i, x]) * float(k[b, kv, j, x]) for x in range(d))
+                    if softcap is not None:
+                        s = softcap * math.tanh(s / softcap)
+                    if score_mod is not None:
+                        s = s / (1.0 + abs(s)) + float(score_mod.args[0][h]) * (i - 2 * j)
+                    scores[j] = s + added[b][h][i][j]
+                total = sum(math.exp(s) for s in scores.values())
+                if sinks is not None:
+                    total += math.exp(float(sinks[h]))
+                lse[b, h, i] = math.log(total) if total else -math.inf
+                for j, s in scores.items():
+                    if s == -math.inf:
+                        continue
+                    weights[b, h, i, j] = math.exp(s) / total
+                    if keep[b][h][i][j]:
+                        out[b, h, i] += weights[b, h, i, j] / (1.0 - dropout_p) * v[b, kv, j]
+    return out, lse, weights
+
+
+@pytest.mark.parametrize("names", [(), *((name,) for name in OPTIONS), OPTIONS], ids="-".join)
+def test_against_loops(names):
+    q, k, v = inputs()
+    chosen = options(*names)
+    got, expected = reference.attention(q, k, v, **chosen), loops(q, k, v, **chosen)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6 if "bias" in names else 1e-12, rtol=1e-6)
+    assert got[0].shape == (B, H, N, DV)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.window(2, 1),
+        masks.prefix_lm(torch.tensor([4, 0])),
+        masks.documents(torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 3, 9]]), torch.tensor([[0, 1, 1, 1, 0, 5, 5]] * 2)),
+        masks.block_sparse(torch.tensor([True, False, True, True])[:, None, None], 16) & masks.causal(),
+    ],
+    ids=["window", "prefix", "documents", "blocks"],
+)
+def test_masks_against_loops(mask):
+    q, k, v = inputs()
+    for x, y in zip(reference.attention(q, k, v, mask=mask), loops(q, k, v, mask=mask), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@triton.jit
+def next_batch(batch, head, q_index, k_index, args):
+    return (q_index + k_index + batch * head) % 2 == 0
+
+
+def test_a_mask_function_knows_the_batch_and_the_head():
+    q, k, v = inputs()
+    function = masks.function(next_batch, lambda b, h, i, j, args: (i + j + b * h) % 2 == 0)
+    seen = torch.tensor(
+        [[[[(i + j + b * h) % 2 == 0 for j in range(M)] for i in range(N)] for h in range(H)] for b in range(B)]
+    )
+    for x, y in zip(
+        reference.attention(q, k, v, mask=function), reference.attention(q, k, v, mask=masks.boolean(seen)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype):
+    q, k, v = inputs(dtype=dtype)
+    chosen = everything()
+    out, lse, weights = reference.attention(q, k, v, **chosen)
+    assert (out.dtype, lse.dtype, weights.dtype) == (dtype, torch.float32, dtype)
+    expected = loops(q.double(), k.double(), v.double(), **chosen)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 2e-2}
+    for x, y in zip((out, lse, weights), expected, strict=True):
+        torch.testing.assert_close(x.double(), y, **close)
+
+
+def test_gradients():
+    """Of q, k, v, the bias, the tables and the sinks, with everything on the way; rows that see nothing among them."""
+    q, k, v = inputs()
+    chosen = everything()
+    full, slopes = chosen["bias"].tensor.expand(B, H, N, M).clone(), chosen["bias"].slopes
+    full = full.masked_fill(full == -math.inf, 0.0)  # no finite difference has an end there
+    table, sinks = torch.randn(H, 5, D, dtype=torch.float64), chosen["sinks"]
+    leaves = [x.requires_grad_() for x in (q, k, v, full, table, sinks)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, full: Tensor, table: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        bias = biases.tensor(full) + biases.alibi(slopes) + biases.shaw(q, table)
+        out, lse, _ = reference.attention(q, k, v, **{**chosen, "bias": bias, "sinks": sinks})
+        return out, lse
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("names", [(name,) for name in OPTIONS if name != "mask"], ids="-".join)
+def test_gradients_of_one_feature(names):
+    q, k, v = (x.requires_grad_() for x in inputs())
+    chosen = options("mask", *names)
+    if "bias" in names:
+        chosen["bias"] = biases.tensor(chosen["bias"].tensor.nan_to_num(neginf=0.0).requires_grad_())
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, _ = reference.attention(q, k, v, **chosen)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+def gradients(chosen: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Everything that attention returns, and every gradient that there is, of out and lse together."""
+    leaves = {"dq": q, "dk": k, "dv": v}
+    bias = chosen.get("bias")
+    if bias is not None:
+        bias = replace(bias, **{name: getattr(bias, name).detach().requires_grad_() for name in ("tensor", "relative")})
+        leaves |= {"dbias": bias.tensor, "drelative": bias.relative}
+    sinks = chosen.get("sinks")
+    if sinks is not None:
+        sinks = leaves["dsinks"] = sinks.detach().requires_grad_()
+    for name in ("dq", "dk", "dv"):
+        leaves[name] = leaves[name].detach().requires_grad_()
+    q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
+    out, lse, weights = reference.attention(q, k, v, **{**chosen, "bias": bias, "sinks": sinks})
+    torch.manual_seed(5)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
+    result = {"out": out, "lse": lse, "weights": weights} | dict(zip(leaves, found, strict=True))
+    return {name: x.detach() for name, x in result.items()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "names",
+    [("mask", "bias"), ("mask", "bias", "softcap"), ("mask", "bias", "score_mod"), ("mask", "bias", "sinks"), OPTIONS],
+    ids="-".join,
+)
+def test_what_is_hidden_reaches_nothing(names, value):
+    """In keys and values that no query sees, and in a bias where it is hidden: not a bit changes."""
+    q, k, v = inputs()
+    chosen = options(*names)
+    visible = chosen["mask"].dense(N, M).expand(B, H, N, M)
+    bias = chosen["bias"]
+    # The key that padding hides, and the distances that no visible pair has: those of a table for each query.
+    table = torch.randn(B, H, N, 2 * M + 1, dtype=torch.float64)
+    bias = biases.tensor(bias.tensor) + biases.relative(table)
+    distance = torch.arange(M) - torch.arange(N)[:, None] - (M - N) + M
+    used = torch.zeros(table.shape, dtype=torch.int64).scatter_add_(3, distance.expand(B, H, N, M), visible.long()) > 0
+    clean = {**chosen, "bias": bias}
+    poisoned_bias = biases.tensor(bias.tensor.masked_fill(~visible, value)) + biases.relative(
+        table.masked_fill(~used, value)
+    )
+    where = torch.zeros(B, 1, M, 1, dtype=torch.bool)
+    where[1, :, 4] = True
+    expected = gradients(clean, q, k.masked_fill(where, 0.0), v.masked_fill(where, 0.0))
+    got = gradients({**chosen, "bias": poisoned_bias}, q, k.masked_fill(where, value), v.masked_fill(where, value))
+    assert expected["dq"].isfinite().all()
+    for name in expected:
+        torch.testing.assert_close(
+            got[name], expected[name], rtol=0, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert (got["dbias"][~visible] == 0).all()
+    assert (got["drelative"][~used] == 0).all()
+    for name in ("dk", "dv"):
+        assert (got[name].masked_select(where) == 0).all()
+
+
+@pytest.mark.parametrize("names", [("mask", "bias"), OPTIONS], ids="-".join)
+def test_a_nan_reaches_those_who_see_it_alone(names):
+    """A visible NaN, in a key, a value or a bias, makes its rows NaN, and nothing else."""
+    q, k, v = inputs()
+    chosen = options(*names)
+    visible = chosen["mask"].dense(N, M).expand(B, H, N, M)
+    bias = chosen["bias"].tensor
+    finite = ~(bias == -math.inf).masked_fill(~visible, True).all(-1)
+    clean = gradients(chosen, q, k, v)
+    for what in ("k", "v", "bias"):
+        x = {"k": k.clone(), "v": v.clone(), "bias": bias.clone()}
+        if what == "bias":
+            x["bias"][:, :, :, 2] = math.nan
+            seen = visible[..., 2]
+        else:
+            x[what][0, 1, 2, 0] = math.nan
+            seen = visible[..., 2] & (torch.arange(B)[:, None, None] == 0) & (torch.arange(H)[:, None] >= 2)
+            seen = seen & finite if what == "v" else seen
+        poisoned = replace(chosen["bias"], tensor=x["bias"])
+        got = gradients({**chosen, "bias": poisoned}, q, x["k"], x["v"])
+        assert 0 < int(seen.sum()) < seen.numel()
+        for name in ("out", "dq"):
+            assert torch.equal(got[name].isnan().any(-1), seen), (what, name)
+            torch.testing.assert_close(got[name][~seen], clean[name][~seen], rtol=0, atol=1e-14)
+        assert (got["weights"][~visible] == 0).all()
+        assert (got["dbias"][~visible] == 0).all()
+        assert not got["dbias"].isnan()[~seen].any()
+        unseen = ~(visible & seen[..., None]).any(2).unflatten(1, (KV, -1)).any(2)  # by the queries that are NaN
+        assert unseen.any()
+        for name in ("dk", "dv"):
+            assert torch.equal(got[name][unseen], clean[name][unseen]), (what, name)
+        if what == "k":
+            assert torch.equal(got["lse"].isnan(), seen)
+
+
+def test_rows_of_minus_infinity_see_nothing():
+    """By a bias alone: out 0, lse -inf, all gradients 0, whatever comes back and whatever the values hold."""
+    q, k, v = inputs()
+    bias = torch.randn(B, H, N, M, dtype=torch.float64)
+    bias[0, 0, 2] = -math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    out, lse, weights = reference.attention(q, k, v, bias=bias)
+    assert (out[0, 0, 2] == 0).all()
+    assert (weights[0, 0, 2] == 0).all()
+    assert torch.equal(lse == -math.inf, (bias == -math.inf).all(-1))
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    dout[0, 0, 2], dlse[0, 0, 2] = math.nan, math.nan
+    for gradient in torch.autograd.grad((out, lse), leaves, (dout, dlse)):
+        assert (gradient == 0).all()
+    poisoned = v.detach().clone()
+    poisoned[0, 0, 3] = math.nan
+    out, _, _ = reference.attention(q, k, poisoned, bias=bias)
+    assert (out[0, 0, 2] == 0).all()
+    dq, dbias = torch.autograd.grad(out, (q, bias), torch.randn_like(out))
+    assert (dq[0, 0, 2] == 0).all()
+    assert (dbias[0, 0, 2] == 0).all()
+    assert dq[0, 0, [0, 1, 3, 4]].isnan().all()
+
+
+def test_a_pair_of_minus_infinity_has_weight_and_gradient_zero():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    bias = torch.randn(B, 1, N, M, dtype=torch.float64)
+    hidden = torch.rand(B, 1, N, M) < 0.4
+    hidden[..., 0] = False
+    bias = bias.masked_fill(hidden, -math.inf).requires_grad_()
+    got = reference.attention(q, k, v, bias=bias)
+    finite = bias.detach().nan_to_num(neginf=0.0)
+    expected = reference.attention(q, k, v, bias=finite, mask=~hidden)
+    dout = torch.randn_like(got[0])
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    d = torch.autograd.grad(got[0], (q, k, v, bias), dout)
+    for x, y in zip(d, torch.autograd.grad(expected[0], (q, k, v), dout), strict=False):
+        torch.testing.assert_close(x, y)
+    assert (d[3][hidden] == 0).all()
+
+
+def test_rows_that_see_nothing_give_their_sink():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    seen = torch.ones(N, M, dtype=torch.bool)
+    seen[2] = False
+    out, lse, weights = reference.attention(q, k, v, mask=seen, sinks=sinks)
+    assert (out[:, :, 2] == 0).all()
+    assert (weights[:, :, 2] == 0).all()
+    assert torch.equal(lse[:, :, 2], sinks.detach().expand(B, H))
+    dlse = torch.zeros_like(lse)
+    dlse[:, :, 2] = 1.0
+    dq, dk, dv, dsinks = torch.autograd.grad((out, lse), (q, k, v, sinks), (torch.full_like(out, 0.0), dlse))
+    assert all((x == 0).all() for x in (dq, dk, dv))
+    assert torch.equal(dsinks, torch.full_like(sinks, B))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    sinks = torch.full((H,), -math.inf, dtype=torch.float64, requires_grad=True)
+    seen = mask()
+    got = reference.attention(q, k, v, mask=seen, sinks=sinks)
+    expected = reference.attention(q, k, v, mask=seen)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    dq, dsinks = torch.autograd.grad(got[0].sum() + got[1][0, 0].sum(), (q, sinks))
+    assert dq.isfinite().all()
+    assert (dsinks == 0).all()
+
+
+def test_nothing_there():
+    for n, m in ((0, 7), (5, 0), (0, 0)):
+        q, k, v = (x.requires_grad_() for x in inputs(n, m))
+        bias = biases.alibi(torch.rand(H)) + biases.relative(torch.randn(H, 1, 5))
+        sinks = torch.randn(H, requires_grad=True)
+        out, lse, _ = reference.attention(
+            q, k, v, bias=bias, sinks=sinks, softcap=2.0, score_mod=SCORE_MOD, dropout_p=0.5, dropout_seed=SEED
+        )
+        assert out.shape == (B, H, n, DV)
+        assert (out == 0).all() or m > 0
+        assert lse.shape == (B, H, n)
+        assert [x.shape for x in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def test_dropout_draws_from_the_generator_of_torch():
+    q, k, v = inputs()
+    torch.manual_seed(3)
+    first, again = (reference.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first[0], again[0])
+    assert torch.equal(first[2], again[2])  # weights before dropout
+    torch.manual_seed(3)
+    assert torch.equal(reference.attention(q, k, v, dropout_p=0.5)[0], first[0])
+
+
+def test_a_score_mod_is_written_out_by_eager_alone():
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=r"score_mod: got eager=None, allowed is a function of torch"):
+        reference.attention(q, k, v, score_mod=ScoreMod(squashed, squashed_derivative))
+
+
+def test_a_score_mod_is_a_value():
+    assert SCORE_MOD.function_key != SCORE_MOD.derivative_key
+    assert SCORE_MOD.function_key == ScoreMod(squashed, squashed).derivative_key
+    assert list(SCORE_MOD.tensors()) == ["score_mod(args[0])"]
+    moved = SCORE_MOD.to("meta")
+    assert moved.tensors()["score_mod(args[0])"].is_meta
+    assert (moved.function, moved.derivative, moved.eager) == (squashed, squashed_derivative, squashed_in_torch)
+    rows, keys = torch.tensor([3, 1]), torch.tensor([0, 6, 2])
+    scores = torch.randn(B, H, N, M)
+    part = SCORE_MOD.apply(scores[:, :, rows][..., keys], rows=rows, keys=keys)
+    assert torch.equal(part, SCORE_MOD.apply(scores)[:, :, rows][..., keys])
+    for arguments, message in (
+        ((squashed_in_torch, squashed), "function: got function, allowed is a @triton.jit function"),
+        ((squashed, 1.0), "derivative: got float, allowed is a @triton.jit function"),
+        ((squashed, squashed, "x"), "eager: got str, allowed are a function of torch and None"),
+        ((squashed, squashed, None, (None,)), r"args\[0\]: got NoneType, allowed are tensors"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ScoreMod(*arguments)
+
+
+@pytest.mark.parametrize("names", [("mask", "bias"), OPTIONS], ids="-".join)
+def test_in_a_compiled_function(names):
+    q, k, v = (x.requires_grad_() for x in inputs())
+    chosen = options(*names)
+    full, sinks = chosen["bias"].tensor.requires_grad_(), chosen.pop("sinks", None)
+    slopes, table = torch.rand(H), torch.randn(H, 5, D, dtype=torch.float64, requires_grad=True)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, full: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        bias = biases.as_bias(full) + biases.alibi(slopes) + biases.shaw(q, table)
+        seen = chosen["mask"] & masks.window(4, None) & masks.prefix_lm(torch.tensor([2, 0]))
+        out, lse, _ = reference.attention(q, k, v, **{**chosen, "bias": bias, "mask": seen}, sinks=sinks)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    def run(function: Any) -> tuple[Tensor, ...]:
+        out, lse = function(q, k, v, full, table)
+        return (out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, full, table)))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for x, y in zip(run(compiled), run(call), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+Q, K = torch.zeros(2, 4, 3, 5), torch.zeros(2, 2, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: checks.check_sinks(torch.zeros(3), Q), ValueError, r"sinks: got shape \(3,\), .*nheads_q,\) = \(4,\)"),
+        (lambda: checks.check_sinks(torch.zeros(4).int(), Q), TypeError, r"sinks: got torch.int32, allowed is"),
+        (lambda: checks.check_sinks([0.0] * 4, Q), TypeError, r"sinks: got list, allowed is a floating-point"),
+        (lambda: checks.check_sinks(torch.zeros(4, device="meta"), Q), ValueError, r"sinks: got device meta, .*cpu"),
+        (lambda: checks.check_dropout_seed(3, Q), TypeError, r"dropout_seed: got int, allowed is a torch.int64"),
+        (lambda: checks.check_dropout_seed(SEED.int(), Q), TypeError, r"dropout_seed: got torch.int32"),
+        (lambda: checks.check_dropout_seed(SEED[0], Q), ValueError, r"dropout_seed: got shape \(\), allowed is \(1,\)"),
+        (lambda: checks.check_dropout_seed(SEED.to("meta"), Q), ValueError, r"dropout_seed: got device meta"),
+        (lambda: checks.check_score_mod(squashed, Q), TypeError, r"score_mod: got .*Function, allowed are .*ScoreMod"),
+        (lambda: checks.check_score_mod(SCORE_MOD.to("meta"), Q), ValueError, r"score_mod\(args\[0\]\) on meta"),
+        (lambda: checks.check_bias(biases.tensor(K), Q, K), ValueError, r"bias: got shape .*\(2, 4, 3, 6\)"),
+        (lambda: checks.check_bias(biases.alibi(torch.zeros(2)), Q, K), ValueError, r"slopes of shape \(2,\)"),
+        (
+            lambda: checks.check_bias(biases.alibi(torch.zeros(4, device="meta")), Q, K),
+            ValueError,
+            r"bias: got alibi\(slopes\) on meta, allowed is the device of q, cpu",
+        ),
+        (
+            lambda: checks.check_mask(masks.prefix_lm(torch.zeros(2, device="meta").int()), Q, K),
+            ValueError,
+            r"mask: got prefix_lm\(lengths\) on meta, allowed is the device of q, cpu",
+        ),
+        (lambda: checks.check_mask(masks.documents(torch.zeros(2, 3).int()), Q, K), ValueError, r"ids_k\).*\(2, 6\)"),
+    ],
+)
+def test_what_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_what_is_taken():
+    checks.check_sinks(torch.zeros(4).bfloat16(), Q)
+    checks.check_dropout_seed(SEED, Q)
+    checks.check_score_mod(SCORE_MOD, Q)
+    checks.check_bias(biases.alibi(torch.zeros(4)) + biases.tensor(torch.zeros(3, 6)), Q, K)
+    checks.check_mask(masks.block_sparse(torch.ones(1, 1, dtype=torch.bool), 16), Q, K)
+    checks.check_qkv(Q, K, torch.zeros(2, 2, 6, 9))

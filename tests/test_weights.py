@@ -1,0 +1,61 @@
+"""``attention_weights``: those of the reference, whole and in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusedattn import attention_weights, reference
+from fusedattn.testing import CASES, Case, make_inputs
+from tests.conftest import DEVICE, triton_attention
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+NOT_OF_WEIGHTS = ("sinks", "dropout_p", "dropout_seed")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights(case: Case) -> None:
+    inputs = make_inputs(replace(case, dtype=torch.float64))
+    _, lse, expected = reference.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    options = {name: x for name, x in inputs.options.items() if name not in NOT_OF_WEIGHTS}
+    torch.testing.assert_close(attention_weights(inputs.q, inputs.k, lse, **options), expected)
+    rows, keys = torch.tensor([3, 0, 3, inputs.q.shape[2] - 1]), slice(1, None, 3)
+    part = attention_weights(inputs.q, inputs.k, lse, rows=rows, keys=keys, **options)
+    torch.testing.assert_close(part, expected[:, :, rows][:, :, :, keys])
+
+
+def test_with_the_lse_of_the_kernels() -> None:
+    inputs = make_inputs(replace(CASES[1], dtype=torch.bfloat16), DEVICE)
+    out, lse = triton_attention(inputs.q, inputs.k, inputs.v, mask=inputs.mask, return_lse=True)
+    weights = attention_weights(inputs.q, inputs.k, lse, mask=inputs.mask)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(lse), atol=1e-5, rtol=0)
+    torch.testing.assert_close((weights @ inputs.v.float()).bfloat16(), out, atol=2e-2, rtol=2e-2)
+
+
+def test_gradients() -> None:
+    inputs = make_inputs(
+        Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=3, seqlen_k=4, head_dim=4, dtype=torch.float64)
+    )
+    q, k = (x.requires_grad_() for x in (inputs.q, inputs.k))
+
+    def weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return attention_weights(q, k, reference.attention(q, k, inputs.v)[1])
+
+    assert torch.autograd.gradcheck(weights, (q, k))
+
+
+def test_another_lse_is_refused() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="lse: got shape"):
+        attention_weights(q, q, torch.zeros(1, 2, 4))
+
+
+def test_nothing_of_the_whole_size_is_written() -> None:
+    """A million queries and keys, of which a few are looked at."""
+    q = torch.randn(1, 1, 2**20, 4)
+    weights = attention_weights(q, q, torch.zeros(1, 1, 2**20), rows=slice(5), keys=slice(7))
+    assert weights.shape == (1, 1, 5, 7)
