@@ -147,9 +147,4 @@ def _reasons(module: nn.Module) -> list[str]:
         reasons.append(f"{type(module).__name__} is a subclass, which may compute something else")
     elif "forward" in module.__dict__:
         reasons.append("its forward was replaced on the instance")
-    if module.dropout_p and module.training:
-        reasons.append(
-            f"dropout on attention weights, got dropout_p = {module.dropout_p} in training mode, allowed are 0.0 and "
-            "eval() (not implemented yet)"
-        )
     return reasons
