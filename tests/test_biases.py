@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import biases
+from fusedattn import attention, biases
 from fusedattn.biases import Bias
+from tests.conftest import INTERPRETING
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -267,3 +268,16 @@ def test_errors_of_biases(make, error, message):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 3), (4, 1, 3), (1, 4, 2, 1), (2, 1, 1, 3)])
 def test_shapes_that_a_tensor_may_have(shape):
     biases.tensor(torch.ones(shape)).check(2, 4, 2, 3)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
+def test_a_table_of_one_distance_has_the_gradient_of_a_number():
+    """All distances are the same then, on either side of the query."""
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (20, 23, 23))
+    dout = torch.randn(1, 2, 20, 8, dtype=torch.float64)
+    found = []
+    for make in (biases.relative, biases.tensor):
+        x = torch.zeros(2, 20, 1, dtype=torch.float64, requires_grad=True)
+        out, lse = attention(q, k, v, bias=make(x), return_lse=True, backend="triton")
+        found.append(torch.autograd.grad((out, lse), x, (dout, torch.ones_like(lse)))[0])
+    torch.testing.assert_close(*found)

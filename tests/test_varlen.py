@@ -228,3 +228,17 @@ def test_nested_and_dense_do_not_mix():
     old = torch.nested.nested_tensor([torch.randn(3, 2, 4)])
     with pytest.raises(ValueError, match=r"q: got the layout torch\.strided"):
         attention(old, old, old)
+
+
+def test_sinks_get_nothing_from_what_belongs_to_no_sequence():
+    """Its lse is -inf and no sink's, whatever gradient comes back to it."""
+    q, k, v = packed_inputs()
+    found = []
+    for n in (TOTAL_Q, TOTAL_Q - 3):  # with the rows behind the last sequence, and without
+        sinks = torch.linspace(-1, 1, HEADS, device=DEVICE).requires_grad_()
+        _, lse = attention_varlen(
+            q[:n], k, v, stops(LENGTHS_Q), stops(LENGTHS_K), LONGEST, LONGEST, sinks=sinks, return_lse=True,
+            backend="triton",
+        )  # fmt: skip
+        found.append(torch.autograd.grad(lse, sinks, torch.ones_like(lse))[0])
+    torch.testing.assert_close(*found)
