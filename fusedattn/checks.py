@@ -74,13 +74,16 @@ def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
             )
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
-    for side, longest, total in (("q", packed.max_seqlen_q, q.shape[2]), ("k", packed.max_seqlen_k, k.shape[2])):
+    for side, cu_seqlens, longest, total in (
+        ("q", packed.cu_seqlens_q, packed.max_seqlen_q, q.shape[2]),
+        ("k", packed.cu_seqlens_k, packed.max_seqlen_k, k.shape[2]),
+    ):
         if isinstance(longest, float | bool):
             raise TypeError(f"max_seqlen_{side}: got {type(longest).__name__}, allowed is an int")
         if longest < 0:
             raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are 0 and more")
         if q.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_stops(side, (packed.cu_seqlens_q if side == "q" else packed.cu_seqlens_k).tolist(), longest, total)
+            _check_stops(side, cu_seqlens.tolist(), longest, total)
 
 
 def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:

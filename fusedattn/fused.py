@@ -73,7 +73,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         *tensors, needed, constants, _ = args
-        return ops.gradients(dout, dlse, tensors, needed, constants)
+        return ops.gradients(dout, dlse, tensors, needed, *constants.flat())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

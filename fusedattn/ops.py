@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
 MAX_ROW_STRIDE = 2**31 // 512
 
+N_DIFFERENTIABLE = 6  # q, k, v, bias, relative, sinks
+N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rest
+
 
 def _tileable(x: Tensor) -> Tensor:
     """``x`` with a contiguous last dimension and rows near enough for int32 offsets inside a tile."""
@@ -131,7 +134,7 @@ def _problem(
         function_args=constants.score_args,
         bias=bias,
         slopes=tensors.slopes,
-        relative=relative,
+        relative=None if relative is None else _tileable(relative),
         has_sinks=sinks is not None,
     )
     by_pair = (tensors.allowed, tensors.documents_q, mask_function)
@@ -337,31 +340,15 @@ def _attention_bwd_empty(
 
 @attention_bwd.register_fake
 def _attention_bwd_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    rest: Tensor,
-    needed: list[bool],
-    *flat: Any,
+    dout: Tensor, dlse: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _attention_bwd_empty(q, k, v, bias, relative, sinks, needed)
-
-
-N_DIFFERENTIABLE = 6  # q, k, v, bias, relative, sinks
+    return _attention_bwd_empty(*(*others[:N_DIFFERENTIABLE], others[N_DIFFERENTIABLE + N_KEPT]))
 
 
 def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Saved tensors: what is differentiable, (out, row_max, row_sum, rest), and the constants'."""
     n = N_DIFFERENTIABLE
-    return saved[:n], saved[n : n + 4], saved[n + 4 :]
+    return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]
 
 
 def gradients(
@@ -369,12 +356,15 @@ def gradients(
     dlse: Tensor | None,
     tensors: Sequence[Tensor | None],
     needed: Sequence[bool],
-    constants: Constants,
+    *flat: Any,
 ) -> tuple[Tensor, ...]:
-    """Of q, k, v, bias, relative and sinks; `tensors` are these and what the forward kept. Empty where not needed."""
+    """Of q, k, v, bias, relative and sinks, empty where not needed.
+
+    `tensors` are these and what the forward kept, `flat` what :meth:`Constants.flat` makes.
+    """
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
-    found = attention_bwd(dout, dlse, *tensors, ask, *constants.flat())
+    found = attention_bwd(dout, dlse, *tensors, ask, *flat)
     return tuple(x if needs else x.new_empty(0) for x, needs in zip(found, needed, strict=True))
 
 
@@ -391,8 +381,7 @@ def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) ->
     inputs, kept, tensors = parts_of(ctx.saved_tensors)
     needed = ctx.needs_input_grad[:N_DIFFERENTIABLE]
     dout = torch.zeros_like(kept[0]) if dout is None else dout
-    constants = Constants.of(list(tensors), *ctx.numbers)
-    found = gradients(dout, dlse, (*inputs, *kept), needed, constants)
+    found = gradients(dout, dlse, (*inputs, *kept), needed, list(tensors), *ctx.numbers)
     wanted = (x if needs else None for x, needs in zip(found, needed, strict=True))
     return (*wanted, *(None,) * (1 + len(ctx.numbers)))
 

@@ -108,11 +108,11 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
 
 
 def _documents(ids_q: torch.Tensor, ids_k: torch.Tensor) -> DocumentArguments:
-    sorted_k = ids_k.sort(dim=-1, stable=True)
-    number_q, key_ranges = _ranges(ids_q, *sorted_k)
-    number_k, query_ranges = _ranges(ids_k, *ids_q.sort(dim=-1, stable=True))
+    sorted_k, index_k = ids_k.sort(dim=-1, stable=True)
+    number_q, key_ranges = _ranges(ids_q, sorted_k, index_k)
+    _, query_ranges = _ranges(ids_k, *ids_q.sort(dim=-1, stable=True))
     # One numbering for both: that of the keys among themselves, which lack none of their own documents.
-    number_k = torch.searchsorted(sorted_k[0], ids_k.contiguous())
+    number_k = torch.searchsorted(sorted_k, ids_k.contiguous())
     return DocumentArguments(
         number_q.to(torch.int32),
         number_k.to(torch.int32),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.masking import clamped
-from fusedattn.kernels.pairs import MAX_ROW_STRIDE, NO_PAIRS, Pairs, pair_pointers, pairs
+from fusedattn.kernels.pairs import NO_PAIRS, Pairs, pair_pointers, pairs
 from fusedattn.kernels.primitives import Heads, widen
 
 
@@ -123,14 +123,15 @@ def score_arguments(
     relative: torch.Tensor | None,
     has_sinks: bool,
 ) -> ScoreArguments:
-    """For the kernels; bias and relative have four dimensions, slopes two. With sinks scores are scaled at least."""
+    """For the kernels; bias and relative have four dimensions, slopes two. With sinks scores are scaled at least.
+
+    The last dimension of `relative` is contiguous, and its rows are near enough for int32 offsets inside a tile.
+    """
     parts = (softcap, function, bias, slopes, relative)
     if not has_sinks and all(part is None for part in parts):
         return UNMODIFIED
     columns = Heads(None, 0, 0, 0)
     if relative is not None:
-        near = relative.stride(3) == 1 and relative.stride(2) <= MAX_ROW_STRIDE
-        relative = relative if near else relative.contiguous()
         strides = (0 if size == 1 else stride for size, stride in zip(relative.shape, relative.stride(), strict=True))
         columns = Heads(relative, *list(strides)[:3])
     return ScoreArguments(

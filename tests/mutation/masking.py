@@ -116,7 +116,7 @@ DOCUMENT = (
     Fault(MASKING, "mask.documents.q_ptr + place.query_base + rows", "mask.documents.q_ptr + rows", "documents: of batch 0 for all queries", DOCUMENTS),
     Fault(MASKING, "mask.documents.k_ptr + place.key_base + keys", "mask.documents.k_ptr + keys", "documents: of batch 0 for all keys", DOCUMENTS),
     Fault(MASKING, "mask.documents.k_ptr + place.key_base + keys, mask=key_visible, other=-2", "mask.documents.k_ptr + place.key_base + keys", "documents: read beyond the keys", MEMORY),
-    Fault(ARGUMENTS, "    number_k = torch.searchsorted(sorted_k[0], ids_k.contiguous())\n", "", "documents: queries and keys numbered apart", DOCUMENTS),
+    Fault(ARGUMENTS, "torch.searchsorted(sorted_k, ids_k.contiguous())", "torch.searchsorted(ids_q.sort(dim=-1).values, ids_k.contiguous())", "documents: queries and keys numbered apart", DOCUMENTS),
     Fault(ARGUMENTS, "torch.where(found, left, -1)", "left", "documents: one without keys has the number of the next", BLOCKS),
     Fault(ARGUMENTS, "torch.where(found, first, UNBOUNDED.value)", "first", "key_blocks: visits for a document without keys in vain", BLOCKS),
     Fault(ARGUMENTS, "stop = torch.where(found, last + 1, 0)", "stop = torch.where(found, last, 0)", "documents: the last key left out", BLOCKS),

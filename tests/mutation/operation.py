@@ -80,7 +80,7 @@ OPERATION = (
     Fault(OPS, "like(relative, needed[3]),", "like(relative, needed[2]),", "fake: drelative where dbias is needed", OPCHECK),
     Fault(OPS, "_new_like(v) if needed[1] else v.new_empty(0)", "_new_like(k) if needed[1] else v.new_empty(0)", "dv in the shape of dk", WIDTHS),
     Fault(OPS, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "the op by itself: no gradient of out is taken for ones", BY_ITSELF),
-    Fault(OPS, "return saved[:n], saved[n : n + 4], saved[n + 4 :]", "return saved[:n], saved[n : n + 4], saved[n + 3 : -1]", "constants of the backward off by one", FEATURES),
+    Fault(OPS, "return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]", "return saved[:n], saved[n : n + 4], saved[n + 3 : -1]", "constants of the backward off by one", FEATURES),
     Fault(PREPARE, "return -q, replace(options, scale=-scale)", "return q, replace(options, scale=-scale)", "sign of a negative scale", SCALES),
     Fault(PREPARE, "return q * 0.0, replace(options", "return q, replace(options", "a scale of 0", SCALES),
     Fault(PREPARE, "scale = 1.0 / math.sqrt(q.shape[-1])", "scale = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", budget("cross")),
