@@ -4,7 +4,7 @@ from fusedattn import biases, dropout, masks
 from fusedattn.attention import attention
 from fusedattn.modules import Replacement, fuse, fusion_report, unfuse
 from fusedattn.rope import Rope, apply_rope
-from fusedattn.score_mod import ScoreMod
+from fusedattn.score_mod import ArgGradient, ScoreMod
 from fusedattn.support import not_supported_reasons
 from fusedattn.varlen import attention_varlen
 from fusedattn.weights import attention_weights
@@ -12,6 +12,7 @@ from fusedattn.weights import attention_weights
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgGradient",
     "Replacement",
     "Rope",
     "ScoreMod",

@@ -24,11 +24,11 @@ class Bias:
 
     Attributes:
         tensor: floating-point, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``, or None.
-        slopes: float32 ``(nheads_q,)`` or ``(batch, nheads_q)``, or None; adds ``-slope * |distance|``. Constants.
+        slopes: float32 or float64 ``(nheads_q,)`` or ``(batch, nheads_q)``, or None; adds ``-slope * |distance|``.
         relative: floating-point, broadcastable to ``(batch, nheads_q, seqlen_q, 2 c + 1)``, or None; adds
             ``relative[b, h, i, clip(distance, -c, c) + c]``.
 
-    The gradients of ``tensor`` and ``relative`` are those of the scores, summed where they are broadcast.
+    Their gradients are those of the scores, summed where a part is broadcast.
     """
 
     tensor: Tensor | None = None
@@ -44,8 +44,8 @@ class Bias:
                     "allowed is at most (batch, nheads_q, seqlen_q, seqlen_k)"
                 )
         if self.slopes is not None:
-            if not isinstance(self.slopes, Tensor) or self.slopes.dtype != torch.float32:
-                raise TypeError(f"slopes: got {_kind(self.slopes)}, allowed is a torch.float32 tensor")
+            if not isinstance(self.slopes, Tensor) or self.slopes.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"slopes: got {_kind(self.slopes)}, allowed is a tensor of torch.float32 or float64")
             if self.slopes.dim() not in (1, 2):
                 raise ValueError(
                     f"slopes: got shape {tuple(self.slopes.shape)}, allowed are (nheads_q,) and (batch, nheads_q)"
@@ -85,7 +85,7 @@ class Bias:
     ) -> Tensor:
         """The tensor that defines this bias, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``.
 
-        Differentiable in ``tensor`` and ``relative``.
+        Differentiable in all parts.
 
         Args:
             seqlen_q, seqlen_k: of the attention.
@@ -162,10 +162,11 @@ def alibi(slopes: Tensor) -> Bias:
     """``-slope * |distance|`` (Press et al., "Train Short, Test Long", 2022); symmetric where the mask is not causal.
 
     Args:
-        slopes: float32 ``(nheads_q,)`` or ``(batch, nheads_q)``, constants; :func:`alibi_slopes` has the paper's.
+        slopes: float32 or float64 ``(nheads_q,)`` or ``(batch, nheads_q)``; :func:`alibi_slopes` has the paper's,
+            which are constants. Differentiable.
 
     Raises:
-        TypeError: ``slopes`` is no float32 tensor.
+        TypeError: ``slopes`` is no tensor of float32 or float64.
         ValueError: ``slopes`` has another number of dimensions.
     """
     return Bias(slopes=slopes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedattn import masks
 from fusedattn.masks import Mask
-from fusedattn.score_mod import ScoreMod
+from fusedattn.score_mod import ArgGradient, ScoreMod
 
 SLOPE = 0.03125  # of the scores by distance
 STEEPEST = 2.0  # the derivative of the scores is below, for gains up to 1
@@ -47,11 +47,22 @@ def _score_derivative(score, batch, head, q_index, k_index, args):
     return 1.0 + tl.load(args[0] + head) / (size * size)
 
 
+@triton.jit
+def _gain_index(batch, head, q_index, k_index, args):
+    return head
+
+
+@triton.jit
+def _gain_derivative(score, batch, head, q_index, k_index, args):
+    return score / (1.0 + tl.abs(score))
+
+
 def _score_eager(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple) -> Tensor:
     return score + args[0][head] * score / (1.0 + score.abs()) - args[1] * (k_index - q_index)
 
 
 def score_function(nheads_q: int, generator: torch.Generator) -> ScoreMod:
-    """A function of scores with a gain for each head and a slope."""
+    """A function of scores with a learned gain for each head and a slope."""
     gains = torch.rand(nheads_q, generator=generator)
-    return ScoreMod(_score, _score_derivative, _score_eager, (gains, SLOPE))
+    of_gains = ArgGradient(0, _gain_index, _gain_derivative)
+    return ScoreMod(_score, _score_derivative, _score_eager, (gains, SLOPE), (of_gains,))

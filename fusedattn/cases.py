@@ -99,10 +99,12 @@ class Inputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gets a gradient: q, k, v and, where they are there, bias, relative and sinks."""
+        """What gets a gradient: q, k, v and, where they are there, bias, relative, sinks, slopes and learned."""
         found = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
         if self.bias is not None:
-            found |= {"bias": self.bias.tensor, "relative": self.bias.relative}
+            found |= {name: getattr(self.bias, part) for name, part in OF_BIAS.items()}
+        if self.score_mod is not None:
+            found["learned"] = self.score_mod.learned
         return {name: x for name in _LEAVES if (x := found.get(name)) is not None}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -116,10 +118,12 @@ class Inputs:
 
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Inputs:
         """The same problem of other tensors, as :attr:`leaves` names them."""
-        fields: dict[str, Any] = {name: x for name, x in leaves.items() if name not in OF_BIAS}
+        fields: dict[str, Any] = {name: x for name, x in leaves.items() if name not in (*OF_BIAS, "learned")}
         parts: dict[str, Any] = {OF_BIAS[name]: x for name, x in leaves.items() if name in OF_BIAS}
         if self.bias is not None:
             fields["bias"] = replace(self.bias, **parts)
+        if self.score_mod is not None and "learned" in leaves:
+            fields["score_mod"] = self.score_mod.with_learned(leaves["learned"])
         return replace(self, **fields)
 
     def visible(self) -> Tensor:
@@ -130,12 +134,14 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same problem in another dtype."""
-        other = self.with_leaves({name: x.to(dtype) for name, x in self.leaves.items()})
-        return replace(other, dout=self.dout.to(dtype), dlse=self.dlse.to(torch.promote_types(dtype, torch.float32)))
+        wide = torch.promote_types(dtype, torch.float32)
+        other = self.with_leaves({name: x.to(wide if name in _WIDE else dtype) for name, x in self.leaves.items()})
+        return replace(other, dout=self.dout.to(dtype), dlse=self.dlse.to(wide))
 
 
-_LEAVES = ("q", "k", "v", "bias", "relative", "sinks")
-OF_BIAS = {"bias": "tensor", "relative": "relative"}
+_LEAVES = ("q", "k", "v", "bias", "relative", "sinks", "slopes", "learned")
+_WIDE = ("slopes", "learned")  # of no fewer bits than float32
+OF_BIAS = {"bias": "tensor", "relative": "relative", "slopes": "slopes"}
 
 
 def results_of(inputs: Inputs) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
-from fusedattn.functions import read
+from fusedattn.functions import read, without_learned
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -31,7 +30,6 @@ class ConstantTensors:
     documents_q: Tensor | None = None
     documents_k: Tensor | None = None
     layout: Tensor | None = None
-    slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -64,7 +62,8 @@ class Constants:
     Attributes:
         mask_args, score_args: of the user's functions, tensors and numbers.
         functions: what :mod:`fusedattn.functions` knows them by: the key of the mask function and the numbers of its
-            args, the key of the score function, that of its derivative, and the numbers of their args; empty for none.
+            args, the key of the score function, that of its derivative, the numbers of their args, and what gives
+            these a gradient; empty for none.
         scale: positive.
         softcap, dropout_p: 0 for none.
         keep_rest: keep what rounding takes from 16-bit outputs; gradients are less precise without.
@@ -74,7 +73,7 @@ class Constants:
     sizes: ConstantSizes
     mask_args: tuple[Any, ...]
     score_args: tuple[Any, ...]
-    functions: tuple[str, str, str, str, str]
+    functions: tuple[str, str, str, str, str, str]
     scale: float
     softcap: float
     dropout_p: float
@@ -100,7 +99,7 @@ class Constants:
         n = len(TENSOR_NAMES)
         rest: Any = iter(tensors[n:])
         keys: Any = tuple(functions.split("\n"))
-        mask_key, mask_numbers, score_key, _, score_numbers = keys
+        mask_key, mask_numbers, score_key, _, score_numbers, _ = keys
         return Constants(
             ConstantTensors(*tensors[:n]),
             ConstantSizes(*sizes),
@@ -131,7 +130,7 @@ class Options:
 
     def constants(self, *, keep_rest: bool, packed: Packed | None = None) -> Constants:
         """What of them gets no gradient."""
-        mask, rope, bias, score_mod = self.mask, self.rope, self.bias, self.score_mod
+        mask, rope, score_mod = self.mask, self.rope, self.score_mod
         tensors = ConstantTensors(
             valid=mask.valid,
             allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
@@ -139,7 +138,6 @@ class Options:
             documents_q=None if mask.documents is None else mask.documents.q,
             documents_k=None if mask.documents is None else mask.documents.k,
             layout=None if mask.layout is None else four_dimensional(mask.layout.blocks),
-            slopes=None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes),
             dropout_seed=self.dropout_seed if self.dropout_p else None,
             cos=None if rope is None else rope.cos,
             sin=None if rope is None else rope.sin,
@@ -166,13 +164,14 @@ class Options:
             tensors=tensors,
             sizes=sizes,
             mask_args=() if mask.function is None else mask.function.args,
-            score_args=() if score_mod is None else score_mod.args,
+            score_args=() if score_mod is None else without_learned(score_mod.args, score_mod.learned_args),
             functions=(
                 "" if mask.function is None else mask.function.key,
                 "" if mask.function is None else mask.function.numbers,
                 "" if score_mod is None else score_mod.function_key,
                 "" if score_mod is None else score_mod.derivative_key,
                 "" if score_mod is None else score_mod.numbers,
+                "" if score_mod is None else score_mod.readers,
             ),
             scale=self.scale,
             softcap=self.softcap or 0.0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,9 +46,25 @@ def check_args(args: tuple[Any, ...]) -> None:
             raise TypeError(f"args[{i}]: got {type(x).__name__}, allowed are tensors, ints and floats")
 
 
-def written(args: tuple[Any, ...]) -> str:
-    """The numbers of ``args``, with nothing for a tensor, a comma behind each: an op takes no mixed tuple."""
-    return "".join("," if isinstance(x, Tensor) else f"{x!r}," for x in args)
+@dataclass(frozen=True)
+class LearnedArg:
+    """Stands for a tensor that has a gradient, and so reaches an op by itself."""
+
+    n_entries: int
+
+
+def written(args: tuple[Any, ...], learned: Collection[int] = ()) -> str:
+    """The numbers of ``args``, a comma behind each: an op takes no mixed tuple.
+
+    Nothing stands for a tensor, and the number of entries, behind an ``@``, for one that is `learned`.
+    """
+    return "".join(f"{_written(x)}," for x in without_learned(args, learned))
+
+
+def _written(x: Any) -> str:
+    if isinstance(x, LearnedArg):
+        return f"@{x.n_entries}"
+    return "" if isinstance(x, Tensor) else repr(x)
 
 
 def read(numbers: str, tensors: Iterator[Tensor]) -> tuple[Any, ...]:
@@ -55,8 +72,41 @@ def read(numbers: str, tensors: Iterator[Tensor]) -> tuple[Any, ...]:
     return tuple(_number(number) if number else next(tensors) for number in numbers.split(",")[:-1])
 
 
-def _number(text: str) -> int | float:
+def _number(text: str) -> int | float | LearnedArg:
+    if text.startswith("@"):
+        return LearnedArg(int(text[1:]))
     return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def without_learned(args: tuple[Any, ...], learned: Collection[int]) -> tuple[Any, ...]:
+    """The same with a :class:`LearnedArg` in place of each of the tensors that are `learned`."""
+    return tuple(LearnedArg(x.numel()) if i in learned else x for i, x in enumerate(args))
+
+
+def with_learned(args: tuple[Any, ...], learned: Tensor | None) -> tuple[Any, ...]:
+    """The same with the parts of `learned` ``(n,)`` where a :class:`LearnedArg` stands for them."""
+    starts = starts_of(args)
+    return tuple(learned[starts[i] :] if i in starts and learned is not None else x for i, x in enumerate(args))
+
+
+def readers_of(readers: str, args: tuple[Any, ...]) -> list[tuple[int, int, Any, Any]]:
+    """What :class:`fusedattn.ScoreMod` has written: (first entry, number of entries, index, derivative) of each."""
+    starts, found = starts_of(args), []
+    for reader in filter(None, readers.split(";")):
+        arg, index, derivative = reader.split(" ")
+        i = int(arg)
+        found.append((starts[i], args[i].n_entries, registered(index), registered(derivative)))
+    return found
+
+
+def starts_of(args: tuple[Any, ...]) -> dict[int, int]:
+    """Where the part of each learned arg begins."""
+    found, start = {}, 0
+    for i, x in enumerate(args):
+        if isinstance(x, LearnedArg):
+            found[i] = start
+            start += x.n_entries
+    return found
 
 
 def check_eager(eager: Any) -> None:

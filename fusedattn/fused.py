@@ -16,10 +16,10 @@ Eager = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Attention(torch.autograd.Function):
-    """The kernels with gradients for q, k, v, bias, relative and sinks.
+    """The kernels with gradients for q, k, v, bias, relative, sinks, slopes and learned.
 
     Other derivatives, forward-mode ones and those of gradients, are those of `eager`, which computes (out, lse) of
-    these six in PyTorch: it runs then, and stores what it must.
+    these eight in PyTorch: it runs then, and stores what it must.
     """
 
     @staticmethod
@@ -30,10 +30,12 @@ class Attention(torch.autograd.Function):
         bias: Tensor | None,
         relative: Tensor | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
+        learned: Tensor | None,
         constants: Constants,
         eager: Eager,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return ops.attention_fwd(q, k, v, bias, relative, sinks, *constants.flat())
+        return ops.attention_fwd(q, k, v, bias, relative, sinks, slopes, learned, *constants.flat())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -104,7 +106,7 @@ class AttentionBackward(torch.autograd.Function):
 
 
 def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of (dout, dlse, q, k, v, bias, relative, sinks): the gradients that are needed, differentiable."""
+    """A function of dout, dlse and what Attention differentiates by: the gradients that are needed, differentiable."""
     chosen = [i for i, needs in enumerate(needed) if needs]
 
     def function(dout: Tensor, dlse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -158,7 +160,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
     relative = None if bias is None or bias.relative is None else four_dimensional(bias.relative)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
-    inputs = (q, k, v, added, relative, sinks)
+    slopes = None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes)
+    learned = None if options.score_mod is None else options.score_mod.learned
+    inputs = (q, k, v, added, relative, sinks, slopes, learned)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     constants = options.constants(keep_rest=needs_gradient, packed=packed)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
@@ -168,9 +172,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
         return out, lse
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-        added, relative, sinks = others
-        parts = None if bias is None else replace(bias, tensor=added, relative=relative)
-        changed = replace(options, bias=parts, sinks=sinks)
+        added, relative, sinks, slopes, learned = others
+        parts = None if bias is None else replace(bias, tensor=added, relative=relative, slopes=slopes)
+        score_mod = options.score_mod
+        if score_mod is not None and learned is not None:
+            score_mod = score_mod.with_learned(learned)
+        changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
         if packed is not None:
             return eager_packed.attention(q, k, v, changed, packed)
         return reference.attention(q, k, v, **vars(changed))[:2]

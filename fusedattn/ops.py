@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedattn import sdpa
 from fusedattn.constants import UNBOUNDED, Constants
-from fusedattn.functions import registered
+from fusedattn.functions import readers_of, registered, with_learned
 
 if TYPE_CHECKING:
     from fusedattn.kernels.problem import Problem
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
 MAX_ROW_STRIDE = 2**31 // 512
 
-N_DIFFERENTIABLE = 6  # q, k, v, bias, relative, sinks
+N_DIFFERENTIABLE = 8  # q, k, v, bias, relative, sinks, slopes, learned
 N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rest
 
 
@@ -85,6 +85,8 @@ def _problem(
     bias: Tensor | None,
     relative: Tensor | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
     constants: Constants,
 ) -> Problem:
     """The attention for the launchers; called where the kernels run, as it may run some."""
@@ -111,7 +113,7 @@ def _problem(
     names = ("lower_start", "upper_start", "lower_end", "upper_end")
     bounds = {name: getattr(sizes, name) for name in names}
     band = Band(**{name: None if abs(bound) == UNBOUNDED else bound for name, bound in bounds.items()})
-    mask_key, _, score_key, derivative_key, _ = constants.functions
+    mask_key, _, score_key, derivative_key, *_ = constants.functions
     keys = (mask_key, score_key, derivative_key)
     mask_function, score_function, derivative = (registered(key) if key else None for key in keys)
     mask = MaskTensors(
@@ -131,9 +133,9 @@ def _problem(
         softcap=constants.softcap or None,
         function=score_function,
         derivative=derivative,
-        function_args=constants.score_args,
+        function_args=with_learned(constants.score_args, learned),
         bias=bias,
-        slopes=tensors.slopes,
+        slopes=slopes,
         relative=None if relative is None else _tileable(relative),
         has_sinks=sinks is not None,
     )
@@ -172,6 +174,8 @@ def attention_fwd(
     bias: Tensor | None,
     relative: Tensor | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
     tensors: list[Tensor | None],
     sizes: list[int],
     functions: str,
@@ -183,7 +187,8 @@ def attention_fwd(
     """``(out, lse, row_max, row_sum, rest)`` by the Triton kernels; the last three are for the backward.
 
     rest is empty unless `keep_rest` asks for it and the inputs have 16 bits. `bias` and `relative` are
-    four-dimensional, `sinks` float32 or float64; the rest is what :meth:`Constants.flat` makes.
+    four-dimensional, `slopes` has two dimensions, `learned`, what the score function's args with a gradient are, one;
+    `sinks` are float32 or float64; the rest is what :meth:`Constants.flat` makes.
     """
     from fusedattn.kernels import attention_fwd as kernel
     from fusedattn.kernels.rope import rotated
@@ -196,7 +201,7 @@ def attention_fwd(
         return out, lse, row_max, row_sum, rest
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     with _on_device_of(q):
-        problem = _problem(q, k, v, bias, relative, sinks, constants)
+        problem = _problem(q, k, v, bias, relative, sinks, slopes, learned, constants)
         if problem.rotation_k is not None and k.numel() > 0:
             k = rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
         results = kernel.Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
@@ -221,10 +226,8 @@ def _attention_fwd_empty(q: Tensor, v: Tensor, constants: Constants) -> tuple[Te
 
 
 @attention_fwd.register_fake
-def _attention_fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, relative: Any, sinks: Any, *flat: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _attention_fwd_empty(q, v, Constants.of(*flat))
+def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _attention_fwd_empty(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :]))
 
 
 @torch.library.custom_op("fusedattn::attention_bwd", mutates_args=())
@@ -237,6 +240,8 @@ def attention_bwd(
     bias: Tensor | None,
     relative: Tensor | None,
     sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
@@ -249,26 +254,28 @@ def attention_bwd(
     softcap: float,
     dropout_p: float,
     keep_rest: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dbias, drelative, dsinks)`` by the Triton kernels.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned)`` by the Triton kernels.
 
-    Of dq, dk and dv, dbias, drelative and dsinks those that are not `needed` come back empty.
+    Of dq, dk and dv, and each of the others, those that are not `needed` come back empty.
     """
     from fusedattn.kernels import attention_bwd as kernel
     from fusedattn.kernels import attention_bwd_bias as bias_kernel
+    from fusedattn.kernels import attention_bwd_learned as learned_kernel
     from fusedattn.kernels import attention_bwd_rows as rows_kernel
     from fusedattn.kernels.rope import rotated
 
     constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_rest)
     if out.numel() == 0 or k.numel() == 0:
-        dq, dk, dv, dbias, drelative, dsinks = _attention_bwd_empty(q, k, v, bias, relative, sinks, needed)
+        found = _attention_bwd_empty((q, k, v, bias, relative, sinks, slopes, learned), needed)
+        for x in found:
+            x.zero_()
         if dlse is not None and needed[4]:  # lse of what sees nothing is the sink
-            dsinks = dlse.sum((0, 2)).to(dsinks.dtype)
-        else:
-            dsinks.zero_()
-        return dq.zero_(), dk.zero_(), dv.zero_(), dbias.zero_(), drelative.zero_(), dsinks
-    # The last three come from their launchers.
-    dq, dk, dv, dbias, drelative, dsinks = _attention_bwd_empty(q, k, v, None, None, None, needed)
+            found[5].copy_(dlse.sum((0, 2)))
+        return found  # type: ignore[return-value]
+    # The others come from their launchers.
+    nothing = (None,) * (N_DIFFERENTIABLE - 3)
+    dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned = _attention_bwd_empty((q, k, v, *nothing), needed)
     if constants.tensors.cu_seqlens_q is not None:  # what lies behind the last sequence gets no gradient
         for x in (dq, dk, dv):
             x.zero_()
@@ -281,7 +288,7 @@ def attention_bwd(
     if rest.numel() and rest.stride() != out.stride():
         rest = torch.empty_like(out, dtype=torch.int8).copy_(rest)
     with _on_device_of(q):
-        problem = _problem(q, k, v, bias, relative, sinks, constants)
+        problem = _problem(q, k, v, bias, relative, sinks, slopes, learned, constants)
         sequences, shape = problem.call.sequences, problem.shape
         if problem.rotation_q is not None and problem.rotation_k is not None:
             q = rotated(q, problem.rotation_q, sequences, shape, of_queries=True)
@@ -299,7 +306,15 @@ def attention_bwd(
         if needed[4]:
             assert sinks is not None
             dsinks = _sinks_gradient(sinks, rows.delta, statistics)
-    return dq, dk, dv, dbias, drelative, dsinks
+        if needed[5]:
+            assert slopes is not None
+            whole = [(0, slopes.numel(), None, None)]
+            dslopes = learned_kernel.launch(q, k, v, dout, rows, slopes, whole, problem)
+        if needed[6]:
+            assert learned is not None
+            readers = readers_of(constants.functions[5], constants.score_args)
+            dlearned = learned_kernel.launch(q, k, v, dout, rows, learned, readers, problem)
+    return dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned
 
 
 def _sinks_gradient(sinks: Tensor, delta: Tensor, statistics: Any) -> Tensor:
@@ -314,15 +329,13 @@ def _sinks_gradient(sinks: Tensor, delta: Tensor, statistics: Any) -> Tensor:
     return -(weight * delta).sum((0, 2))
 
 
-def _attention_bwd_empty(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    sinks: Tensor | None,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _attention_bwd_empty(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of q, k, v and what else is there, in the order of the op's results."""
+    q, k, v, *others = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+
     def like(x: Tensor | None, needs: bool) -> Tensor:
         if x is None or not needs:
             return q.new_empty(0)
@@ -332,17 +345,13 @@ def _attention_bwd_empty(
         _new_like(q) if needed[0] else q.new_empty(0),
         _new_like(k) if needed[1] else k.new_empty(0),
         _new_like(v) if needed[1] else v.new_empty(0),
-        like(bias, needed[2]),
-        like(relative, needed[3]),
-        like(sinks, needed[4]),
+        *(like(x, needs) for x, needs in zip(others, needed[2:], strict=True)),
     )
 
 
 @attention_bwd.register_fake
-def _attention_bwd_fake(
-    dout: Tensor, dlse: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _attention_bwd_empty(*(*others[:N_DIFFERENTIABLE], others[N_DIFFERENTIABLE + N_KEPT]))
+def _attention_bwd_fake(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    return _attention_bwd_empty(others[:N_DIFFERENTIABLE], others[N_DIFFERENTIABLE + N_KEPT])
 
 
 def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -358,7 +367,7 @@ def gradients(
     needed: Sequence[bool],
     *flat: Any,
 ) -> tuple[Tensor, ...]:
-    """Of q, k, v, bias, relative and sinks, empty where not needed.
+    """Of q, k, v, bias, relative, sinks, slopes and learned, empty where not needed.
 
     `tensors` are these and what the forward kept, `flat` what :meth:`Constants.flat` makes.
     """

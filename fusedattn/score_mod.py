@@ -5,14 +5,43 @@ Dong et al., "FlexAttention" (2024), has the function alone and differentiates i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedattn import functions, indices
+
+
+@dataclass(frozen=True, eq=False)
+class ArgGradient:
+    """How a score depends on a number of one of a :class:`ScoreMod`'s tensors, so that the tensor gets a gradient.
+
+    Attributes:
+        arg: the tensor's place in ``args``.
+        index: ``@triton.jit``, ``index(batch, head, q_index, k_index, args)`` -> which entry of the tensor, flattened,
+            the score of this pair is computed from; nothing is added for an index that is not in it. The gradient
+            takes the less time, the less the index depends on: on neither q_index nor k_index, on one, or on both.
+        derivative: ``@triton.jit``, ``derivative(score, batch, head, q_index, k_index, args)`` -> d(result) / d(entry),
+            of the score that went in.
+        index_key, derivative_key: what :func:`fusedattn.functions.registered` finds the two under.
+
+    Raises:
+        TypeError: ``index`` or ``derivative`` is no ``@triton.jit`` function.
+    """
+
+    arg: int
+    index: Any
+    derivative: Any
+    index_key: str = field(init=False)
+    derivative_key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index_key", functions.register(self.index, "index"))
+        object.__setattr__(self, "derivative_key", functions.register(self.derivative, "derivative"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,29 +55,62 @@ class ScoreMod:
         eager: ``function`` in torch, differentiable: score ``(batch, nheads_q, rows, keys)``, batch
             ``(batch, 1, 1, 1)``, head ``(nheads_q, 1, 1)``, q_index ``(rows, 1)``, k_index ``(keys,)``, int64. None
             where no eager code needs it.
-        args: tensors, ints and floats; a tensor is a pointer in the ``@triton.jit`` functions. They get no gradient.
+        args: tensors, ints and floats; a tensor is a pointer in the ``@triton.jit`` functions.
+        arg_gradients: what gives tensors of ``args`` their gradients on the Triton backend, which derives none itself;
+            several may be of one tensor, whose gradient is their sum. These tensors are floating-point and
+            contiguous; those of different dtypes reach the ``@triton.jit`` functions in the widest of these.
         function_key, derivative_key: what :func:`fusedattn.functions.registered` finds the two under.
         numbers: those of ``args``, as :func:`fusedattn.functions.written`.
+        readers: the arg and the keys of each of ``arg_gradients``.
 
     Raises:
-        TypeError: ``function`` or ``derivative`` is no ``@triton.jit`` function, ``eager`` no function, or ``args`` no
-            tuple of tensors, ints and floats.
+        TypeError: ``function`` or ``derivative`` is no ``@triton.jit`` function, ``eager`` no function, ``args`` no
+            tuple of tensors, ints and floats, or an arg with a gradient no floating-point tensor.
+        ValueError: an arg with a gradient is not there, or not contiguous.
     """
 
     function: Any
     derivative: Any
     eager: Callable[..., Tensor] | None = None
     args: tuple[Any, ...] = ()
+    arg_gradients: tuple[ArgGradient, ...] = ()
     function_key: str = field(init=False)
     derivative_key: str = field(init=False)
     numbers: str = field(init=False)
+    readers: str = field(init=False)
 
     def __post_init__(self) -> None:
         functions.check_eager(self.eager)
         functions.check_args(self.args)
+        for gradient in self.arg_gradients:
+            _check_arg_gradient(gradient, self.args)
         object.__setattr__(self, "function_key", functions.register(self.function, "function"))
         object.__setattr__(self, "derivative_key", functions.register(self.derivative, "derivative"))
-        object.__setattr__(self, "numbers", functions.written(self.args))
+        object.__setattr__(self, "numbers", functions.written(self.args, self.learned_args))
+        readers = ";".join(f"{x.arg} {x.index_key} {x.derivative_key}" for x in self.arg_gradients)
+        object.__setattr__(self, "readers", readers)
+
+    @property
+    def learned_args(self) -> tuple[int, ...]:
+        """The places of the args that get a gradient, in ascending order."""
+        return tuple(sorted({gradient.arg for gradient in self.arg_gradients}))
+
+    @property
+    def learned(self) -> Tensor | None:
+        """The args that get a gradient, ``(n,)``: flattened, one after the other; None if there are none."""
+        parts = [self.args[i].reshape(-1) for i in self.learned_args]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))
+        return torch.cat([x.to(dtype) for x in parts])
+
+    def with_learned(self, learned: Tensor) -> ScoreMod:
+        """The same of other args, which are given as :attr:`learned`."""
+        parts = learned.split([self.args[i].numel() for i in self.learned_args])
+        args = list(self.args)
+        for i, part in zip(self.learned_args, parts, strict=True):
+            args[i] = part.view(args[i].shape)
+        return replace(self, args=tuple(args))
 
     def apply(
         self, scores: Tensor, *, rows: Tensor | None = None, keys: Tensor | None = None, first_batch: int = 0
@@ -78,4 +140,17 @@ class ScoreMod:
 
     def to(self, device: torch.device | str) -> ScoreMod:
         """The same with its tensors on ``device``."""
-        return ScoreMod(self.function, self.derivative, self.eager, functions.args_to(self.args, device))
+        return replace(self, args=functions.args_to(self.args, device))
+
+
+def _check_arg_gradient(gradient: ArgGradient, args: tuple[Any, ...]) -> None:
+    if not isinstance(gradient, ArgGradient):
+        raise TypeError(f"arg_gradients: got {type(gradient).__name__}, allowed are fusedattn.ArgGradient")
+    if not 0 <= gradient.arg < len(args):
+        raise ValueError(f"arg_gradients: got arg={gradient.arg}, allowed are 0 .. {len(args) - 1}, as there are args")
+    x = args[gradient.arg]
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"args[{gradient.arg}]: got {got}, allowed with a gradient is a floating-point tensor")
+    if not x.is_contiguous():
+        raise ValueError(f"args[{gradient.arg}]: got strides {x.stride()}, allowed with a gradient are contiguous ones")

@@ -6,12 +6,12 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedattn.biases import Bias, as_bias
+from fusedattn.biases import Bias
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -49,12 +49,13 @@ FEATURES = (
     Feature("masks by a function", "`masks.function(fn)`", torch="with `eager=`"),
     Feature("any of these masks together", "`&`"),
     Feature("additive bias, broadcast or not, with its gradient", "`bias=tensor`"),
-    Feature("ALiBi", "`biases.alibi(slopes)`"),
+    Feature("ALiBi, with gradients of learned slopes", "`biases.alibi(slopes)`"),
     Feature("T5's bucketed bias, with its gradient, without a tensor of all pairs", "`biases.t5(weight)`"),
     Feature("relative positions (Shaw et al.), with gradients", "`biases.shaw(q, table)`"),
     Feature("RoPE: half-split, interleaved, partial, per-batch and scaled tables, own positions", "`rope=`"),
     Feature("soft-cap", "`softcap=`"),
     Feature("scores by a function and its derivative", "`score_mod=ScoreMod(...)`", torch="with `eager=`"),
+    Feature("gradients of tensors that it reads", "`ScoreMod(..., arg_gradients=...)`", torch="with `eager=`"),
     Feature("attention sinks, with their gradient", "`sinks=`"),
     Feature("dropout, the same on both backends for the same seed", "`dropout_p=`"),
     Feature("packed sequences", "`attention_varlen(...)`"),
@@ -64,7 +65,6 @@ FEATURES = (
     Feature("gradients that are the same bit for bit on every run", "always", torch="as torch's"),
     Feature("`torch.compile(fullgraph=True)`, autocast, activation checkpointing", "as they are"),
     Feature("double backward, `torch.func.jvp`, `vmap`, `hessian`", "as they are, by eager formulas", torch="torch's"),
-    Feature("gradients of ALiBi's slopes and of functions' args", "", "no: `NotImplementedError`", "no"),
     Feature("split-KV decoding, paged and quantised caches, fp8", "", "not yet", "no"),
 )
 
@@ -100,19 +100,28 @@ def not_supported_reasons(
 
     The arguments are those of :func:`fusedattn.attention` and are taken to be valid in themselves.
     """
-    mask, bias, reasons = as_mask(mask), as_bias(bias), []
+    mask = as_mask(mask)
+    reasons: list[str] = []
     backend = backend or default_backend(q.device)
-    if bias is not None and bias.slopes is not None and bias.slopes.requires_grad:
-        reasons.append("bias: got slopes that require grad, allowed are constant ones (learned: a relative bias)")
+    if mask.function is not None and _require_grad(mask.function.args):
+        reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
+    if score_mod is not None and backend == "triton":
+        missing = [i for i in _require_grad(score_mod.args) if i not in score_mod.learned_args]
+        if missing:
+            names = ", ".join(f"args[{i}]" for i in missing)
+            reasons.append(f"score_mod: {names} require grad, allowed are those that arg_gradients= has gradients for")
     for name, part in (("mask", mask.function), ("score_mod", score_mod)):
-        if part is not None and any(isinstance(x, Tensor) and x.requires_grad for x in part.args):
-            reasons.append(f"{name}: got args that require grad, allowed are constant ones")
         if part is not None and part.eager is None and backend == "torch":
             reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
     if backend == "triton":
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         reasons += _triton_reasons(q, max(q.shape[-1], v.shape[-1]), needs_gradient)
     return reasons
+
+
+def _require_grad(args: tuple[Any, ...]) -> list[int]:
+    """Which of the args do."""
+    return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]:

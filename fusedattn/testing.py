@@ -52,6 +52,7 @@ __all__ = [
     "measure",
     "results_of",
     "run",
+    "terms_of_added",
     "through_bias",
     "without_lse_gradient",
 ]
@@ -60,7 +61,7 @@ MAX_FACTOR = 1.5
 MEAN_FACTOR = 1.1
 GRADIENTS = ("dq", "dk", "dv")
 TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
-ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks")  # of a problem that has everything
+ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned")  # of a problem that has everything
 
 FEW = 64  # a result of fewer numbers is judged by the size of its terms too
 
@@ -121,7 +122,7 @@ def _with_gradients(leaves: dict[str, Tensor], returned: Results, inputs: Inputs
 
 
 def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
-    """What becomes of a gradient of the scores, ``(batch, nheads_q, seqlen_q, seqlen_k)``: dbias and drelative."""
+    """What becomes of a gradient of the scores, ``(batch, nheads_q, seqlen_q, seqlen_k)``, in each part of a bias."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items() if name in OF_BIAS}
     bias = inputs.with_leaves(leaves).bias
     if not leaves or bias is None:
@@ -129,6 +130,27 @@ def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
     dense = bias.dense(*dscores.shape[2:]).expand(dscores.shape)
     found = torch.autograd.grad(dense, list(leaves.values()), dscores.to(dense.dtype))
     return {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+
+
+def terms_of_added(inputs: Inputs, dscores: Tensor, products: Tensor) -> Results:
+    """Sums of absolute terms in what becomes of a positive gradient of the scores: of a bias, and of learned args.
+
+    `products` are the scaled products of q and k, of that shape.
+    """
+    found = {name: x.abs() for name, x in through_bias(inputs, dscores).items()}
+    learned = inputs.leaves.get("learned")
+    if learned is None or inputs.score_mod is None:
+        return found
+    if inputs.softcap is not None:
+        products = inputs.softcap * (products / inputs.softcap).tanh()
+    learned = learned.detach().requires_grad_()
+    changed = inputs.score_mod.with_learned(learned).apply(products)
+    # The derivative of each score by the numbers that it is computed from: that of the backward by what comes back.
+    back = torch.zeros_like(changed, requires_grad=True)
+    (gradient,) = torch.autograd.grad(changed, learned, back, create_graph=True)
+    (derivative,) = torch.autograd.grad(gradient.sum(), back, retain_graph=True)
+    (terms,) = torch.autograd.grad(changed, learned, dscores * derivative.sign())
+    return found | {"dlearned": terms}
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -325,7 +347,10 @@ def bias_terms(inputs: Inputs) -> Results:
     _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
     dp = (x.dout @ x.v.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1).mT).abs() * keep_factor(x)
     others = (weights * dp).sum(-1, keepdim=True) + x.dlse.abs()[..., None]
-    found = through_bias(x, weights * (dp + others))
+    q, k = (x.q, x.k) if x.rope is None else x.rope.rotate(x.q, x.k)
+    scale = x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
+    products = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
+    found = terms_of_added(x, weights * (dp + others), products)
     if x.sinks is not None:
         found["dsinks"] = ((x.sinks[:, None] - lse).exp() * others[..., 0]).nan_to_num(0.0).sum((0, 2))
     return found

@@ -1,6 +1,6 @@
 """Gradients of what is added to the scores, summed over what it is broadcast over, without atomics.
 
-With ``ds = p * (drop(dout v^T) - delta)`` as in attention_bwd::
+With the gradients ds of the scores::
 
     dbias[pair] = sum of ds over the pairs that share the entry          attention_bwd_dbias
     drelative[query, distance] = sum of ds over the keys at that distance    attention_bwd_drelative
@@ -17,71 +17,15 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.attention_bwd_rows import Rows
-from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, tile_visited, visible
-from fusedattn.kernels.primitives import dot, head_base, heads, load_softmax, load_tile, program_tile
+from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
+from fusedattn.kernels.primitives import heads, program_tile
 from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.score_gradient import score_gradient
 from fusedattn.kernels.scores import distance_of
-from fusedattn.kernels.sequences import place_of, row_base
-from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
+from fusedattn.kernels.sequences import place_of
+from fusedattn.kernels.tile import NOT_SPECIALIZED
 
 PARTS = 8  # programs that share the sum over queries, or over keys
-
-
-@triton.jit
-def _score_gradient(
-    q,
-    k,
-    v,
-    dout,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
-    call,
-    place,
-    bounds,
-    nheads_q,
-    nheads_kv,
-    seqlen_q,
-    start_m,
-    start_n,
-    scale,
-    qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """ds of a tile, ``(BLOCK_M, BLOCK_N)``, and which of its pairs are visible."""
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_n = start_n + tl.arange(0, BLOCK_N)
-    rows = offs_m[:, None]
-    keys = offs_n[None, :]
-    head_kv = place.head // (nheads_q // nheads_kv)
-    stats = row_base(place, nheads_q, seqlen_q)
-    shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs_m, offs_m < place.seqlen_q, EXACT)
-    seen = shift != float("inf")
-    delta = tl.load(delta_ptr + stats + offs_m, mask=seen, other=0.0)
-    key_visible = load_key_visible(call.mask, place, bounds, offs_n)
-    q_head = head_base(q, place.batch, place.head, place.first_q)
-    k_head = head_base(k, place.batch, head_kv, place.first_k)
-    q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-    pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
-    p, _ = tile_weights(
-        q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-        shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
-    )  # fmt: skip
-    v_head = head_base(v, place.batch, head_kv, place.first_k)
-    dout_head = head_base(dout, place.batch, place.head, place.first_q)
-    v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
-    return tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows", "n_keys", "n_tiles_m", "n_tiles_n"])
@@ -147,7 +91,7 @@ def attention_bwd_dbias(
         place = place_of(call.sequences, own_sequence + rest // heads_each, head, seqlen_q, seqlen_k)
         bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
         if tile_visited(call.mask, place, bounds, start_m, start_n, BLOCK_M, BLOCK_N):
-            ds, _ = _score_gradient(
+            ds, _, _ = score_gradient(
                 q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
                 start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                 ACC, PRECISION, EXACT,
@@ -218,7 +162,7 @@ def attention_bwd_drelative(
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
     for i in range(0, blocks.n_full + blocks.n_boundary):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        ds, pairs = _score_gradient(
+        ds, pairs, _ = score_gradient(
             q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
             start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             ACC, PRECISION, EXACT,

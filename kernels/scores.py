@@ -82,6 +82,18 @@ def relative_pointers(score, place, start_m, rows, keys):
 
 
 @triton.jit
+def capped(products, score, scale):
+    """(scores, derivative) of products of q and k, scaled and soft-capped: what a user's function gets."""
+    scores = products * scale
+    derivative = 1.0
+    if score.softcap is not None:
+        ratio = tanh(scores / score.softcap)
+        scores = score.softcap * ratio
+        derivative = 1.0 - ratio * ratio
+    return scores, derivative
+
+
+@triton.jit
 def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable, ACC: tl.constexpr):
     """(scores, derivative) of products of q and k, of queries `rows` and `keys`, pairwise.
 
@@ -90,11 +102,7 @@ def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable
     """
     derivative = 1.0
     if score.MODIFIED:
-        scores = scores * scale
-        if score.softcap is not None:
-            ratio = tanh(scores / score.softcap)
-            scores = score.softcap * ratio
-            derivative = 1.0 - ratio * ratio
+        scores, derivative = capped(scores, score, scale)
         if score.FUNCTION is not None:
             query = clamped(rows, place.seqlen_q)
             key = clamped(keys, place.seqlen_k)

@@ -1,7 +1,8 @@
 """Every address that an interpreted kernel touches, checked: what compute-sanitizer is on a GPU.
 
 Inside :func:`checked_accesses` a launch fails unless each load reads elements of one tensor argument that the kernel
-does not write, each store writes elements of one output, and each element of an output is written exactly once. So no
+does not write, each store writes elements of one output, and each element of an output is written exactly once, or
+added to by atomics. So no
 program depends on another one of its launch. An element is one of the tensor as it was passed: the rest of its storage
 is out of bounds. Lanes that are masked off may have any address. Tensors inside tuples are called by their place in
 them, as in ``results.out.ptr``.
@@ -28,12 +29,16 @@ OUTPUTS = {
     "attention_bwd_dq": {"dq_out.ptr"},
     "attention_bwd_dbias": {"dbias_ptr"},
     "attention_bwd_drelative": {"drelative_ptr"},
+    "attention_bwd_learned": {"sums.words_ptr", "sums.special_ptr"},
     "_rope": {"out.ptr"},
     "_key_range": {"key_range_ptr"},
 }
 
-# Outputs that are 0 before: distances that no key has stay so.
-WRITTEN_IN_PART = {("attention_bwd_drelative", "drelative_ptr")}
+# Outputs that are 0 before: distances that no key has stay so, and sums are added to.
+WRITTEN_IN_PART = {
+    ("attention_bwd_drelative", "drelative_ptr"),
+    *(("attention_bwd_learned", name) for name in OUTPUTS["attention_bwd_learned"]),
+}
 
 # Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.
 COUNTED = 2**22
@@ -108,6 +113,10 @@ class Accesses:
             if (argument.writes[index] > 1).any():
                 raise AssertionError(f"{self.kernel} writes an element of {argument.name} twice")
         self.memory.store(addresses, value, mask)
+
+    def atomic_rmw(self, op: Any, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray, sem: Any) -> np.ndarray:
+        self._find(addresses[mask.astype(bool)], value.dtype.itemsize, is_output=True)
+        return self.memory.atomic_rmw(op, addresses, value, mask, sem)
 
     def _find(self, addresses: np.ndarray, itemsize: int, is_output: bool) -> tuple[Argument, np.ndarray] | None:
         if addresses.size == 0:

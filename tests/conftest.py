@@ -238,7 +238,7 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
     kept = testing.keep_factor(x)
     v, dout, dlse = x.v.abs().repeat_interleave(group, 1), x.dout.abs(), x.dlse.abs()[..., None]
 
-    terms, q, k, stretch, steepness = _terms_of_scores(x)
+    terms, q, k, stretch, steepness, products = _terms_of_scores(x)
     terms = terms.masked_fill(~x.visible(), 0.0)
     largest = terms.amax(dim=-1, keepdim=True) if seqlen_k else torch.zeros_like(lse)[..., None]
     if x.sinks is not None:
@@ -262,7 +262,7 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
         "dq": features(dproducts @ k.repeat_interleave(group, 1)),
         "dk": features(grouped(dproducts.mT @ q)),
         "dv": grouped((factor * weights * kept).mT @ dout),
-        **testing.through_bias(x, dscores),
+        **testing.terms_of_added(x, dscores, products),
     }
     if x.sinks is not None:
         of_sink = (x.sinks[:, None] - lse).exp()[..., None] * average * factor
@@ -270,9 +270,9 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
     return found
 
 
-def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, float]:
+def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor]:
     """The sums of absolute terms of the scores, |q| and |k| as they are multiplied, by how much a rotation may stretch,
-    and bounds of the derivatives by the product of q and k.
+    bounds of the derivatives by the product of q and k, and this product, scaled.
     """
     q, k, stretch, steepness = x.q, x.k, 1.0, 1.0
     if x.rope is not None:
@@ -282,7 +282,7 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
     scale = q.shape[-1] ** -0.5 if x.scale is None else x.scale
     repeated = k.repeat_interleave(group, 1)
     terms = stretch**2 * abs(scale) * (q.abs() @ repeated.abs().mT)
-    scores = scale * (q @ repeated.mT)
+    scores = products = scale * (q @ repeated.mT)
     if x.softcap is not None:
         # tanh has a derivative of at most 1, which changes, relative to that, at most as much as the argument does.
         scores = x.softcap * (scores / x.softcap).tanh()
@@ -299,7 +299,7 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
         if x.bias.slopes is not None:
             parts["slopes"] = -x.bias.slopes.abs()
         terms = terms + replace(x.bias, **parts).dense(*terms.shape[2:]).nan_to_num(0.0, posinf=0.0)
-    return terms, q.abs(), k.abs(), stretch, steepness
+    return terms, q.abs(), k.abs(), stretch, steepness, products
 
 
 # torch's kernels for CPU tensors recompute the weights from lse and sum in an order of their own: measured on all

@@ -72,7 +72,7 @@ def _check_function(
     _assert_made_alike(results, inputs, strides)
     # The second run, of some of the gradients; without lse and without gradients.
     found = [results]
-    if strides or not {"bias", "relative"} & set(inputs.leaves):
+    if strides or not {"bias", "relative", "slopes"} & set(inputs.leaves):
         assert_equal(again, {name: results[name] for name in again})
         assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
     else:  # torch has kernels of its own for a bias without a gradient
@@ -165,19 +165,18 @@ class Hidden:
     Attributes:
         queries: ``(batch, nheads_q, seqlen_q)``.
         keys: ``(batch, nheads_kv, seqlen_k)``.
-        biases: of dbias and drelative, where they are there, in their shapes.
+        added: of the gradients of what else the scores are made of, where it is there, in their shapes.
     """
 
     queries: Tensor
     keys: Tensor
-    biases: dict[str, Tensor]
+    added: dict[str, Tensor]
 
     @classmethod
     def of(cls, pairs: Tensor, inputs: Inputs) -> Hidden:
         """Where these are all pairs that count."""
-        through = testing.through_bias(inputs, pairs.double())
         keys = per_key(pairs.any(-2), inputs)
-        return cls(~pairs.any(-1), ~keys, {name: x == 0 for name, x in through.items()})
+        return cls(~pairs.any(-1), ~keys, {name: ~x for name, x in _in_sums(inputs, pairs).items()})
 
 
 @dataclass(frozen=True)
@@ -211,6 +210,18 @@ class Reach:
             must=_reached(inputs, live, kept, added, with_dlse),
             may=_reached(inputs, pairs, pairs, added, with_dlse, everywhere=True),
         )
+
+
+def _in_sums(inputs: Inputs, pairs: Tensor) -> dict[str, Tensor]:
+    """Which gradients of what scores are made of have a term from one of these pairs, be it 0."""
+    found = {name: x != 0 for name, x in testing.through_bias(inputs, pairs.double()).items()}
+    by_head = pairs.any(-1).any(-1)  # (batch, nheads_q)
+    if "slopes" in inputs.leaves:
+        shape = inputs.leaves["slopes"].shape
+        found["dslopes"] = by_head.double().sum_to_size(shape) > 0
+    if "learned" in inputs.leaves:  # a gain for each head
+        found["dlearned"] = by_head.any(0)
+    return found
 
 
 def per_key(x: Tensor, inputs: Inputs) -> Tensor:
@@ -255,8 +266,7 @@ def _reached(
         "dk": keys_seen_by(scores, pairs),
         "dv": keys_seen_by(weights | (bad["dout"] & sees), kept),
     }
-    through = testing.through_bias(inputs, (pairs & scores[..., None]).double())
-    found |= {name: x != 0 for name, x in through.items()}
+    found |= _in_sums(inputs, pairs & scores[..., None])
     if inputs.sinks is not None:
         found["dsinks"] = (scores | bad_dlse | lse).any(-1).any(0)
     if everywhere:
@@ -276,7 +286,7 @@ def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reac
     """Queries that see nothing, keys that nobody sees, and what is added to no visible score."""
     empty = hidden.queries & ~reach.may["out"]
     zeros = {"out": empty, "dq": hidden.queries & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
-    for name, rows in {**zeros, **hidden.biases}.items():
+    for name, rows in {**zeros, **hidden.added}.items():
         here = rows & ~reach.may[name]
         assert (results[name][here.expand(results[name].shape[: here.dim()])] == 0).all(), (
             f"{name} of what sees nothing is not 0"

@@ -51,7 +51,7 @@ class Problem:
     rows: Literal["one key", "some empty", "all empty"] | None = None
     poison: tuple[tuple[str, str, str], ...] = ()
     dlse: bool = True
-    needed: str = "qkvbrs"
+    needed: str = "qkvbrsl"
 
     def __repr__(self) -> str:
         return _call(self)
@@ -131,7 +131,7 @@ def _hidden(x: Tensor, name: str, inputs: Inputs) -> Tensor:
 
 
 def added_leaves(case: Case) -> list[str]:
-    """The names of what has a gradient in a case besides q, k and v."""
+    """The names of what has a gradient in a case besides q, k and v, but for slopes and learned args of functions."""
     return [name for name in ("bias", "relative", "sinks") if getattr(case, name)]
 
 

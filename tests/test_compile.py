@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, fuse, masks
 from fusedattn.constants import Options
 from fusedattn.masks import Mask
-from fusedattn.ops import attention_bwd, attention_fwd
+from fusedattn.ops import N_DIFFERENTIABLE, attention_bwd, attention_fwd
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE
 
@@ -46,7 +46,7 @@ def qkv(seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K, requires_grad: bool 
 def op_arguments(kind: str) -> tuple[Any, ...]:
     """Of attention_fwd."""
     q, k, v = qkv(requires_grad=False)
-    others: list[Tensor | None] = [None, None, None]
+    others: list[Tensor | None] = [None] * (N_DIFFERENTIABLE - 3)
     given: dict[str, Any] = {
         **dict.fromkeys(("rope", "bias", "softcap", "score_mod", "sinks", "dropout_seed")), "mask": masks.full(),
         "scale": 0.25, "dropout_p": 0.0,
@@ -66,14 +66,15 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
     elif kind == "everything":
         at = [torch.arange(n, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K)]
         generator = torch.Generator().manual_seed(0)
+        score_mod = case_functions.score_function(HEADS, generator).to(DEVICE)
         others = [torch.randn(1, HEADS, SEQLEN_Q, 1), torch.randn(BATCH, 1, 1, 5), torch.randn(HEADS)]
-        others = [x.to(DEVICE) for x in others if x is not None]
+        others = [x.to(DEVICE) for x in (*others, torch.rand(1, HEADS), score_mod.learned) if x is not None]
         given |= {
             "mask": everything_masked(generator),
             "rope": Rope.from_theta(8, 32, device=DEVICE).at(*at),
             "bias": biases.alibi(torch.rand(HEADS, device=DEVICE)),
             "softcap": 2.0,
-            "score_mod": case_functions.score_function(HEADS, generator).to(DEVICE),
+            "score_mod": score_mod,
             "dropout_p": 0.2,
             "dropout_seed": torch.tensor([3], device=DEVICE),
         }
@@ -120,9 +121,10 @@ def test_opcheck_forward(kind, requires_grad):
 def test_opcheck_backward(kind, dlse, needs):
     arguments = op_arguments(kind)
     out, lse, *saved = attention_fwd(*arguments)
-    needed = [*needs, *(x is not None for x in arguments[3:6])]
+    needed = [*needs, *(x is not None for x in arguments[3:N_DIFFERENTIABLE])]
     dout = torch.randn(1, device=DEVICE).expand_as(out) if kind == "expanded" else torch.randn_like(out)
-    call = (dout, torch.randn_like(lse) if dlse else None, *arguments[:6], out, *saved, needed, *arguments[6:])
+    inputs, constants = arguments[:N_DIFFERENTIABLE], arguments[N_DIFFERENTIABLE:]
+    call = (dout, torch.randn_like(lse) if dlse else None, *inputs, out, *saved, needed, *constants)
     torch.library.opcheck(attention_bwd, call)
 
 
@@ -308,8 +310,9 @@ def test_compile_raises_what_eager_raises(backend):
     compiled = torch.compile(functools.partial(attention, backend=backend), backend="aot_eager")
     with pytest.raises(ValueError, match="v: got batch 1"):
         compiled(q, k, v[:1])
-    with pytest.raises(NotImplementedError, match="slopes that require grad"):
-        compiled(q, k, v, bias=biases.alibi(torch.ones(HEADS, device=DEVICE, requires_grad=True)))
+    x = torch.zeros(1, 1, 1, 513, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="head_dim: got 513"):
+        torch.compile(functools.partial(attention, backend="triton"), backend="aot_eager")(x, x, x)
 
 
 def test_compile_a_fused_model():

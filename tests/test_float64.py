@@ -62,17 +62,19 @@ def visible_pairs(inputs: testing.Inputs) -> np.ndarray:
     return seen
 
 
-def modified(scores: np.ndarray, inputs: testing.Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What becomes of scaled scores, their derivative, and the columns of a relative bias."""
+def modified(scores: np.ndarray, inputs: testing.Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What becomes of scaled scores, their derivative, that by a learned gain, and the columns of a relative bias."""
     (batch, nheads, seqlen_q, seqlen_k), derivative = scores.shape, np.ones_like(scores)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     distance = j - i - (seqlen_k - seqlen_q)
     if inputs.softcap is not None:
         ratio = np.tanh(scores / FLOAT(inputs.softcap))
         scores, derivative = FLOAT(inputs.softcap) * ratio, 1 - ratio * ratio
+    by_gain = np.zeros_like(scores)
     if inputs.score_mod is not None:  # of case_functions
         gains, slope = extended(inputs.score_mod.args[0])[:, None, None], FLOAT(inputs.score_mod.args[1])
         size = 1 + np.abs(scores)
+        by_gain = scores / size
         scores, derivative = scores + gains * scores / size - slope * (j - i), derivative * (1 + gains / size**2)
     columns = np.zeros_like(distance)
     if inputs.bias is not None:
@@ -85,7 +87,7 @@ def modified(scores: np.ndarray, inputs: testing.Inputs) -> tuple[np.ndarray, np
             columns = np.clip(distance, -reach, reach) + reach
             table = np.broadcast_to(extended(inputs.bias.relative), (batch, nheads, seqlen_q, 2 * reach + 1))
             scores = scores + np.take_along_axis(table, np.broadcast_to(columns, scores.shape), axis=3)
-    return scores, derivative, columns
+    return scores, derivative, by_gain, columns
 
 
 def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -125,7 +127,7 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     k_q, v_q = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
 
     seen = visible_pairs(inputs)
-    scores, derivative, columns = modified(scale * (q @ k_q.swapaxes(2, 3)), inputs)
+    scores, derivative, by_gain, columns = modified(scale * (q @ k_q.swapaxes(2, 3)), inputs)
     scores = np.where(seen, scores, FLOAT(-np.inf))
     highest = scores.max(axis=3, keepdims=True)
     if inputs.sinks is not None:
@@ -158,6 +160,12 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     if inputs.bias is not None and inputs.bias.relative is not None:
         found = [np.where(columns == c, dscores, 0).sum(axis=3) for c in range(inputs.bias.relative.shape[-1])]
         results["drelative"] = sum_to(np.stack(found, axis=3), inputs.bias.relative.shape)
+    if inputs.bias is not None and inputs.bias.slopes is not None:
+        distance = np.arange(seqlen_k) - np.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+        by_head = -(dscores * np.abs(distance)).sum(axis=(2, 3))
+        results["dslopes"] = by_head if inputs.bias.slopes.ndim == 2 else by_head.sum(axis=0)
+    if inputs.score_mod is not None:
+        results["dlearned"] = (dscores * by_gain).sum(axis=(0, 2, 3))
     if inputs.sinks is not None:
         results["dsinks"] = (np.exp(sinks - lse[..., None]) * others).sum(axis=(0, 2, 3))
     return {name: torch.from_numpy(x.astype(np.float64)) for name, x in results.items()}

@@ -248,13 +248,14 @@ def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, T
     options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, None, None, None, 0.0, None)
     constants = options.constants(keep_rest=True, packed=packed).flat()
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
-    x = (inputs.q, inputs.k, inputs.v, added, relative, None)
+    slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
+    x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
     names = ("out", "lse", "row_max", "row_sum", "rest")
     got = dict(zip(names, op.attention_fwd(*x, *constants), strict=True))
     out, _, *rows = got.values()
-    needed = [True, True, added is not None, relative is not None, False]
+    needed = [True, True, added is not None, relative is not None, False, False, False]
     gradients = op.attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
-    got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative", "dsinks"), gradients, strict=True))
+    got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative"), gradients, strict=False))
     return {name: x for name, x in got.items() if x.numel() > 0}
 
 

@@ -107,6 +107,7 @@ def kernels_of(inputs: testing.Inputs) -> set[str]:
     found |= {"_rope"} if inputs.rope is not None else set()
     found |= {"_key_range"} if inputs.mask.valid is not None else set()
     found |= {"attention_bwd_dbias"} if "bias" in inputs.leaves else set()
+    found |= {"attention_bwd_learned"} if {"slopes", "learned"} & set(inputs.leaves) else set()
     return found | ({"attention_bwd_drelative"} if "relative" in inputs.leaves else set())
 
 

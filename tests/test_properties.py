@@ -125,17 +125,22 @@ def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     at_queries = (at_heads[:, None] * group + torch.arange(group, device=DEVICE)).flatten()
     got = testing.run(triton_attention, permuted(inputs, at_batch, at_heads))
     expected = testing.run(triton_attention, inputs)
-    summed = {"dbias", "drelative", "dsinks"} & expected.keys()  # over batches and heads, in their order
+    # Over batches and heads, in their order.
+    summed = {"dbias", "drelative", "dsinks", "dslopes"} & expected.keys()
     heads = {"out": at_queries, "lse": at_queries, "dq": at_queries, "dk": at_heads, "dv": at_heads}
     assert_equal(
         {name: x for name, x in got.items() if name not in summed},
         {name: chosen(expected[name], at_batch, at) for name, at in heads.items()},
     )
     for name in summed:
-        x = expected[name]
-        x = x[at_queries] if name == "dsinks" else chosen(x[(None,) * (4 - x.dim())], at_batch, at_queries)
+        x, y = expected[name], got[name]
+        if name in ("dsinks", "dslopes"):
+            x = x[at_queries] if x.dim() == 1 else chosen(x, at_batch, at_queries)
+            y = y.sum_to_size(x.shape)  # permuted slopes are per batch
+        else:
+            x = chosen(x[(None,) * (4 - x.dim())], at_batch, at_queries)
         tolerance = 8 * torch.finfo(x.dtype).eps
-        torch.testing.assert_close(got[name], x, rtol=tolerance, atol=tolerance * (1 + x.abs().max().item()))
+        torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance * (1 + x.abs().max().item()))
 
 
 @given(cases(batch=2, mask_function=False, dropout_p=0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,11 @@ def mask_function() -> masks.Mask:
 
 def score_function() -> ScoreMod:
     return case_functions.score_function(HEADS, torch.Generator()).to(DEVICE)
+
+
+def learned_score_function() -> ScoreMod:
+    score_mod = score_function()
+    return score_mod.with_learned(score_mod.learned.requires_grad_())
 
 
 def of_shaw(backend: str) -> Tensor:
@@ -112,12 +118,13 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"mask": mask_function()}),
     with_options(lambda: {"mask": masks.causal() & masks.window(5, 2) & masks.padding(ones(BATCH, SEQLEN_K))}),
     with_options(lambda: {"bias": normal(HEADS, 1, SEQLEN_K)}),
-    with_options(lambda: {"bias": biases.alibi(biases.alibi_slopes(HEADS).to(DEVICE))}),
+    with_options(lambda: {"bias": biases.alibi(normal(HEADS))}),
     with_options(lambda: {"bias": biases.t5(normal(32, HEADS))}),
     of_shaw,
     with_options(lambda: {"rope": Rope.from_theta(HEAD_DIM, SEQLEN_K, device=DEVICE), "mask": masks.causal()}),
     with_options(lambda: {"softcap": 3.0}),
     with_options(lambda: {"score_mod": score_function()}),
+    with_options(lambda: {"score_mod": learned_score_function()}),
     with_options(lambda: {"sinks": normal(HEADS)}),
     with_options(lambda: {"dropout_p": 0.1}),
     of_packed,
@@ -149,10 +156,10 @@ def test_what_it_says_runs(row, backend):
 
 
 def test_what_is_refused_says_why():
-    slopes = torch.ones(HEADS, device=DEVICE, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="bias: got slopes that require grad, allowed are constant ones"):
-        attention(*qkv(), bias=biases.alibi(slopes))
-    function = masks.function(case_functions._sees, None, (slopes, 2))
+    learned = torch.ones(HEADS, device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"score_mod: args\[0\] require grad, allowed are those"):
+        attention(*qkv(), score_mod=replace(learned_score_function(), arg_gradients=()), backend="triton")
+    function = masks.function(case_functions._sees, None, (learned, 2))
     reasons = not_supported_reasons(*qkv(), mask=function, backend="torch")
     assert len(reasons) == 2
     assert "mask: got args that require grad" in reasons[0]

@@ -240,7 +240,7 @@ def test_measure_of_what_there_is(function, missing, through_lse) -> None:
     assert bool(found.inputs.dlse.any()) == through_lse
 
 
-BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True)
+BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True, alibi=True, score_mod=True)
 
 
 def test_measure_without_the_gradients_of_what_is_added() -> None:
@@ -254,7 +254,7 @@ def test_measure_without_the_gradients_of_what_is_added() -> None:
     inputs = testing.make_inputs(BIASED)
     found = testing.measure(function, inputs)
     assert set(found.ratios) == {"out", "dq", "dk", "dv"}
-    reasons = dict.fromkeys(("dbias", "drelative", "dsinks"), "bias: no gradient")
+    reasons = dict.fromkeys(set(testing.ALL_TENSORS) - set(TENSORS), "bias: no gradient")
     assert found.missing == {"lse": "no lse", **reasons}
     assert set(testing.check(eager(), inputs)) == set(testing.results_of(inputs)) == set(testing.ALL_TENSORS)
 
@@ -278,7 +278,7 @@ def test_a_function_without_an_argument_is_not_called() -> None:
     found = testing.measure(function, testing.make_inputs(replace(BIASED, softcap=2.0, dropout_p=0.1)))
     assert not called
     assert found.missing == dict.fromkeys(
-        testing.ALL_TENSORS, "bias, softcap, sinks, dropout_p, dropout_seed: no argument of this function"
+        testing.ALL_TENSORS, "bias, softcap, score_mod, sinks, dropout_p, dropout_seed: no argument of this function"
     )
     assert set(testing.measure(function, testing.make_inputs(SMALL)).ratios) == set(TENSORS)
 
@@ -371,12 +371,12 @@ def test_enough_is_visible_in_every_case() -> None:
 
 def test_a_problem_of_other_leaves() -> None:
     inputs = testing.make_inputs(CASES[-1])
-    assert list(inputs.leaves) == ["q", "k", "v", "bias", "relative", "sinks"]
+    assert list(inputs.leaves) == ["q", "k", "v", "bias", "relative", "sinks", "slopes", "learned"]
     other = inputs.with_leaves({name: x + 1 for name, x in inputs.leaves.items()})
     for name, x in other.leaves.items():
         assert torch.equal(x, inputs.leaves[name] + 1)
     changed = {name for name, x in other.tensors().items() if not torch.equal(x, inputs.tensors()[name])}
-    assert changed == {"q", "k", "v", "sinks", "tensor(x)", "relative(table)"}
+    assert changed == {"q", "k", "v", "sinks", "tensor(x)", "relative(table)", "alibi(slopes)", "score_mod(args[0])"}
     assert set(testing.make_inputs(SMALL).options) == {"mask", "rope", "scale"}
     assert set(inputs.options) == {
         "mask", "rope", "scale", "bias", "softcap", "score_mod", "sinks", "dropout_p", "dropout_seed"

@@ -64,13 +64,16 @@ def results(
 ) -> dict[str, Tensor]:
     """out, lse and the gradients of everything that has one."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", inputs, strict=True)}
-    options = dict(options)
+    options, wide = dict(options), torch.promote_types(dtype, torch.float32)
     if options.get("bias") is not None:
-        for name in ("tensor", "relative"):
+        for name in ("tensor", "relative", "slopes"):
             x = getattr(options["bias"], name)
             if x is not None:
-                leaves[name] = x.to(dtype).requires_grad_()
+                leaves[name] = x.to(wide if name == "slopes" else dtype).requires_grad_()
                 options["bias"] = replace(options["bias"], **{name: leaves[name]})
+    if options.get("score_mod") is not None:
+        leaves["learned"] = options["score_mod"].learned.to(wide).requires_grad_()
+        options["score_mod"] = options["score_mod"].with_learned(leaves["learned"])
     if options.get("sinks") is not None:
         options["sinks"] = leaves["sinks"] = options["sinks"].to(dtype).requires_grad_()
     out, lse = attention_varlen(

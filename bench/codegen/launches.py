@@ -80,6 +80,7 @@ class Launch:
 NAMES = {
     "HAS_LOWER": "window",
     "HAS_UPPER": "causal",
+    "INDEX": "learned-args",
     "slopes": "alibi",
     "valid": "padding",
     "cos": "rope",
@@ -103,6 +104,7 @@ IMPLIED = {
     ),
     *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
+    *("words", "special"),
 }
 
 
@@ -210,7 +212,8 @@ def call(
         leaves.append(torch.zeros(NHEADS_Q, 1, 2 * REACH + 1, dtype=dtype, requires_grad=training))
         bias.append(biases.relative(leaves[-1]))
     if "alibi" in features:
-        bias.append(biases.alibi(torch.zeros(NHEADS_Q)))
+        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
+        bias.append(biases.alibi(leaves[-1]))
     if bias:
         options["bias"] = functools.reduce(operator.add, bias)
     if "sinks" in features:
@@ -219,7 +222,9 @@ def call(
     if "softcap" in features:
         options["softcap"] = 30.0
     if "score function" in features:
-        options["score_mod"] = case_functions.score_function(NHEADS_Q, torch.Generator())
+        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
+        score_mod = case_functions.score_function(NHEADS_Q, torch.Generator())
+        options["score_mod"] = score_mod.with_learned(leaves[-1])
     if "dropout" in features:
         options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
     if "packed" in features:

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from fusedattn.testing import Ratios
 
 FAILED = Ratios(math.inf, math.inf, math.inf, math.inf)
-LABELS = {"drelative": "drel."}  # the other tensors have names of six characters at most
+LABELS = {
+    "drelative": "drel.",
+    "dslopes": "dslope",
+    "dlearned": "dlearn",
+}  # the other tensors have names of six characters at most
 
 
 @dataclass(frozen=True)

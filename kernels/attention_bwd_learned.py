@@ -1,0 +1,133 @@
+"""Gradients of numbers that the scores are computed from: ALiBi's slopes, and tensors that a user's function reads.
+
+Each is a sum over the pairs that read the number, of ds (score_gradient) times a derivative::
+
+    dslope[sequence, head] = -sum of ds * |distance|
+    darg[entry]            = sum of ds * derivative(score, ...)      over the pairs with index(...) = entry
+
+One program owns a tile of queries and walks over its keys. Where the index depends on the query, the key or neither
+alone, a tile is summed along the rest first; then :mod:`exact_sum` adds it to what other programs add, in any order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels import exact_sum
+from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.exact_sum import Sums, add_exactly
+from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
+from fusedattn.kernels.primitives import heads, program_tile
+from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.score_gradient import score_gradient
+from fusedattn.kernels.scores import capped, distance_of
+from fusedattn.kernels.sequences import place_of
+from fusedattn.kernels.tile import NOT_SPECIALIZED
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_entries"])
+def attention_bwd_learned(
+    q,
+    k,
+    v,
+    dout,
+    shift_ptr,
+    factor_ptr,
+    delta_ptr,
+    sums,
+    call,
+    n_entries,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    qk_scale,
+    INDEX: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Of the slopes, where INDEX is None."""
+    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    start_m = tile * BLOCK_M
+    rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
+    query = clamped(rows, place.seqlen_q)
+    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    for i in range(0, blocks.n_full + blocks.n_boundary):
+        start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
+        ds, pairs, products = score_gradient(
+            q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
+            start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            ACC, PRECISION, EXACT,
+        )  # fmt: skip
+        keys = (start_n + tl.arange(0, BLOCK_N))[None, :]
+        if INDEX is None:
+            index = sequence * call.score.slopes_stride + head
+            terms = -ds * tl.abs(distance_of(place, rows, keys)).to(ACC)
+        else:
+            key = clamped(keys, place.seqlen_k)
+            scores, _ = capped(products, call.score, scale)
+            index = INDEX(sequence, head, query, key, call.score.function_args)
+            derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
+            # What a hidden pair's derivative is, does not matter.
+            terms = tl.where(pairs, ds * derivative, 0.0)
+        index += tl.zeros([1, 1], tl.int32)  # it may be a number: the shape says what it depends on
+        if index.shape[0] == 1:
+            terms = tl.sum(terms, 0, keep_dims=True)
+        if index.shape[1] == 1:
+            terms = tl.sum(terms, 1, keep_dims=True)
+        add_exactly(sums, index, terms, (index >= 0) & (index < n_entries))
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: Rows,
+    learned: torch.Tensor,
+    readers: list[tuple[int, int, Any, Any]],
+    problem: Problem,
+) -> torch.Tensor:
+    """The gradient of `learned`, contiguous, in its shape and dtype; nothing is empty.
+
+    `readers` are (first entry, number of entries, index, derivative) of parts of it, without functions for slopes.
+    """
+    shape, config = problem.shape, problem.configs.dq
+    n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    sums = exact_sum.zeros(learned.numel(), rows.delta.dtype, q.device)
+    for start, n_entries, index, derivative in readers:
+        attention_bwd_learned[(n_tiles * shape.nheads_q * shape.n_sequences,)](
+            heads(q),
+            heads(k),
+            heads(v),
+            heads(dout),
+            rows.shift,
+            rows.factor,
+            rows.delta,
+            Sums(*(x[start:] for x in sums)),
+            problem.call,
+            n_entries,
+            INDEX=index,
+            DERIVATIVE=derivative,
+            **launch_arguments(q, v, problem, config, n_tiles),
+        )
+    return exact_sum.rounded(sums).view(learned.shape).to(learned.dtype)
