@@ -82,12 +82,12 @@ def _problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    learned: Tensor | None,
     constants: Constants,
+    bias: Tensor | None = None,
+    relative: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    learned: Tensor | None = None,
 ) -> Problem:
     """The attention for the launchers; called where the kernels run, as it may run some."""
     from fusedattn.kernels import configs
@@ -201,7 +201,7 @@ def attention_fwd(
         return out, lse, row_max, row_sum, rest
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     with _on_device_of(q):
-        problem = _problem(q, k, v, bias, relative, sinks, slopes, learned, constants)
+        problem = _problem(q, k, v, constants, bias, relative, sinks, slopes, learned)
         if problem.rotation_k is not None and k.numel() > 0:
             k = rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
         results = kernel.Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
@@ -288,7 +288,7 @@ def attention_bwd(
     if rest.numel() and rest.stride() != out.stride():
         rest = torch.empty_like(out, dtype=torch.int8).copy_(rest)
     with _on_device_of(q):
-        problem = _problem(q, k, v, bias, relative, sinks, slopes, learned, constants)
+        problem = _problem(q, k, v, constants, bias, relative, sinks, slopes, learned)
         sequences, shape = problem.call.sequences, problem.shape
         if problem.rotation_q is not None and problem.rotation_k is not None:
             q = rotated(q, problem.rotation_q, sequences, shape, of_queries=True)

@@ -88,7 +88,7 @@ def attention_bwd_learned(
             index = INDEX(sequence, head, query, key, call.score.function_args)
             derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
             # What a hidden pair's derivative is, does not matter.
-            terms = tl.where(pairs, ds * derivative, 0.0)
+            terms = tl.where(pairs, ds * tl.cast(derivative, ACC), 0.0)
         index += tl.zeros([1, 1], tl.int32)  # it may be a number: the shape says what it depends on
         if index.shape[0] == 1:
             terms = tl.sum(terms, 0, keep_dims=True)

@@ -106,8 +106,10 @@ def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable
         if score.FUNCTION is not None:
             query = clamped(rows, place.seqlen_q)
             key = clamped(keys, place.seqlen_k)
-            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)
-            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
+            by_score = score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)
+            derivative *= tl.cast(by_score, ACC)
+            changed = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
+            scores = tl.cast(changed, ACC)
         if score.bias.ptr is not None:
             ptrs = pair_pointers(score.bias, place, start_m, start_n, rows, keys)
             scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)

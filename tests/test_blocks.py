@@ -101,7 +101,7 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
     q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
     k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
     options = Options(mask, None, None, 1.0, None, None, None, 0.0, None)
-    return ops._problem(q, k, k, None, None, None, options.constants(keep_rest=False, packed=packed))
+    return ops._problem(q, k, k, options.constants(keep_rest=False, packed=packed))
 
 
 def visits(

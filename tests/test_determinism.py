@@ -58,15 +58,15 @@ def test_deterministic_algorithms_change_nothing():
 
 
 def test_no_kernel_adds_atomically():
-    """Atomic additions come in any order, on a GPU; the interpreter would not show it."""
+    """Atomic additions come in any order, on a GPU; the interpreter would not show it. Exact ones may."""
     names = {
-        node.attr
+        (path.name, node.attr)
         for path in (ROOT / "kernels").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    assert "store" in names
-    assert not {name for name in names if name.startswith("atomic")}
+    assert ("attention_bwd_bias.py", "store") in names
+    assert {file for file, name in names if name.startswith("atomic")} == {"exact_sum.py"}
 
 
 def test_tiles_do_not_depend_on_batch_or_length():

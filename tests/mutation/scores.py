@@ -20,6 +20,7 @@ from tests.mutation.suites import (
 SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/tile.py", "kernels/dropout.py", "kernels/problem.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, OPS = "kernels/attention_bwd_bias.py", "fusedattn/ops.py"
+GRADIENT = "kernels/score_gradient.py"
 
 CAPPED = budget("soft-cap", "everything")
 MODIFIED_GRADIENTS = gradients("soft-cap", "score")
@@ -32,7 +33,7 @@ BROADCAST = budget("batch", "key", "query", "number")
 
 # fmt: off
 FUNCTIONS = (
-    Fault(SCORES, "        scores = scores * scale\n", "", "modified scores are not scaled", CAPPED),
+    Fault(SCORES, "    scores = products * scale\n", "    scores = products\n", "modified scores are not scaled", CAPPED),
     Fault(PROBLEM, "return 1.0 if self.call.score is not UNMODIFIED else self.scale", "return self.scale", "modified scores are scaled twice", CAPPED),
     Fault(SCORES, "ratio = tanh(scores / score.softcap)", "ratio = tanh(scores)", "softcap: ratio to 1", CAPPED),
     Fault(SCORES, "scores = score.softcap * ratio", "scores = ratio", "softcap: its height lost", CAPPED),
@@ -47,10 +48,10 @@ FUNCTIONS = (
     Fault(BWD, "ds = p * (dp - delta[:, None]) * derivative  # (", "ds = p * (dp - delta[:, None])  # (", "dq: derivative of the score lost in full blocks", MODIFIED_GRADIENTS),
     Fault(BWD, "ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)", "ds = tl.where(pairs, p * (dp - delta[:, None]), 0.0)", "dq: derivative of the score lost in boundary blocks", MODIFIED_GRADIENTS),
     Fault(BWD, "            ds = p * (dp - delta[:, None]) * derivative\n", "            ds = p * (dp - delta[:, None])\n", "dq: the repair forgets the derivative of the score", NAN),
-    Fault(SCORES, "derivative *= score.DERIVATIVE(", "derivative = score.DERIVATIVE(", "score function: derivative of the soft-cap lost", pair("cap", "score")),
-    Fault(SCORES, "            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)\n            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)\n", "            scores = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)\n            derivative *= score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)\n", "score function: derivative at the result", MODIFIED_GRADIENTS),
-    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence, place.head, query, key,", "scores = score.FUNCTION(scores, place.sequence, place.head, key, query,", "score function: queries and keys exchanged", SCORE),
-    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence, place.head,", "scores = score.FUNCTION(scores, place.sequence, 0,", "score function: head 0 for all", SCORE),
+    Fault(SCORES, "derivative *= tl.cast(by_score, ACC)", "derivative = tl.cast(by_score, ACC)", "score function: derivative of the soft-cap lost", pair("cap", "score")),
+    Fault(SCORES, "score.DERIVATIVE(scores, place.sequence", "score.DERIVATIVE(score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args), place.sequence", "score function: derivative at the result", MODIFIED_GRADIENTS),
+    Fault(SCORES, "changed = score.FUNCTION(scores, place.sequence, place.head, query, key,", "changed = score.FUNCTION(scores, place.sequence, place.head, key, query,", "score function: queries and keys exchanged", SCORE),
+    Fault(SCORES, "changed = score.FUNCTION(scores, place.sequence, place.head,", "changed = score.FUNCTION(scores, place.sequence, 0,", "score function: head 0 for all", SCORE),
     Fault(SCORES, "score.DERIVATIVE(scores, place.sequence, place.head,", "score.DERIVATIVE(scores, place.sequence, 0,", "score function: derivative of head 0 for all", SCORE),
     Fault(SCORES, "key = clamped(keys, place.seqlen_k)", "key = keys", "score function: a key beyond the last", MEMORY),
     Fault(SCORES, "query = clamped(rows, place.seqlen_q)", "query = rows", "score function: a query before the first", MEMORY),
@@ -62,11 +63,11 @@ BIASES = (
     Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias)._replace(stride_h=0)", "bias: head 0 for all", BIAS),
     Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias)._replace(stride_b=0)", "bias: batch 0 for all", BIAS),
     Fault(SCORES, "bias=NO_PAIRS if bias is None else pairs(bias)", "bias=NO_PAIRS if bias is None else pairs(bias.contiguous())._replace(stride_q=bias.shape[3], stride_k=1)", "bias: a broadcast one read as if written out", BROADCAST),
-    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * dp, 0.0), pairs", "dbias: delta lost", BIAS_GRADIENTS),
-    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * (dp - delta[:, None]) * scale, 0.0), pairs", "dbias: scaled as dq is", BIAS_GRADIENTS),
-    Fault(DBIAS, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "p * (dp - delta[:, None]), pairs", "dbias: hidden pairs not zeroed", BIAS),
-    Fault(DBIAS, "head_kv = place.head // (nheads_q // nheads_kv)", "head_kv = place.head % nheads_kv", "dbias: wrong KV head", BIAS),
-    Fault(DBIAS, "HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "HEAD_DIM, BLOCK_N, BLOCK_DV)", "dbias: values as wide as keys", pair("values", "bias")),
+    Fault(GRADIENT, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * dp, 0.0), pairs", "dbias: delta lost", BIAS_GRADIENTS),
+    Fault(GRADIENT, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "tl.where(pairs, p * (dp - delta[:, None]) * scale, 0.0), pairs", "dbias: scaled as dq is", BIAS_GRADIENTS),
+    Fault(GRADIENT, "tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs", "p * (dp - delta[:, None]), pairs", "dbias: hidden pairs not zeroed", BIAS),
+    Fault(GRADIENT, "head_kv = place.head // (nheads_q // nheads_kv)", "head_kv = place.head % nheads_kv", "dbias: wrong KV head", BIAS),
+    Fault(GRADIENT, "HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "HEAD_DIM, BLOCK_N, BLOCK_DV)", "dbias: values as wide as keys", pair("values", "bias")),
     Fault(DBIAS, "heads_each = nheads_q if OVER_HEADS else 1", "heads_each = 1", "dbias: of the first head only", BROADCAST),
     Fault(DBIAS, "sequences_each = n_sequences if OVER_SEQUENCES else 1", "sequences_each = 1", "dbias: of the first batch only", BIAS),
     Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/test_attention.py -k bias"),
@@ -154,7 +155,7 @@ DROP = (
     Fault(BWD, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dq: dropout forgotten in boundary blocks", DROPOUT_GRADIENTS, nth=1),
     Fault(BWD, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dq: the repair forgets dropout", NAN, nth=2),
     Fault(ROWS, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "delta: dropout forgotten", DROPOUT_GRADIENTS),
-    Fault(DBIAS, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dbias: dropout forgotten", pair("bias", "dropout")),
+    Fault(GRADIENT, "dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)", "dp = dot(dout_tile, tl.trans(v_tile), ACC, PRECISION)", "dbias: dropout forgotten", pair("bias", "dropout")),
     Fault(BWD, "dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,", "dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, first_place, nheads_q, rows, keys,", "dk, dv: dropout of the first head of the group", DROPPED),
 )
 # fmt: on

@@ -6,6 +6,7 @@ from tests.mutation.suites import EXACT, LARGE, PACKED, PACKED_BLOCKS
 SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/scores.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
+GRADIENT = "kernels/score_gradient.py"
 MASKING, ARGUMENTS, PRIMITIVES = "kernels/masking.py", "kernels/mask_arguments.py", "kernels/primitives.py"
 
 # fmt: off
@@ -50,8 +51,8 @@ OFFSETS = (
     Fault(ROWS, "rest_head = head_base(rest, place.batch, head, place.first_q)", "rest_head = head_base(rest, place.batch, head, 0)", "delta: rest of the first sequence for all", PACKED),
     Fault(ROWS, "dout_head = head_base(dout, place.batch, head, place.first_q)", "dout_head = head_base(dout, place.batch, head, 0)", "delta: dout of the first sequence for all, float32", PACKED, nth=1),
     Fault(ROWS, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "delta: values of the first sequence for all", PACKED),
-    Fault(DBIAS, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "dbias: values of the first sequence for all", PACKED),
-    Fault(DBIAS, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
+    Fault(GRADIENT, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "dbias: values of the first sequence for all", PACKED),
+    Fault(GRADIENT, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
     Fault(DBIAS, "place = place_of(call.sequences, own_sequence + rest // heads_each, head,", "place = place_of(call.sequences, own_sequence, head,", "dbias: sums the first sequence over and over", PACKED),
     Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", PACKED),
     Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, relative.shape[3])", "size = (q.shape[0], shape.nheads_q, n_rows, relative.shape[3])", "drelative: room for the first sequence only", PACKED),
@@ -71,7 +72,7 @@ WHAT_BELONGS_TO_A_SEQUENCE = (
     Fault(MASKING, "mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3", "mask.key_range_ptr + tl.cast(place.batch, tl.int64) * 3", "packed: key range of the first sequence for all", PACKED),
     Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "tl.cast(place.batch, tl.int64) * layout.stride_b", "packed: layout of the first sequence for all", PACKED),
     Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.batch, place.head, clamped(rows", "packed: mask function of the first sequence for all", PACKED),
-    Fault(SCORES, "scores = score.FUNCTION(scores, place.sequence,", "scores = score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", PACKED),
+    Fault(SCORES, "score.FUNCTION(scores, place.sequence,", "score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", PACKED),
     Fault(MASKING, "first - place.first_k)", "first)", "packed: documents visited from where they lie in the tensor", PACKED_BLOCKS, nth=0),
     Fault(MASKING, "end - place.first_k)", "end)", "packed: documents full to where they end in the tensor", PACKED_BLOCKS, nth=1),
     Fault(MASKING, "first - place.first_q)", "first)", "packed: dk, dv of documents from where they lie in the tensor", PACKED_BLOCKS, nth=0),
