@@ -266,7 +266,7 @@ def _make_bias(case: Case, generator: torch.Generator) -> Bias | None:
             x = x.masked_fill(torch.rand(x.shape, generator=generator) < 0.1, -math.inf)
         parts.append(biases.tensor(x))
     if case.alibi:
-        slopes = biases.alibi_slopes(max(nheads, 1))[:nheads]
+        slopes = biases.alibi_slopes(max(nheads, 1))[:nheads].to(torch.promote_types(case.dtype, torch.float32))
         if case.alibi == "per_batch":
             slopes = slopes * (0.5 + torch.rand(batch, 1, generator=generator))
         parts.append(biases.alibi(slopes))
@@ -281,7 +281,9 @@ def _make_score_mod(case: Case, generator: torch.Generator) -> ScoreMod | None:
         return None
     from fusedattn import case_functions
 
-    return case_functions.score_function(case.nheads_q, generator)
+    score_mod = case_functions.score_function(case.nheads_q, generator)
+    gains = score_mod.args[0].to(torch.promote_types(case.dtype, torch.float32))
+    return score_mod.with_learned(gains)
 
 
 def _make_rope(case: Case, generator: torch.Generator) -> Rope | None:
@@ -366,10 +368,10 @@ CASES = (
     Case("dropout", dropout_p=0.3),
     Case("dropout, causal, bias per head", **_SMALL, dropout_p=0.1, causal="bottom_right", bias="per_head"),
     Case(
-        "everything together", batch=3, seqlen_q=45, seqlen_k=70, causal="bottom_right", padding="uneven",
+        "everything together", batch=3, nheads_q=2, nheads_kv=1, seqlen_q=45, seqlen_k=70, causal="bottom_right", padding="uneven",
         empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
         rope_positions=True, scale=0.3, head_dim_v=24, window=(60, 20), prefix=True, documents="packed", layout=16,
         mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query", softcap=3.0,
-        score_mod=True, sinks=True, dropout_p=0.2, seed=11,
+        score_mod=True, sinks=True, dropout_p=0.2, seed=30,
     ),
 )  # fmt: skip

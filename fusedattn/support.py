@@ -109,7 +109,7 @@ def not_supported_reasons(
         missing = [i for i in _require_grad(score_mod.args) if i not in score_mod.learned_args]
         if missing:
             names = ", ".join(f"args[{i}]" for i in missing)
-            reasons.append(f"score_mod: {names} require grad, allowed are those that arg_gradients= has gradients for")
+            reasons.append(f"score_mod: got {names} that require grad, allowed are those in arg_gradients=")
     for name, part in (("mask", mask.function), ("score_mod", score_mod)):
         if part is not None and part.eager is None and backend == "torch":
             reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")

@@ -219,16 +219,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 # What is changed in a good call -> the backends that refuse it, and one message for each reason.
 GRADIENT = {"requires_grad": True}
 NOT_SUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "learned slopes": (
-        {"bias": biases.alibi(torch.ones(4, device=DEVICE, **GRADIENT))}, BACKENDS, ("bias: got slopes that require",),
-    ),
     "learned arguments of a mask": (
         {"mask": masks.function(sees, sees_eager, (torch.ones(4, device=DEVICE, **GRADIENT),))}, BACKENDS,
         ("mask: got args that require grad",),
     ),
     "learned arguments of a score_mod": (
-        {"score_mod": ScoreMod(halved, halved, halved_eager, (torch.ones(4, device=DEVICE, **GRADIENT),))}, BACKENDS,
-        ("score_mod: got args that require grad",),
+        {"score_mod": ScoreMod(halved, halved, halved_eager, (torch.ones(4, device=DEVICE, **GRADIENT),))}, ("triton",),
+        ("score_mod: got args[0] that require grad, allowed are those in arg_gradients=",),
     ),
     "a mask without eager": ({"mask": masks.function(sees)}, ("torch",), ("mask: got a function without eager=",)),
     "a score_mod without eager": (
@@ -240,10 +237,10 @@ NOT_SUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]
     "head_dim of v": ({"v": tensor(2, 2, 7, 600)}, ("triton",), ("head_dim: got 600, allowed are 1 .. 512",)),
     "everything": (
         {
-            "mask": masks.function(sees), "score_mod": ScoreMod(halved, halved),
-            "bias": biases.alibi(torch.ones(4, device=DEVICE, **GRADIENT)),
+            "mask": masks.function(sees, None, (torch.ones(4, device=DEVICE, **GRADIENT),)),
+            "score_mod": ScoreMod(halved, halved),
         },
-        ("torch",), ("bias: got slopes", "mask: got a function without", "score_mod: got a function without"),
+        ("torch",), ("mask: got args that", "mask: got a function without", "score_mod: got a function without"),
     ),
 }  # fmt: skip
 
@@ -347,8 +344,8 @@ def test_what_is_not_supported(name, backend):
 
 def test_not_supported_reasons_of_the_kernels():
     big = [tensor(2, 2, 3, 513) for _ in "qkv"]
-    learned = biases.alibi(torch.ones(2, device=DEVICE, requires_grad=True))
-    reasons = not_supported_reasons(*big, bias=learned, backend="triton")
+    learned = ScoreMod(halved, halved, None, (torch.ones(2, device=DEVICE, requires_grad=True),))
+    reasons = not_supported_reasons(*big, score_mod=learned, backend="triton")
     assert len(reasons) == 2
     assert any(re.search(r"head_dim: got 513, allowed are 1 \.\. 512", r) for r in reasons)
     assert not_supported_reasons(*big, backend="torch") == []
@@ -397,8 +394,8 @@ def test_without_triton_installed(monkeypatch):
     from fusedattn import support
 
     monkeypatch.setattr(support, "_has_triton", lambda: False)
-    learned = biases.alibi(torch.ones(4, device=DEVICE, requires_grad=True))
-    reasons = not_supported_reasons(**good(), bias=learned, backend="triton")
+    learned = ScoreMod(halved, halved, None, (torch.ones(4, device=DEVICE, requires_grad=True),))
+    reasons = not_supported_reasons(**good(), score_mod=learned, backend="triton")
     assert len(reasons) == 2
     assert "Triton is not installed" in reasons[1]
     with pytest.raises(NotImplementedError, match="Triton is not installed"):

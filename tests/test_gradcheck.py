@@ -156,7 +156,8 @@ def test_gradcheck_of_each_result(case, returned):
 
 def test_gradcheck_element_by_element():
     """All of the Jacobian, where the other checks take random directions."""
-    gradcheck(replace(EVERYTHING, batch=1, seqlen_q=2, seqlen_k=2, head_dim=2), joined=True, fast_mode=False)
+    case = replace(EVERYTHING, batch=1, nheads_q=1, seqlen_q=2, seqlen_k=2, head_dim=2, head_dim_v=3)
+    gradcheck(with_something_visible(case), joined=True, fast_mode=False)
 
 
 def test_gradcheck_of_an_out_of_order_mask():

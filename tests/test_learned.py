@@ -251,7 +251,6 @@ def test_second_order():
         changed = replace(score_mod, args=(factors,))
         return triton_attention(q, k, v, bias=biases.alibi(slopes), score_mod=changed, softcap=2.0)
 
-    assert torch.autograd.gradcheck(function, (*x, slopes, *leaves), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (*x, slopes, *leaves), fast_mode=True)
 
 
@@ -419,5 +418,5 @@ def test_the_torch_backend_needs_no_functions_for_them():
     x = qkv(torch.float32)
     got, expected = (gradients(torch_attention, x, [factors], score_mod=mod) for mod in (without, score_mod))
     assert all(torch.equal(a, b) for a, b in itertools.zip_longest(got, expected))
-    with pytest.raises(NotImplementedError, match=r"score_mod: args\[0\] require grad, allowed are those that"):
+    with pytest.raises(NotImplementedError, match=r"score_mod: got args\[0\] that require grad"):
         triton_attention(*x, score_mod=without)

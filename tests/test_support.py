@@ -157,7 +157,7 @@ def test_what_it_says_runs(row, backend):
 
 def test_what_is_refused_says_why():
     learned = torch.ones(HEADS, device=DEVICE, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"score_mod: args\[0\] require grad, allowed are those"):
+    with pytest.raises(NotImplementedError, match=r"score_mod: got args\[0\] that require grad"):
         attention(*qkv(), score_mod=replace(learned_score_function(), arg_gradients=()), backend="triton")
     function = masks.function(case_functions._sees, None, (learned, 2))
     reasons = not_supported_reasons(*qkv(), mask=function, backend="torch")
