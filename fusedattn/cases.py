@@ -368,8 +368,8 @@ CASES = (
     Case("dropout", dropout_p=0.3),
     Case("dropout, causal, bias per head", **_SMALL, dropout_p=0.1, causal="bottom_right", bias="per_head"),
     Case(
-        "everything together", batch=3, nheads_q=2, nheads_kv=1, seqlen_q=45, seqlen_k=70, causal="bottom_right", padding="uneven",
-        empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
+        "everything together", batch=3, nheads_q=2, nheads_kv=1, seqlen_q=45, seqlen_k=70, causal="bottom_right",
+        padding="uneven", empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
         rope_positions=True, scale=0.3, head_dim_v=24, window=(60, 20), prefix=True, documents="packed", layout=16,
         mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query", softcap=3.0,
         score_mod=True, sinks=True, dropout_p=0.2, seed=30,

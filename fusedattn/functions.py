@@ -85,27 +85,20 @@ def without_learned(args: tuple[Any, ...], learned: Collection[int]) -> tuple[An
 
 def with_learned(args: tuple[Any, ...], learned: Tensor | None) -> tuple[Any, ...]:
     """The same with the parts of `learned` ``(n,)`` where a :class:`LearnedArg` stands for them."""
-    starts = starts_of(args)
-    return tuple(learned[starts[i] :] if i in starts and learned is not None else x for i, x in enumerate(args))
+    if learned is None:
+        return args
+    parts = iter(learned.split([x.n_entries for x in args if isinstance(x, LearnedArg)]))
+    return tuple(next(parts) if isinstance(x, LearnedArg) else x for x in args)
 
 
 def readers_of(readers: str, args: tuple[Any, ...]) -> list[tuple[int, int, Any, Any]]:
     """What :class:`fusedattn.ScoreMod` has written: (first entry, number of entries, index, derivative) of each."""
-    starts, found = starts_of(args), []
+    found = []
     for reader in filter(None, readers.split(";")):
         arg, index, derivative = reader.split(" ")
         i = int(arg)
-        found.append((starts[i], args[i].n_entries, registered(index), registered(derivative)))
-    return found
-
-
-def starts_of(args: tuple[Any, ...]) -> dict[int, int]:
-    """Where the part of each learned arg begins."""
-    found, start = {}, 0
-    for i, x in enumerate(args):
-        if isinstance(x, LearnedArg):
-            found[i] = start
-            start += x.n_entries
+        start = sum(x.n_entries for x in args[:i] if isinstance(x, LearnedArg))
+        found.append((start, args[i].n_entries, registered(index), registered(derivative)))
     return found
 
 

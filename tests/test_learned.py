@@ -310,6 +310,28 @@ def test_an_index_that_is_not_there_adds_nothing(dtype):
     assert got.isfinite().all()
 
 
+@triton.jit
+def _from_the_diagonal(score, batch, head, q_index, k_index, args):
+    return score / (q_index - k_index)
+
+
+def test_what_hidden_pairs_have_does_not_matter():
+    """A derivative that is infinite on the diagonal, which the mask hides."""
+    score_mod, (factors,) = learning(temperature(torch.float32))
+    odd = replace(score_mod, arg_gradients=(ArgGradient(0, _head, _from_the_diagonal),))
+    mask = masks.boolean(~torch.eye(SEQLEN_Q, SEQLEN_K, dtype=torch.bool, device=DEVICE))
+    (got,) = gradients(triton_attention, qkv(torch.float32), [factors], score_mod=odd, mask=mask)[3:]
+    assert got.isfinite().all()
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="on a GPU compute-sanitizer looks at addresses")
+def test_functions_get_queries_and_keys_that_are_there():
+    """Also in tiles that reach beyond the last; each tensor ends where its storage does."""
+    score_mod, leaves = learning(gates(torch.float32))
+    with checked_accesses():
+        gradients(triton_attention, qkv(torch.float32), leaves, score_mod=score_mod)
+
+
 def test_nothing_to_see_gives_zeros():
     score_mod, (factors,) = learning(temperature(torch.float32))
     slopes = torch.rand(HEADS, device=DEVICE, requires_grad=True)

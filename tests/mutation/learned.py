@@ -57,8 +57,8 @@ SUMS_OF_TERMS = (
 )
 
 HOST = (
-    Fault(FUNCTIONS, "            start += x.n_entries\n", "", "learned: every part begins at 0", ARGS),
-    Fault(FUNCTIONS, "found.append((starts[i], args[i].n_entries", "found.append((0, args[i].n_entries", "learned: every part is written to the first", ARGS),
+    Fault(FUNCTIONS, "next(parts) if isinstance(x, LearnedArg)", "learned if isinstance(x, LearnedArg)", "learned: every part is read from the first", ARGS),
+    Fault(FUNCTIONS, "found.append((start, args[i].n_entries", "found.append((0, args[i].n_entries", "learned: every part is written to the first", ARGS),
     Fault(FUNCTIONS, "registered(index), registered(derivative)", "registered(derivative), registered(index)", "learned: index and derivative exchanged", ARGS),
     Fault(SCORE_MOD, "tuple(sorted({gradient.arg for gradient in self.arg_gradients}))", "tuple({gradient.arg: 0 for gradient in self.arg_gradients})", "learned: parts in the order of their gradients", ARGS),
     Fault(SCORE_MOD, "dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))", "dtype = parts[0].dtype", "learned: args in the dtype of the first", ARGS),
