@@ -1,22 +1,26 @@
-"""Gradients of what is added to the scores, summed over what it is broadcast over, without atomics.
+"""Gradients of what is added to the scores, summed over what it is broadcast over.
 
 With the gradients ds of the scores::
 
     dbias[pair] = sum of ds over the pairs that share the entry          attention_bwd_dbias
     drelative[query, distance] = sum of ds over the keys at that distance    attention_bwd_drelative
 
-Nothing of the size of the scores is stored, unless bias itself has it. q and k arrive rotated.
+Nothing of the size of the scores is stored, unless bias itself has it; and of a relative bias that all queries share,
+nothing of the size of the queries: its sums are exact ones, to which programs add in any order. q and k arrive rotated.
 
     dbias      (sequences, nheads_q, rows, keys), 1 where broadcast over sequences or heads; over queries, as many rows
                as PARTS at most, whose sum it is, and likewise over keys; float32, contiguous
-    drelative  (sequences, nheads_q, seqlen_q, 2 * reach + 1), float32, contiguous and 0
+    drelative  (sequences, nheads_q, seqlen_q, 2 * reach + 1), float32, contiguous and 0; or sums of as many numbers as
+               a relative bias has that all queries share
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels import exact_sum
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.primitives import heads, program_tile
 from fusedattn.kernels.problem import Problem, launch_arguments
@@ -112,7 +116,7 @@ def attention_bwd_dbias(
         tl.store(dbias_ptr + (matrix + offs_m)[:, None] * n_keys + offs_n[None, :], total, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows"])
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows", "per_sequence", "per_head"])
 def attention_bwd_drelative(
     q,
     k,
@@ -122,8 +126,11 @@ def attention_bwd_drelative(
     factor_ptr,
     delta_ptr,
     drelative_ptr,
+    sums,
     call,
     n_rows,
+    per_sequence,
+    per_head,
     nheads_q,
     nheads_kv,
     seqlen_q,
@@ -146,15 +153,21 @@ def attention_bwd_drelative(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program owns a tile of queries. Each has one key at every distance below `reach`, but many beyond."""
+    """One program owns a tile of queries. Each has one key at every distance below `reach`, but many beyond.
+
+    Without `drelative_ptr` it adds to `sums`, of which there are `per_sequence` and `per_head`, or 0 where shared.
+    """
     tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     reach = call.score.reach
     n_columns = 2 * reach + 1
-    matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows
-    row_ptrs = drelative_ptr + (matrix + offs_m) * n_columns
+    if drelative_ptr is None:
+        first = tl.cast(sequence, tl.int64) * per_sequence + tl.cast(head, tl.int64) * per_head
+    else:
+        matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows
+        row_ptrs = drelative_ptr + (matrix + offs_m) * n_columns
     behind = tl.zeros([BLOCK_M], ACC)
     ahead = tl.zeros([BLOCK_M], ACC)
 
@@ -169,13 +182,21 @@ def attention_bwd_drelative(
         )  # fmt: skip
         distance = distance_of(place, offs_m[:, None], (start_n + tl.arange(0, BLOCK_N))[None, :])
         near = pairs & (distance > -reach) & (distance < reach)
-        tl.store(row_ptrs[:, None] + (distance + reach), ds, mask=near)
+        if drelative_ptr is None:
+            add_exactly(sums, first + distance + reach, ds, near)
+        else:
+            tl.store(row_ptrs[:, None] + (distance + reach), ds, mask=near)
         behind += tl.sum(tl.where(distance <= -reach, ds, 0.0), 1)
         ahead += tl.sum(tl.where(distance >= tl.maximum(reach, 1), ds, 0.0), 1)
-    exists = offs_m < place.seqlen_q
-    # Of a single column both ends are the same.
-    tl.store(row_ptrs, tl.where(reach == 0, behind + ahead, behind), mask=exists)
-    tl.store(row_ptrs + 2 * reach, ahead, mask=exists & (reach > 0))
+    if drelative_ptr is None:
+        ends = first + tl.arange(0, 2) * (2 * reach)
+        beyond = tl.where(tl.arange(0, 2) == 0, tl.sum(behind, 0), tl.sum(ahead, 0))
+        add_exactly(sums, ends, beyond, ends >= 0)
+    else:
+        exists = offs_m < place.seqlen_q
+        # Of a single column both ends are the same.
+        tl.store(row_ptrs, tl.where(reach == 0, behind + ahead, behind), mask=exists)
+        tl.store(row_ptrs + 2 * reach, ahead, mask=exists & (reach > 0))
 
 
 def launch_dbias(
@@ -231,9 +252,13 @@ def launch_drelative(
 ) -> torch.Tensor:
     """The gradient of ``relative``, of four dimensions, in its shape and dtype; nothing is empty."""
     shape, config = problem.shape, problem.configs.dq
-    n_rows = max(shape.max_seqlen_q, relative.shape[2])
-    size = (shape.n_sequences, shape.nheads_q, n_rows, relative.shape[3])
-    full = torch.zeros(size, dtype=rows.delta.dtype, device=q.device)
+    n_sequences, nheads, n_rows, n_columns = relative.shape
+    full, sums = None, NO_SUMS
+    if n_rows == 1:
+        sums = exact_sum.zeros(relative.numel(), rows.delta.dtype, q.device)
+    else:
+        size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)
+        full = torch.zeros(size, dtype=rows.delta.dtype, device=q.device)
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     attention_bwd_drelative[(n_tiles * shape.nheads_q * shape.n_sequences,)](
         heads(q),
@@ -244,8 +269,12 @@ def launch_drelative(
         rows.factor,
         rows.delta,
         full,
+        sums,
         problem.call,
         n_rows,
+        nheads * n_columns if n_sequences > 1 else 0,
+        n_columns if nheads > 1 else 0,
         **launch_arguments(q, v, problem, config, n_tiles),
     )
-    return full.sum_to_size(relative.shape).to(relative.dtype)
+    found = exact_sum.rounded(sums).view(relative.shape) if full is None else full.sum_to_size(relative.shape)
+    return found.to(relative.dtype)

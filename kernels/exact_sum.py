@@ -26,6 +26,9 @@ class Sums(NamedTuple):
     special_ptr: Any
 
 
+NO_SUMS = Sums(None, None)
+
+
 @triton.jit
 def add_exactly(sums, index, x, mask):
     """Add each of ``x``, float32, to the sum of its index, where `mask`; float64 as it is, in any order."""

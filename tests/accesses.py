@@ -28,7 +28,7 @@ OUTPUTS = {
     "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr"},
     "attention_bwd_dq": {"dq_out.ptr"},
     "attention_bwd_dbias": {"dbias_ptr"},
-    "attention_bwd_drelative": {"drelative_ptr"},
+    "attention_bwd_drelative": {"drelative_ptr", "sums.words_ptr", "sums.special_ptr"},
     "attention_bwd_learned": {"sums.words_ptr", "sums.special_ptr"},
     "_rope": {"out.ptr"},
     "_key_range": {"key_range_ptr"},
@@ -36,8 +36,7 @@ OUTPUTS = {
 
 # Outputs that are 0 before: distances that no key has stay so, and sums are added to.
 WRITTEN_IN_PART = {
-    ("attention_bwd_drelative", "drelative_ptr"),
-    *(("attention_bwd_learned", name) for name in OUTPUTS["attention_bwd_learned"]),
+    (kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]
 }
 
 # Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.

@@ -65,6 +65,26 @@ triton_attention = functools.partial(attention, backend="triton")
 torch_attention = functools.partial(attention, backend="torch")
 
 
+def _with_room(n_locals: int) -> Callable[[Callable[[], object]], object]:
+    """A function that calls another one from a frame of that many local variables."""
+    names = ", ".join(f"x{i}" for i in range(n_locals))
+    namespace: dict[str, Any] = {}
+    exec(f"def call(function):\n    if function is None:\n        {names} = ()\n    return function()", namespace)
+    return namespace["call"]
+
+
+# CPython keeps frames in chunks of 16 KiB and unmaps one as soon as its last frame ends. Of a test that calls across
+# the edge of a chunk, which is where interpreted kernels happen to be, every call maps memory: a fifth of all tests'
+# time. Below a frame of 33 KiB a chunk has 64.
+_called_with_room = _with_room(2**15 // 8 + 128)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """As pytest's own, with room for frames."""
+    runner = item.config.pluginmanager.get_plugin("runner")
+    return _called_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))  # type: ignore[union-attr]
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device of the kernels: a GPU, or the CPU where they are interpreted."""

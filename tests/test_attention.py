@@ -41,7 +41,6 @@ from tests.conftest import (
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 # The kernels of torch lose what must cancel there, as does every other that takes delta from the rounded out.
 CASES_FOR_TORCH = [case for case in CASES if not case.offset]

@@ -220,6 +220,43 @@ def test_slopes():
 
 
 @in_float64
+@pytest.mark.parametrize("reach", [0, 3, 60])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows"),
+    [(BATCH, HEADS, 1), (BATCH, 1, 1), (1, HEADS, 1), (1, 1, 1), (BATCH, HEADS, SEQLEN_Q), (1, 1, SEQLEN_Q)],
+)
+def test_relative(batch, heads, rows, reach):
+    """Tables of every shape; of one row they are shared by all queries."""
+    table = torch.randn(batch, heads, rows, 2 * reach + 1, dtype=torch.float64, requires_grad=True)
+    x = [y.detach() for y in qkv(torch.float64)]
+    got, expected = (
+        gradients(
+            lambda *x, f=function: f(*x[:3], mask=masks.causal(), bias=biases.relative(x[3])),
+            [*(y.requires_grad_() for y in x), table],
+            [],
+        )
+        for function in (triton_attention, torch_attention)
+    )
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_shared_table_takes_no_room_for_queries(monkeypatch):
+    """T5's, of which there may be far fewer numbers than queries."""
+    sizes: list[int] = []
+    zeros = torch.zeros
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        sizes.append(zeros(*args, **{**kwargs, "device": "meta"}).numel())
+        return zeros(*args, **kwargs)
+
+    weight = torch.randn(8, HEADS, device=DEVICE, requires_grad=True)
+    out = triton_attention(*qkv(torch.float32), bias=biases.t5(weight, max_distance=9))
+    monkeypatch.setattr(torch, "zeros", counting)
+    out.sum().backward()
+    assert 0 < max(sizes) <= HEADS * 19 * exact_sum.WORDS.value
+
+
+@in_float64
 def test_packed():
     """Sequences are what batches are elsewhere."""
     q, k, v = (torch.randn(11, h, HEAD_DIM, dtype=torch.float64, requires_grad=True) for h in (HEADS, 2, 2))

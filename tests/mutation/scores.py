@@ -110,6 +110,12 @@ DISTANCES = (
     Fault(DBIAS, "ahead += tl.sum", "ahead = tl.sum", "drelative: the last block ahead only", RELATIVE),
     Fault(DBIAS, "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows", "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * seqlen_k", "drelative: as many rows as keys", RELATIVE),
     Fault(DBIAS, "for i in range(0, blocks.n_full + blocks.n_boundary):", "for i in range(0, blocks.n_full):", "drelative: boundary blocks left out", RELATIVE),
+    Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance + reach, ds, pairs)", "drelative: of shared tables beyond the ends", MEMORY),
+    Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance, ds, near)", "drelative: of shared tables reach too early", RELATIVE),
+    Fault(DBIAS, "tl.sum(behind, 0), tl.sum(ahead, 0)", "tl.sum(ahead, 0), tl.sum(behind, 0)", "drelative: of shared tables, ends exchanged", RELATIVE),
+    Fault(DBIAS, "nheads * n_columns if n_sequences > 1 else 0", "n_columns if n_sequences > 1 else 0", "drelative: sequences one column apart", "tests/test_learned.py -k relative"),
+    Fault(DBIAS, "n_columns if nheads > 1 else 0", "0", "drelative: all heads in the first", RELATIVE),
+    Fault(DBIAS, "if n_rows == 1:", "if n_rows == 0:", "drelative: a row for each query of a shared table", "tests/test_learned.py -k shared"),
     Fault(DBIAS, "full = torch.zeros(size,", "full = torch.empty(size,", "drelative: distances that no pair has", RELATIVE),
 )
 

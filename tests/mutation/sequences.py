@@ -55,7 +55,7 @@ OFFSETS = (
     Fault(GRADIENT, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
     Fault(DBIAS, "place = place_of(call.sequences, own_sequence + rest // heads_each, head,", "place = place_of(call.sequences, own_sequence, head,", "dbias: sums the first sequence over and over", PACKED),
     Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", PACKED),
-    Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, relative.shape[3])", "size = (q.shape[0], shape.nheads_q, n_rows, relative.shape[3])", "drelative: room for the first sequence only", PACKED),
+    Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)", "size = (q.shape[0], shape.nheads_q, n_rows, n_columns)", "drelative: room for the first sequence only", PACKED),
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
     Fault(ROPE, "x_head = head_base(x, place.batch, head, first)", "x_head = head_base(x, place.batch, head, 0)", "rope: rows of the first sequence for all", PACKED),
     Fault(ROPE, "out_head = head_base(out, place.batch, head, first)", "out_head = head_base(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
