@@ -5,7 +5,8 @@ each term adds an integer to two of them, which is exact, and 2^39 terms fit. Ku
 Validity" (2008), chapter 8, has the idea as one long accumulator.
 
     words    (n, 12) int64: word w counts in units of 2^(24 w - 149); of float64 sums (n,) float64
-    special  (n,) float32: the sum of the terms that are infinite or NaN; of float64 sums empty
+    special  (n,) float32: the sum of the terms that are infinite or NaN, which is the result then; of float64 sums
+             empty
 """
 
 from typing import Any, NamedTuple
@@ -43,9 +44,8 @@ def add_exactly(sums, index, x, mask):
         value = mantissa << (shift % BITS).to(tl.int64)
         sign = tl.where(bits < 0, -1, 1).to(tl.int64)
         words = sums.words_ptr + index.to(tl.int64) * WORDS + shift // BITS
-        finite = exponent < 255
-        tl.atomic_add(words, sign * (value & 0xFFFFFF), mask=mask & finite & (mantissa != 0), sem="relaxed")
-        tl.atomic_add(words + 1, sign * (value >> BITS), mask=mask & finite & (value >> BITS != 0), sem="relaxed")
+        tl.atomic_add(words, sign * (value & 0xFFFFFF), mask=mask & (mantissa != 0), sem="relaxed")
+        tl.atomic_add(words + 1, sign * (value >> BITS), mask=mask & (value >> BITS != 0), sem="relaxed")
         tl.atomic_add(sums.special_ptr + index, x, mask=mask & (exponent == 255), sem="relaxed")
 
 
@@ -70,4 +70,4 @@ def rounded(sums: Sums) -> torch.Tensor:
     total = torch.zeros_like(columns[0], dtype=torch.float64)
     for i in reversed(range(len(columns))):
         total = total + columns[i].double() * 2.0 ** (BITS.value * i + SMALLEST)
-    return total.float() + sums.special_ptr
+    return torch.where(sums.special_ptr == 0, total.float(), sums.special_ptr)

@@ -437,7 +437,12 @@ def test_sums_of_both_ends_of_the_range():
 
 @pytest.mark.parametrize(
     ("terms", "expected"),
-    [([math.inf, 1.0], math.inf), ([-math.inf, 1e38], -math.inf), ([math.inf, -math.inf], None), ([math.nan], None)],
+    [
+        ([math.inf, -3e38, -3e38, -3e38], math.inf),
+        ([-math.inf, 1e38], -math.inf),
+        ([math.inf, -math.inf], None),
+        ([math.nan], None),
+    ],
 )
 def test_sums_of_what_is_not_finite(terms, expected):
     """A neighbour's terms are not touched."""

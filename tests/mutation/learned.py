@@ -45,7 +45,7 @@ SUMS_OF_TERMS = (
     Fault(SUM, "tl.where(exponent > 0, fraction | 0x800000, fraction)", "fraction | 0x800000", "exact sums: subnormal terms with a leading 1", SUMS),
     Fault(SUM, "tl.maximum(exponent, 1) - 1", "tl.maximum(exponent, 1)", "exact sums: twice of them", SUMS),
     Fault(SUM, "tl.where(bits < 0, -1, 1)", "tl.where(bits < 0, 1, 1)", "exact sums: of absolute terms", SUMS),
-    Fault(SUM, "finite = exponent < 255", "finite = exponent < 256", "exact sums: infinities as numbers", SUMS),
+    Fault(SUM, "torch.where(sums.special_ptr == 0, total.float(), sums.special_ptr)", "total.float() + sums.special_ptr", "exact sums: of infinities and what overflows", SUMS),
     Fault(SUM, "mask=mask & (exponent == 255)", "mask=mask & (exponent == 256)", "exact sums: infinities lost", SUMS),
     Fault(SUM, "tl.atomic_add(words + 1, sign * (value >> BITS)", "tl.atomic_add(words + 1, (value >> BITS)", "exact sums: upper words without a sign", SUMS),
     Fault(SUM, "columns[i + 1] = columns[i + 1] + (columns[i] >> BITS.value)", "columns[i + 1] = columns[i + 1] + 0", "exact sums: carries lost", SUMS),
