@@ -141,10 +141,11 @@ def terms_of_added(inputs: Inputs, dscores: Tensor, products: Tensor) -> Results
     learned = inputs.leaves.get("learned")
     if learned is None or inputs.score_mod is None:
         return found
-    if inputs.softcap is not None:
-        products = inputs.softcap * (products / inputs.softcap).tanh()
     learned = learned.detach().requires_grad_()
-    changed = inputs.score_mod.with_learned(learned).apply(products)
+    score_mod = inputs.score_mod.with_learned(learned)
+    changed = reference.modified(
+        products, *products.shape[2:], softcap=inputs.softcap, score_mod=score_mod, bias=None
+    )  # fmt: skip
     # The derivative of each score by the numbers that it is computed from: that of the backward by what comes back.
     back = torch.zeros_like(changed, requires_grad=True)
     (gradient,) = torch.autograd.grad(changed, learned, back, create_graph=True)

@@ -2,10 +2,9 @@
 
 Inside :func:`checked_accesses` a launch fails unless each load reads elements of one tensor argument that the kernel
 does not write, each store writes elements of one output, and each element of an output is written exactly once, or
-added to by atomics. So no
-program depends on another one of its launch. An element is one of the tensor as it was passed: the rest of its storage
-is out of bounds. Lanes that are masked off may have any address. Tensors inside tuples are called by their place in
-them, as in ``results.out.ptr``.
+added to by atomics. So no program depends on another one of its launch. An element is one of the tensor as it was
+passed: the rest of its storage is out of bounds. Lanes that are masked off may have any address. Tensors inside tuples
+are called by their place in them, as in ``results.out.ptr``.
 """
 
 from __future__ import annotations
