@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from fusedattn import fused, nested, reference, sdpa
@@ -122,7 +123,7 @@ def attention(
         gradient. Its scores of ``-inf`` hide keys as the mask does. A NaN or Inf in a
         key or value never reaches the output or gradient of a query that may not attend to it (under torch.compile
         the torch backend keeps this for keys that are hidden from every query, such as padding). Under autocast,
-        float32 inputs are cast to the autocast dtype, as torch's own function does.
+        all inputs but float64 are cast to the autocast dtype, as torch's own function does.
 
     Raises:
         TypeError, ValueError: an argument that is wrong in itself; the message names it, what it got and what
@@ -144,7 +145,11 @@ def attention(
     if (backend or default_backend(q.device)) == "triton":
         out, lse = fused.attention(q, k, v, options)
     elif return_lse or not sdpa.can_run(options):
-        out, lse, _ = reference.attention(q, k, v, **vars(options))
+        # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
+        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, _ = reference.attention(*wide, **vars(options))
+        out = out.to(q.dtype)
     else:
         return sdpa.attention(q, k, v, mask=options.mask, rope=rope, bias=options.bias, scale=options.scale)
     return (out, lse) if return_lse else out

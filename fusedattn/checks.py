@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import torch
@@ -151,6 +152,11 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, allowed is (nheads_q,) = {(q.shape[1],)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks: got device {sinks.device}, allowed is the device of q, {q.device}")
+
+
+def check_dropout_p(dropout_p: float) -> None:
+    """Raise TypeError or ValueError unless it is a probability below 1."""
+    check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
 
 
 def check_dropout_seed(seed: Tensor, q: Tensor) -> None:

@@ -59,7 +59,7 @@ def checked(
         checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     if softcap is not None:
         checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
-    checks.check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
+    checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
         checks.check_dropout_seed(dropout_seed, q)
     reasons = not_supported_reasons(
@@ -90,13 +90,12 @@ def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As torch's own functions do: in the dtype of the autocast region, if they are in one."""
+    """As torch's own functions do: in the dtype of the autocast region, if they are in one; float64 stays."""
     return tuple(_autocast(x) for x in tensors)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype of the autocast region, if it is in one."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

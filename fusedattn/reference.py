@@ -70,7 +70,7 @@ def attention(
     q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
-    scores = _scores(q, k) * scale
+    scores = products(q, k) * scale
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None or score_mod is not None:
         scores = scores.masked_fill(~visible, 0.0)  # the derivative at a NaN is NaN, by which a gradient of 0 is NaN
@@ -125,9 +125,21 @@ def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tens
     return torch.softmax(scores, dim=-1)[..., :-1], lse[..., 0]
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def is_readable(x: Tensor) -> bool:
+    """Whether Python can branch on the values of ``x``: not under a compiler, in ``torch.func.vmap``, without data."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
+    return True
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
     """``q k^T``; all scores of a non-finite key are NaN, and what hides them there hides it from the gradients too."""
-    if torch.compiler.is_compiling() or k.isfinite().all():  # a compiler cannot branch on data
+    if is_readable(k) and k.isfinite().all():
         return q @ k.mT
     # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
     # back as NaN scores, by a sum, so that their own gradients are NaN where they are seen.
@@ -138,7 +150,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """``weights @ v``; a non-finite value reaches only the queries that see it, in value and in gradient."""
-    if torch.compiler.is_compiling() or v.isfinite().all():
+    if is_readable(v) and v.isfinite().all():
         return weights @ v
     poisoned = ~v.isfinite()  # (batch, nheads_q, seqlen_k, head_dim)
     out = weights @ _Zeroed.apply(v, poisoned)
@@ -149,6 +161,8 @@ def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 class _Zeroed(torch.autograd.Function):
     """``x`` with 0 where `poisoned`; the gradient is that of ``x``, as if nothing had been replaced."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, poisoned: Tensor) -> Tensor:

@@ -32,8 +32,10 @@ def attention(
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k)
+    shown = None if added is None else added != -torch.inf
+    finite_bias = () if added is None else (added.where(shown, 0.0),)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if not _finite(rotated_q, rotated_k, v, *(() if added is None else (added,))):
+    if not _finite(rotated_q, rotated_k, v, *finite_bias):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
@@ -48,7 +50,9 @@ def attention(
             )
 
     visible = mask.dense(seqlen_q, seqlen_k, batch=q.shape[0], nheads=q.shape[1], device=q.device)
-    if torch.compiler.is_compiling():
+    if shown is not None:
+        visible = visible & shown
+    if not reference.is_readable(q):
         # Keys hidden from every query, at least, are made harmless without looking at them.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
@@ -59,7 +63,9 @@ def attention(
     q = q.masked_fill(empty, 0.0)
     attn_mask = visible | empty
     if added is not None:
-        attn_mask = added.to(q.dtype).masked_fill(~attn_mask, -torch.inf)
+        # In float32, as in 16 bits a large negative bias would become -inf.
+        added = added.to(torch.promote_types(q.dtype, torch.float32))
+        attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=enable_gqa)
     return out.masked_fill(empty, 0.0)
 
@@ -75,7 +81,7 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are finite; taken for granted where there is no data to look at."""
-    if torch.compiler.is_compiling() or tensors[0].is_meta:
+    """Whether all values are finite; taken for granted where there are none to look at."""
+    if not all(map(reference.is_readable, tensors)):
         return True
     return all(bool(torch.isfinite(bound)) for x in tensors for bound in torch.aminmax(x.detach()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -128,7 +127,7 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
     reasons = []
     if head_dim > MAX_HEAD_DIM:
         reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton'")
-    if not _has_triton():
+    if not HAS_TRITON:
         return [
             *reasons,
             "backend: got 'triton', but Triton is not installed (it exists for Linux)",
@@ -158,9 +157,11 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
     return reasons
 
 
-@lru_cache
-def _has_triton() -> bool:
+def _triton_is_installed() -> bool:
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # sys.modules["triton"] is None
+    except (ImportError, ValueError):  # a finder refuses it, or sys.modules["triton"] is None
         return False
+
+
+HAS_TRITON = _triton_is_installed()  # asked once, outside of what torch.compile traces

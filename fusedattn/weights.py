@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from fusedattn import checks, indices
+from fusedattn import checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
-from fusedattn.reference import modified
+from fusedattn.reference import modified, products
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -26,6 +26,8 @@ def attention_weights(
     scale: float | None = None,
     softcap: float | None = None,
     score_mod: ScoreMod | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     rows: Tensor | slice | None = None,
     keys: Tensor | slice | None = None,
 ) -> Tensor:
@@ -42,15 +44,16 @@ def attention_weights(
         lse: ``(batch, nheads_q, seqlen_q)``, what :func:`fusedattn.attention` returned with ``return_lse=True`` for
             them and for the same mask, rope, bias, scale, softcap and score_mod (and any sinks).
         mask, rope, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
+        dropout_p, dropout_seed: likewise, for the weights after dropout; a seed is needed for it.
         rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only their part of the
             ``seqlen_q x seqlen_k`` weights is ever written.
 
     Returns:
-        ``(batch, nheads_q, rows, keys)``, float32 (float64 for float64 inputs), before dropout; differentiable. The
+        ``(batch, nheads_q, rows, keys)``, float32 (float64 for float64 inputs), differentiable. Before dropout the
         weights of a query add up to 1, less that of its sink; those of one that may attend to nothing are 0.
 
     Raises:
-        TypeError, ValueError: as ``attention``; lse has another shape than the queries.
+        TypeError, ValueError: as ``attention``; lse has another shape than the queries; dropout without a seed.
         NotImplementedError: a function of the mask or the scores came without ``eager=``.
     """
     mask, bias = as_mask(mask), as_bias(bias)
@@ -64,6 +67,11 @@ def attention_weights(
         checks.check_score_mod(score_mod, q)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse: got shape {tuple(lse.shape)}, allowed is (batch, nheads_q, seqlen_q) = {q.shape[:3]}")
+    checks.check_dropout_p(dropout_p)
+    if dropout_seed is not None:
+        checks.check_dropout_seed(dropout_seed, q)
+    elif dropout_p:
+        raise ValueError(f"dropout_seed: got None with dropout_p={dropout_p}, allowed is the seed of the attention")
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     rows, keys = indices.select(seqlen_q, rows, q.device), indices.select(seqlen_k, keys, q.device)
@@ -76,10 +84,17 @@ def attention_weights(
     else:
         q, k = q[:, :, rows], k[:, :, keys]
     k = k.repeat_interleave(nheads // k.shape[1], dim=1)
-    scores = (q.to(dtype) @ k.to(dtype).mT) * scale
+    with torch.autocast(q.device.type, enabled=False):
+        scores = products(q.to(dtype), k.to(dtype)) * scale
     scores = modified(
         scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, rows=rows, keys=keys
     )  # fmt: skip
     visible = mask.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, batch=batch, nheads=nheads, device=q.device)
     lse = lse[:, :, rows, None]
-    return torch.exp(scores - lse).masked_fill(~visible | (lse == -math.inf), 0.0)
+    # Before the exponential, so that what is hidden overflows neither there nor in a gradient.
+    hidden = ~visible | (lse == -math.inf)
+    weights = torch.exp((scores - lse).masked_fill(hidden, -math.inf))
+    if dropout_seed is None:
+        return weights
+    keep = dropout.keep_mask(dropout_seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, rows=rows, keys=keys)
+    return weights * (keep.to(dtype) / (1.0 - dropout_p))

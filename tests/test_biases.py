@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import attention, biases
+from fusedattn import attention, biases, reference
 from fusedattn.biases import Bias
 from tests.conftest import INTERPRETING
 
@@ -285,3 +285,23 @@ def test_a_table_of_one_distance_has_the_gradient_of_a_number():
         out, lse = attention(q, k, v, bias=make(x), return_lse=True, backend="triton")
         found.append(torch.autograd.grad((out, lse), x, (dout, torch.ones_like(lse)))[0])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_infinite_bias_is_a_mask_of_torchs_function(monkeypatch, dtype):
+    """As causal masks of torch are: nothing of the size of the scores is stored for them, rows of nothing are 0."""
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=dtype, requires_grad=True) for n in (5, 7, 7))
+    bias = torch.randn(2, 1, 5, 7).masked_fill(torch.rand(2, 1, 5, 7) < 0.4, -torch.inf)
+    bias[0, :, 1] = -torch.inf
+    bias[1, :, 2] = -1e5  # -inf in float16, but all keys alike
+    bias.requires_grad_()
+    inputs = (q, k, v, bias)
+    expected = reference.attention(*(x.float() for x in inputs[:3]), bias=bias)[0]
+    grads = torch.autograd.grad(expected.sum(), inputs)
+    monkeypatch.setattr(reference, "attention", None)
+    out = attention(q, k, v, bias=bias, backend="torch")
+    assert out[0, :, 1].eq(0).all()
+    tolerance = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    for got, grad in zip(torch.autograd.grad(out.sum(), inputs), grads, strict=True):
+        torch.testing.assert_close(got, grad, atol=tolerance, rtol=tolerance)

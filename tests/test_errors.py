@@ -393,7 +393,7 @@ def test_cpu_tensors_without_the_interpreter(monkeypatch):
 def test_without_triton_installed(monkeypatch):
     from fusedattn import support
 
-    monkeypatch.setattr(support, "_has_triton", lambda: False)
+    monkeypatch.setattr(support, "HAS_TRITON", False)
     learned = ScoreMod(halved, halved, None, (torch.ones(4, device=DEVICE, requires_grad=True),))
     reasons = not_supported_reasons(**good(), score_mod=learned, backend="triton")
     assert len(reasons) == 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from fusedattn import Rope, attention_varlen, masks, reference
+from fusedattn import Rope, attention, attention_varlen, masks, reference
 from fusedattn.testing import Case, make_inputs
 from tests.conftest import INTERPRETING, triton_attention
 
@@ -95,6 +95,23 @@ def test_vmap(in_dims):
     got = vmap(of_sum(fused), in_dims)(*inputs)
     expected = zip(*(of_sum(eager)(*x) for x in each), strict=True)
     torch.testing.assert_close(got, tuple(map(torch.stack, expected)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": masks.causal()}, {"softcap": 2.0}, {"bias": torch.randn(4, 4)}], ids=str
+)
+def test_vmap_of_the_torch_backend(options):
+    """Which cannot look for NaN there."""
+    x = torch.randn(3, 2, 2, 4, 8)
+
+    def call(x: Tensor) -> Tensor:
+        return attention(x, x, x, backend="torch", **options)
+
+    of_sum = grad(lambda x: call(x).square().sum())
+    torch.testing.assert_close(vmap(call)(x), torch.stack([call(y) for y in x]))
+    torch.testing.assert_close(vmap(of_sum)(x), torch.stack([of_sum(y) for y in x]))
+    torch.testing.assert_close(grad(lambda x: vmap(call)(x).square().sum())(x), vmap(of_sum)(x))
 
 
 @pytest.mark.parametrize("transform", [hessian, lambda f: jacrev(jacrev(f)), lambda f: jacrev(jacfwd(f))])

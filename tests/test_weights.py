@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusedattn import attention_weights, reference
+from fusedattn import attention, attention_weights, reference
 from fusedattn.testing import CASES, Case, make_inputs
-from tests.conftest import DEVICE, triton_attention
+from tests.conftest import BACKENDS, DEVICE, triton_attention
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-NOT_OF_WEIGHTS = ("sinks", "dropout_p", "dropout_seed")
+NOT_OF_WEIGHTS = ("sinks", "dropout_p", "dropout_seed")  # those of the reference are before dropout
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -46,6 +46,48 @@ def test_gradients() -> None:
         return attention_weights(q, k, reference.attention(q, k, inputs.v)[1])
 
     assert torch.autograd.gradcheck(weights, (q, k))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_hidden_scores_are_zero(backend) -> None:
+    """Of a row that sees nothing, and of a key whose scores would overflow the exponential, or are NaN."""
+    q, k = torch.randn(2, 1, 1, 4, 8, device=DEVICE).unbind()
+    k[:, :, 3] = torch.tensor([1e30, torch.nan])[[0] * 7 + [1]].to(DEVICE)
+    q, k = q.requires_grad_(), k.requires_grad_()
+    visible = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0]], device=DEVICE).bool()
+    v = torch.randn(1, 1, 4, 8, device=DEVICE)
+    _, lse = attention(q, k, v, mask=visible, return_lse=True, backend=backend)
+    weights = attention_weights(q, k, lse, mask=visible)
+    assert weights[0, 0, 1].eq(0).all()
+    dq, dk = torch.autograd.grad(weights.square().sum(), (q, k))
+    assert dq.isfinite().all()
+    assert dk.isfinite().all()
+    assert dq[0, 0, 1].eq(0).all()
+    assert dk[0, 0, 3].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_add_up_to_one_in_16_bits(backend) -> None:
+    """Also of large scores, and under autocast: the scores behind lse are not rounded."""
+    q, k, v = (8 * torch.randn(3, 1, 2, 9, 32, device=DEVICE)).unbind()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out, lse = attention(q, k, v, return_lse=True, backend=backend)
+        weights = attention_weights(q.bfloat16(), k.bfloat16(), lse)
+    assert (out.dtype, lse.dtype, weights.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(lse), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_dropout(backend) -> None:
+    q, k, v = torch.randn(3, 2, 2, 9, 8, dtype=torch.float64 if DEVICE == "cpu" else None, device=DEVICE).unbind()
+    options = {"dropout_p": 0.4, "dropout_seed": torch.tensor([7], device=DEVICE)}
+    out, lse = attention(q, k, v, **options, return_lse=True, backend=backend)
+    weights = attention_weights(q, k, lse, **options)
+    torch.testing.assert_close(weights @ v, out)
+    part = attention_weights(q, k, lse, **options, rows=slice(2, None, 3), keys=torch.tensor([8, 1], device=DEVICE))
+    torch.testing.assert_close(part, weights[:, :, 2::3, [8, 1]])
+    with pytest.raises(ValueError, match="dropout_seed: got None"):
+        attention_weights(q, k, lse, dropout_p=0.4)
 
 
 def test_another_lse_is_refused() -> None:
