@@ -11,17 +11,20 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
+.PHONY: help demo test test-integrations lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARGS go to the demo
 	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
 
-test: .venv/.test ## run all tests (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
-	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 $(ARGS)
+test: .venv/.test ## run the tests of the package (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
+	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 --ignore=tests/integrations $(ARGS)
+
+test-integrations: .venv/.test ## run the tests beside torch.nn, transformers and other libraries; ARGS go to pytest
+	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 tests/integrations $(ARGS)
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy
 	@status=0; \

@@ -2,7 +2,8 @@
 
 from fusedattn import biases, dropout, masks
 from fusedattn.attention import attention
-from fusedattn.modules import Replacement, fuse, fusion_report, unfuse
+from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
+from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.score_mod import ArgGradient, ScoreMod
 from fusedattn.support import not_supported_reasons
@@ -27,5 +28,7 @@ __all__ = [
     "fusion_report",
     "masks",
     "not_supported_reasons",
+    "replace_sdpa",
+    "scaled_dot_product_attention",
     "unfuse",
 ]

@@ -5,6 +5,8 @@ Compiled and eager versions beside each other. This module needs Triton: it is i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ def _sees(batch, head, q_index, k_index, args):
     return (q_index + 4 * k_index + first) % 5 != 0
 
 
-def _sees_eager(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple) -> Tensor:
+def _sees_eager(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple[Any, ...]) -> Tensor:
     return (q_index + 4 * k_index + args[0][batch * args[1] + head]) % 5 != 0
 
 
@@ -57,7 +59,9 @@ def _gain_derivative(score, batch, head, q_index, k_index, args):
     return score / (1.0 + tl.abs(score))
 
 
-def _score_eager(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple) -> Tensor:
+def _score_eager(
+    score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor, args: tuple[Any, ...]
+) -> Tensor:
     return score + args[0][head] * score / (1.0 + score.abs()) - args[1] * (k_index - q_index)
 
 

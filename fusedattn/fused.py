@@ -53,7 +53,7 @@ class Attention(torch.autograd.Function):
         dout = torch.zeros_like(kept[0]) if dout is None else dout
         needed = tuple(ctx.needs_input_grad[: ops.N_DIFFERENTIABLE])
         constants = Constants.of(list(tensors), *ctx.numbers)
-        found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)
+        found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
         return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
 
     @staticmethod
@@ -182,5 +182,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
             return eager_packed.attention(q, k, v, changed, packed)
         return reference.attention(q, k, v, **vars(changed))[:2]
 
-    out, lse, *_ = Attention.apply(*inputs, constants, eager)
+    out, lse, *_ = Attention.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
     return out, lse

@@ -264,10 +264,10 @@ def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.devi
     )
 
 
-_MADE: WeakKeyDictionary[Mask, dict[tuple, Any]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[Mask, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
-def _once(mask: Mask, key: tuple, make: Callable[[], Any]) -> Any:
+def _once(mask: Mask, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """What ``make`` makes of a mask, kept for as long as the mask: people make theirs once, too."""
     made = _MADE.setdefault(mask, {})
     if key not in made:

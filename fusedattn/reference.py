@@ -144,7 +144,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
     # back as NaN scores, by a sum, so that their own gradients are NaN where they are seen.
     poisoned = ~k.isfinite().all(dim=-1)  # (batch, nheads_q, seqlen_k)
-    scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT
+    scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT  # type: ignore[no-untyped-call]
     return scores + torch.zeros_like(scores[..., :1, :]).masked_fill(poisoned[..., None, :], math.nan)
 
 
@@ -153,7 +153,7 @@ def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     if is_readable(v) and v.isfinite().all():
         return weights @ v
     poisoned = ~v.isfinite()  # (batch, nheads_q, seqlen_k, head_dim)
-    out = weights @ _Zeroed.apply(v, poisoned)
+    out = weights @ _Zeroed.apply(v, poisoned)  # type: ignore[no-untyped-call]
     pairs = visible & poisoned.any(dim=-1)[..., None, :]
     nan = (weights * torch.zeros_like(weights).masked_fill(pairs, math.nan)).sum(dim=-1, keepdim=True)
     return torch.where(visible.to(v.dtype) @ poisoned.to(v.dtype) > 0, out + nan, out)
@@ -173,5 +173,5 @@ class _Zeroed(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

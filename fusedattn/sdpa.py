@@ -31,9 +31,10 @@ def attention(
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
-    added = None if bias is None else bias.dense(seqlen_q, seqlen_k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
     shown = None if added is None else added != -torch.inf
-    finite_bias = () if added is None else (added.where(shown, 0.0),)
+    finite_bias = () if added is None or shown is None else (added.where(shown, 0.0),)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
     if not _finite(rotated_q, rotated_k, v, *finite_bias):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
@@ -63,8 +64,7 @@ def attention(
     q = q.masked_fill(empty, 0.0)
     attn_mask = visible | empty
     if added is not None:
-        # In float32, as in 16 bits a large negative bias would become -inf.
-        added = added.to(torch.promote_types(q.dtype, torch.float32))
+        # In float32 at least, as in 16 bits a large negative bias would become -inf.
         attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=enable_gqa)
     return out.masked_fill(empty, 0.0)

@@ -18,14 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # What the arguments of attention are made of, with no attention in it.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "constants", "functions", "indices"}
 
-# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages,
-# whose own files may import each other; "fusedattn" is the public names in fusedattn/__init__.py.
+# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages, whose own files may
+# import each other; of integrations, each module. "fusedattn" is the public names in fusedattn/__init__.py.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {
         "fusedattn",
         "testing",
         "peers",
+        "fusion",
         "modules",
         "transformer",
         "attention",
@@ -36,7 +37,9 @@ ALLOWED: dict[str, set[str]] = {
         *VALUES,
         "kernels",
     },
-    "fusedattn": {"modules", "varlen", "weights", "attention", "support", *VALUES},
+    "fusedattn": {
+        "fusion", "integrations.torch_functions", "varlen", "weights", "attention", "support", *VALUES,
+    },
     "testing": {
         "cases",
         "transformer",
@@ -51,7 +54,18 @@ ALLOWED: dict[str, set[str]] = {
     "cases": {"case_functions", *VALUES},
     "case_functions": VALUES,
     "peers": VALUES,
-    "modules": {"transformer", "attention", "support", "checks", "sdpa", "reference", *VALUES},
+    "fusion": {
+        "modules", "integrations.torch_nn", "integrations.transformers", "transformer", "attention", "support",
+        "checks",
+    },
+    "modules": {"transformer", "attention", "support", *VALUES},
+    "integrations": set(),
+    "integrations.torch_functions": {"attention", "prepare", "support", "checks", *VALUES},
+    "integrations.torch_flash": {"prepare", "ops", "checks", *VALUES},
+    "integrations.torch_nn": {"attention", "varlen", "weights", "support", "checks", *VALUES},
+    "integrations.flash_attn": {"attention", "varlen", "checks", *VALUES},
+    "integrations.transformers": {"attention", "weights", "support", *VALUES},
+    "integrations.kernels_hub": {"fusedattn"},
     "transformer": VALUES,
     "weights": {"checks", "reference", *VALUES},
     "nested": {"varlen"},
@@ -76,16 +90,19 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
 }
 
-# Written in Triton: others load these only inside functions, so that the package imports without it.
+# Written in Triton, or for another library: others load these only inside functions, so that the package imports
+# without it.
 IN_TRITON = {"kernels", "case_functions"}
+ON_DEMAND = {*IN_TRITON, "integrations.transformers"}
 
-# Allowed besides the standard library and torch; only inside functions, except in what is written in Triton.
+# Allowed besides the standard library and torch; only inside functions, except in what is loaded on demand.
 ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
     "case_functions": {"triton"},
     "ops": {"triton"},
     "support": {"triton"},
     "testing": {"triton"},
+    "integrations.transformers": {"transformers"},
     "cli": {"triton", "rich", "matplotlib", "numpy"},
 }
 
@@ -119,6 +136,8 @@ MODULES = {dotted_name(path): path for path in source_files()}
 def unit_of(module: str) -> str:
     """The row of the table: `cli` for `fusedattn.cli.demo`, `fusedattn` for the package itself."""
     parts = module.split(".")
+    if parts[1:2] == ["integrations"]:
+        return ".".join(parts[1:3])
     return parts[1] if len(parts) > 1 else parts[0]
 
 
@@ -176,13 +195,13 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             target = unit_of(item.module)
             if target != unit and target not in allowed:
                 problem = f"{unit} may not import {target}"
-            elif target in IN_TRITON - {unit} and item.when == "import":
-                problem = f"{target} loads only inside functions, so that the package imports without Triton"
+            elif target in ON_DEMAND - {unit} and item.when == "import":
+                problem = f"{target} loads only inside functions, so that the package imports without what it needs"
         elif top in sys.stdlib_module_names or top == "torch":
             pass
         elif top not in outside:
             problem = f"{unit} may not import {top}"
-        elif unit not in IN_TRITON and item.when == "import":
+        elif unit not in ON_DEMAND and item.when == "import":
             problem = f"{top} loads only inside functions, so that the package imports without it"
         if problem:
             found.append(f"{module}, line {item.line}: {item.module}: {problem}")
@@ -239,6 +258,9 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         ("fusedattn.attention", "if True:\n    import fusedattn.kernels.rope"),
         ("fusedattn.attention", "def f():\n    import fusedattn.modules"),
         ("fusedattn.attention", "import importlib\nimportlib.import_module('fusedattn.modules')"),
+        ("fusedattn.fusion", "from fusedattn.integrations import transformers"),
+        ("fusedattn.integrations.torch_nn", "from fusedattn.integrations.flash_attn import flash_attn_func"),
+        ("fusedattn.integrations.flash_attn.bert_padding", "import transformers"),
         ("fusedattn.support", "def f(name):\n    return __import__(name)"),
         ("fusedattn.kernels.rope", "from fusedattn.rope import Rope"),
         ("fusedattn.kernels.rope", "from kernels.primitives import rotate"),
@@ -293,7 +315,7 @@ sys.meta_path.insert(0, NoTriton())
 
 def test_package_works_without_triton() -> None:
     """Every module but the kernels imports, and CPU tensors still have a backend."""
-    units = sorted(ALLOWED.keys() - IN_TRITON - {"fusedattn", "__main__"})
+    units = sorted(ALLOWED.keys() - ON_DEMAND - {"fusedattn", "__main__"})
     code = WITHOUT_TRITON + (
         "import importlib, torch, fusedattn\n"
         f"for unit in {units!r}:\n"
@@ -305,13 +327,13 @@ def test_package_works_without_triton() -> None:
     assert run_python(code) == "(1, 2, 5, 16) False"
 
 
-def test_import_does_not_load_triton_or_the_kernels() -> None:
+def test_import_loads_neither_triton_nor_the_kernels_nor_transformers() -> None:
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "import fusedattn\n"
         "new = set(sys.modules) - before\n"
-        "print(sorted(n for n in new if n.startswith(('triton', 'fusedattn.kernels'))))"
+        "print(sorted(n for n in new if n.startswith(('triton', 'transformers', 'fusedattn.kernels'))))"
     )
     assert run_python(code) == "[]"
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedattn import attention, fuse, fusion_report, masks, unfuse
-from fusedattn.modules import FusedScaledDotProductAttention, Replacement
+from fusedattn.fusion import Replacement
+from fusedattn.modules import FusedScaledDotProductAttention
 from fusedattn.transformer import (
     Decoder,
     DecoderLayer,
@@ -346,6 +347,10 @@ class Subclass(ScaledDotProductAttention):
     pass
 
 
+class OthersAttention(nn.MultiheadAttention):
+    pass
+
+
 def patched() -> ScaledDotProductAttention:
     core = ScaledDotProductAttention()
     core.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
@@ -365,11 +370,10 @@ def fused_subclass() -> nn.Module:
         (Subclass, ["1: Subclass is a subclass"]),
         (fused_subclass, ["1: Sub is a subclass"]),
         (patched, ["1: its forward was replaced"]),
-        (lambda: nn.MultiheadAttention(8, 2), ["1: torch.nn.MultiheadAttention is not supported"]),
-        (lambda: nn.TransformerEncoderLayer(8, 2), ["1.self_attn: torch.nn.MultiheadAttention"]),
+        (lambda: OthersAttention(8, 2), ["1: OthersAttention is a subclass of MultiheadAttention"]),
         (
-            lambda: nn.Sequential(Subclass(), patched(), nn.MultiheadAttention(8, 2)),
-            ["1.0: Subclass is a subclass", "1.1: its forward", "1.2: torch.nn.MultiheadAttention"],
+            lambda: nn.Sequential(Subclass(), patched(), OthersAttention(8, 2)),
+            ["1.0: Subclass is a subclass", "1.1: its forward", "1.2: OthersAttention"],
         ),
     ],
 )

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fusedattn import __version__
 from fusedattn.cli.settings import CPU, GPU
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -100,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction) -> None:
+def _add_demo(commands: _Commands) -> None:
     parser = _add(commands, "demo", "fuse a GPT, compare, train, sample, measure", _DEMO, _DEMO_EXAMPLES)
     parser.add_argument("--text", metavar="PATH", help="a file or a folder to train on (default: Python's own library)")
     parser.add_argument(
@@ -123,7 +127,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_check(commands: argparse._SubParsersAction) -> None:
+def _add_check(commands: _Commands) -> None:
     parser = _add(commands, "check", "measure the error of the kernels on this machine", _CHECK, _CHECK_EXAMPLES)
     parser.add_argument("--feature", metavar="SUBSTRING", default="", help="only cases with this in their name")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="repeat it for several (default: all three)")
@@ -144,7 +148,7 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_info(commands: argparse._SubParsersAction) -> None:
+def _add_info(commands: _Commands) -> None:
     parser = _add(commands, "info", "show versions, and which backend runs a case", _INFO, _INFO_EXAMPLES)
     parser.add_argument(
         "--shape",
@@ -166,9 +170,7 @@ def _add_info(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def _add(
-    commands: argparse._SubParsersAction, name: str, purpose: str, description: str, examples: str
-) -> argparse.ArgumentParser:
+def _add(commands: _Commands, name: str, purpose: str, description: str, examples: str) -> argparse.ArgumentParser:
     return commands.add_parser(
         name,
         help=purpose,

@@ -30,7 +30,7 @@ class Step:
     tokens_per_second: float
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """``torch.autocast``, or nothing where ``dtype`` is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

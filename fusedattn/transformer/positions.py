@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -128,10 +130,10 @@ class RotaryPositionalEmbedding(nn.Module):
             f"rotary_dim={self.rotary_dim}, max_len={self.max_len}, theta={self.theta}, interleaved={self.interleaved}"
         )
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositionalEmbedding:
         # A cast has rounded the tables, and leaving the meta device has lost them: write them anew.
         was_meta = self.cos.is_meta
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta or self.cos.dtype != torch.float32:
             rope = Rope.from_theta(self.rotary_dim, self.max_len, self.theta, device="cpu")
             self.cos, self.sin = rope.cos.to(self.cos.device), rope.sin.to(self.cos.device)

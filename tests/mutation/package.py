@@ -4,7 +4,8 @@ from tests.mutation.fault import Fault
 
 MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
-MODULES, TESTING, BLOCKS = "fusedattn/modules.py", "fusedattn/testing.py", "fusedattn/transformer/attention.py"
+MODULES, FUSION = "fusedattn/modules.py", "fusedattn/fusion.py"
+TESTING, BLOCKS = "fusedattn/testing.py", "fusedattn/transformer/attention.py"
 CHECKS, SUPPORT, SCORE_MOD = "fusedattn/checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
 FUNCTIONS = "fusedattn/functions.py"
 
@@ -78,7 +79,7 @@ OTHERS = (
     Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING),
     Fault(MODULES, "            mask=mask,\n            rope=rope,\n            scale", "            mask=None,\n            rope=rope,\n            scale", "fuse: mask dropped", FUSING),
     Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off", FUSING),
-    Fault(MODULES, 'elif "forward" in module.__dict__:', 'elif "forwards" in module.__dict__:', "fuse: a replaced forward is lost", FUSING),
+    Fault(FUSION, 'if "forward" in module.__dict__:', 'if "forwards" in module.__dict__:', "fuse: a replaced forward is lost", FUSING),
     Fault(MODULES, "            backend=self.backend,\n", "", "fuse: backend ignored", FUSING),
     Fault(BLOCKS, "k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))", "k, v = (x.repeat(1, heads // kv_heads, 1, 1) for x in (k, v))", "reference Transformer: wrong KV head", TRANSFORMER),
     Fault(BLOCKS, "scores.softmax(dim=-1).masked_fill(hidden, 0.0)", "scores.softmax(dim=-1)", "reference Transformer: rows that see nothing", TRANSFORMER),

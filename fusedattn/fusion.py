@@ -1,0 +1,158 @@
+"""``fuse(model)``: fused attention in the place of a model's own, sharing everything else.
+
+A module that computes attention has a fused twin, a subclass of its class that computes the same. Fusing a model
+changes the class of such modules in place, so that parameters, buffers, hooks, names, optimizers and every reference to
+a module stay what they were. Models of Hugging Face transformers look their attention up by a name in their config;
+there, the name is changed too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeVar
+
+from torch import nn
+
+from fusedattn.checks import check_backend
+from fusedattn.integrations import torch_nn
+from fusedattn.integrations.torch_nn import FusedMultiheadAttention
+from fusedattn.modules import FusedScaledDotProductAttention
+from fusedattn.support import Backend
+from fusedattn.transformer import ScaledDotProductAttention
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Subclasses of these may compute something else, and are refused.
+TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    ScaledDotProductAttention: FusedScaledDotProductAttention,
+    nn.MultiheadAttention: FusedMultiheadAttention,
+}
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What is fused: the name of a module in the model, and its class (or implementation) before and after."""
+
+    name: str
+    reference: str
+    fused: str
+
+    def __str__(self) -> str:
+        return f"{_called(self.name)}: {self.reference} -> {self.fused}"
+
+
+def fuse(model: Model, *, backend: Backend | None = None) -> Model:
+    """Run every attention in ``model`` that is known through :func:`fusedattn.attention`, in place.
+
+    Known are the reference Transformer of ``fusedattn.transformer``; ``torch.nn.MultiheadAttention``, and with it
+    ``nn.TransformerEncoderLayer``, ``nn.TransformerDecoderLayer`` and ``nn.Transformer``; and models of Hugging Face
+    transformers that choose their attention by ``attn_implementation``.
+
+    Args:
+        model: any module with such attention somewhere in its tree, or one itself. Parameters,
+            ``state_dict`` keys, hooks and modes are untouched; fusing twice is fusing once.
+        backend: passed on to :func:`fusedattn.attention`; None chooses by device.
+
+    Returns:
+        ``model`` itself. :func:`fusion_report` lists what was replaced, :func:`unfuse` undoes it.
+
+    Raises:
+        NotImplementedError: some module cannot be replaced faithfully; the message has every reason, and the
+            model is left as it was.
+        ValueError: there is no known attention in ``model``, or ``backend`` is unknown.
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, allowed is a torch.nn.Module")
+    check_backend(backend)
+    hugging_face = _hugging_face()
+    reasons = [f"{_called(name)}: {reason}" for name, module in model.named_modules() for reason in _reasons(module)]
+    models = hugging_face.models_in(model) if hugging_face else {}
+    for name, pretrained in models.items():
+        reasons += [f"{_called(name)}: {reason}" for reason in hugging_face.reasons(pretrained)]  # type: ignore[union-attr]
+    if reasons:
+        raise NotImplementedError("model: cannot be fused faithfully: " + "; ".join(reasons))
+    twins = _twins()
+    cores = [module for module in model.modules() if type(module) in twins or type(module) in twins.values()]
+    if not cores and not models:
+        raise ValueError(
+            f"model: got {type(model).__name__} without attention that is known, allowed are models with modules of "
+            "fusedattn.transformer, torch.nn.MultiheadAttention or transformers (5.4 and newer); where a model calls "
+            "F.scaled_dot_product_attention itself, fusedattn.replace_sdpa() routes these calls"
+        )
+    for core in cores:
+        core.__class__ = twins.get(type(core), type(core))
+        core.__dict__["backend"] = backend
+    for pretrained in models.values():
+        hugging_face.fuse(pretrained, backend)  # type: ignore[union-attr]
+    for replacement in fusion_report(model):
+        logger.info("fused %s", replacement)
+    return model
+
+
+def unfuse(model: Model) -> Model:
+    """Undo :func:`fuse`, in place; returns ``model``."""
+    references = {twin: reference for reference, twin in _twins().items()}
+    for module in model.modules():
+        if type(module) in references:
+            module.__dict__.pop("backend", None)
+            module.__class__ = references[type(module)]
+    hugging_face = _hugging_face()
+    if hugging_face:
+        for pretrained in hugging_face.models_in(model).values():
+            hugging_face.unfuse(pretrained)
+    return model
+
+
+def fusion_report(model: nn.Module) -> list[Replacement]:
+    """What is fused in ``model`` now, in the order of its modules."""
+    references = {twin: reference for reference, twin in _twins().items()}
+    hugging_face = _hugging_face()
+    models = hugging_face.models_in(model) if hugging_face else {}
+    report = []
+    for name, module in model.named_modules():
+        if name in models and hugging_face and hugging_face.is_fused(module):
+            report.append(Replacement(name, *hugging_face.implementations(module)))
+        for twin, reference in references.items():
+            if isinstance(module, twin):
+                report.append(Replacement(name, reference.__name__, type(module).__name__))
+    return report
+
+
+def _twins() -> dict[type[nn.Module], type[nn.Module]]:
+    """By class, its fused twin; those of transformers too, once that is imported."""
+    hugging_face = _hugging_face()
+    return TWINS | hugging_face.TWINS if hugging_face else TWINS
+
+
+def _hugging_face() -> ModuleType | None:
+    """The integration with transformers; None where that is old, or nobody has imported it, so that no model is its."""
+    if "transformers" not in sys.modules:
+        return None
+    try:
+        from fusedattn.integrations import transformers
+    except ImportError as error:
+        logger.info("models of transformers are left alone: %s", error)
+        return None
+    return transformers
+
+
+def _reasons(module: nn.Module) -> list[str]:
+    """Why this one module cannot be fused, or cannot be left aside."""
+    for reference, twin in TWINS.items():
+        if not isinstance(module, reference):
+            continue
+        if type(module) not in (reference, twin):
+            return [f"{type(module).__name__} is a subclass of {reference.__name__}, which may compute something else"]
+        found = ["its forward was replaced on the instance"] if "forward" in module.__dict__ else []
+        return found + (torch_nn.reasons(module) if isinstance(module, nn.MultiheadAttention) else [])
+    return []
+
+
+def _called(name: str) -> str:
+    return name or "(the model itself)"

@@ -1,0 +1,259 @@
+"""The functions of ``flash_attn.flash_attn_interface``, with its argument names, layouts and return values.
+
+Where this package gives more than ``flash_attn`` it is not held back: float32 and CPU tensors, any head_dim, a head_dim
+of the values of its own, dropout together with a soft-cap, gradients of ``alibi_slopes`` and of ``softmax_lse``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from fusedattn.attention import attention
+from fusedattn.integrations.flash_attn import paging
+from fusedattn.integrations.flash_attn.arguments import (
+    NO_WINDOW,
+    check_returns,
+    check_shape,
+    options_of,
+    whole,
+    with_contiguous_features,
+)
+from fusedattn.integrations.flash_attn.kvcache import flash_attn_with_kvcache
+from fusedattn.varlen import attention_varlen
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`fusedattn.attention` with the arguments of ``flash_attn_func``; differentiable.
+
+    Masks are aligned to the bottom right: query ``i`` stands at key ``i + seqlen_k - seqlen_q``.
+
+    Args:
+        q: ``(batch, seqlen_q, nheads, head_dim)``; float16, bfloat16, float32 (float64 on a CPU). Copied only if its
+            last dimension is not contiguous, as k and v.
+        k: ``(batch, seqlen_k, nheads_k, head_dim)``; ``nheads`` is a multiple of ``nheads_k``.
+        v: ``(batch, seqlen_k, nheads_k, head_dim_v)``.
+        dropout_p: as for :func:`fusedattn.attention`; the seed is drawn from torch's generator.
+        softmax_scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
+        causal: a query does not see keys behind its own.
+        window_size: ``(left, right)``: how many keys before its own and behind it a query sees, negative for no limit;
+            right is 0 where `causal`.
+        softcap: bound of the scores, before the bias; 0 and less for none.
+        alibi_slopes: float32 ``(nheads,)`` or ``(batch, nheads)``; ``-slope * |i + seqlen_k - seqlen_q - j|`` is added
+            to the score of query ``i`` and key ``j``.
+        deterministic: of no effect: results are the same on every run in any case.
+        return_attn_probs: also return softmax_lse and S_dmask.
+
+    Returns:
+        out, ``(batch, seqlen_q, nheads, head_dim_v)``, contiguous. With `return_attn_probs`
+        ``(out, softmax_lse, S_dmask)``: softmax_lse ``(batch, nheads, seqlen_q)``, float32, natural logarithm, of the
+        scores with all that is added to them; S_dmask an empty tensor, as ``flash_attn`` returns without dropout.
+
+        A query that sees nothing has out 0, causes no gradient, and has softmax_lse ``-inf`` (``+inf`` in
+        ``flash_attn`` 2).
+
+    Raises:
+        TypeError, ValueError: as :func:`fusedattn.attention`.
+        NotImplementedError: likewise; `return_attn_probs` with dropout, as no weights are written.
+    """
+    check_returns(dropout_p, return_attn_probs)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_shape(name, x, "(batch, seqlen, nheads, head_dim)")
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    q, k, v = (with_contiguous_features(x).transpose(1, 2) for x in (q, k, v))
+    attend = partial(attention, q, k, v, **options)
+    if return_attn_probs:
+        out, lse = attend(return_lse=True)
+        return out.transpose(1, 2).contiguous(), lse, q.new_empty(0)
+    return attend().transpose(1, 2).contiguous()
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of keys and values in one tensor; all else as there.
+
+    Args:
+        q: ``(batch, seqlen_q, nheads, head_dim)``.
+        kv: ``(batch, seqlen_k, 2, nheads_k, head_dim)``, which is not copied.
+    """
+    check_shape("kv", kv, "(batch, seqlen_k, 2, nheads_k, head_dim)", 2)
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of queries, keys and values in one tensor; all else as there.
+
+    Args:
+        qkv: ``(batch, seqlen, 3, nheads, head_dim)``, which is not copied.
+    """
+    check_shape("qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)", 3)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of each of several sequences, packed one behind the other; differentiable.
+
+    Args:
+        q: ``(total_q, nheads, head_dim)``.
+        k: ``(total_k, nheads_k, head_dim)``; with `block_table` ``(num_blocks, page_block_size, nheads_k, head_dim)``.
+        v: likewise, with ``head_dim_v``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``; sequence ``b`` has the tokens
+            ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. On a GPU nothing waits for them, nor checks them.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; queries beyond would be left out. Given as a
+            tensor, they are waited for.
+        block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages that hold the keys and values of each
+            sequence, in their order; of any size. What is used of them is copied, with room for ``batch *
+            max_seqlen_k`` tokens, or all that the table can list where that is less.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
+            :func:`flash_attn_func`, for each sequence.
+
+    Returns:
+        out, ``(total_q, nheads, head_dim_v)``; with `return_attn_probs` ``(out, softmax_lse, S_dmask)``, softmax_lse
+        ``(nheads, total_q)``. Queries of no sequence are as those that see nothing: out 0, softmax_lse ``-inf``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flash_attn_func` and :func:`fusedattn.attention_varlen`.
+    """
+    check_returns(dropout_p, return_attn_probs)
+    cached = "(total_k, nheads_k, head_dim)"
+    if block_table is not None:
+        cached = "(num_blocks, page_block_size, nheads_k, head_dim)"
+    for name, x, shape in (("q", q, "(total_q, nheads, head_dim)"), ("k", k, cached), ("v", v, cached)):
+        check_shape(name, x, shape)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    max_seqlen_q, max_seqlen_k = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
+    if block_table is not None:
+        k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)
+    q, k, v = (with_contiguous_features(x) for x in (q, k, v))
+    attend = partial(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+    if return_attn_probs:
+        out, lse = attend(return_lse=True)
+        return out.contiguous(), lse, q.new_empty(0)
+    return attend().contiguous()
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of keys and values in one tensor; all else as there.
+
+    Args:
+        q: ``(total_q, nheads, head_dim)``.
+        kv: ``(total_k, 2, nheads_k, head_dim)``, which is not copied.
+    """
+    check_shape("kv", kv, "(total_k, 2, nheads_k, head_dim)", 2)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor; all else as there.
+
+    Args:
+        qkv: ``(total, 3, nheads, head_dim)``, which is not copied.
+    """
+    check_shape("qkv", qkv, "(total, 3, nheads, head_dim)", 3)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""What ``flash_attn_with_kvcache`` checks before it writes anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedattn import checks
+from fusedattn.integrations.flash_attn.arguments import can_read, check_shape
+
+
+def check_tensors(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError unless these are tensors of one call; rows and lengths apart."""
+    check_shape("q", q, "(batch, seqlen_q, nheads, head_dim)")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_shape(name, cache, "(batch_cache or num_blocks, seqlen_cache or page_block_size, nheads_k, head_dim)")
+        if cache.stride(-1) != 1:
+            raise ValueError(f"{name}: got strides {cache.stride()}, allowed are any whose last is 1")
+    if k_cache.shape[0] != v_cache.shape[0]:
+        raise ValueError(
+            f"v_cache: got {v_cache.shape[0]} rows or pages, allowed is that of k_cache, {k_cache.shape[0]}"
+        )
+    # Without rows, of which the caches have a number of their own.
+    checks.check_qkv(*(x[:0].transpose(1, 2) for x in (q, k_cache, v_cache)))
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'}: got None, allowed is a tensor, as the other one of k and v is")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos, rotary_sin: got one of them, allowed are both and neither")
+    if k is None or v is None:
+        if rotary_cos is not None:
+            raise ValueError(
+                "rotary_cos: got a tensor without k, allowed is None, as nothing is appended at a position"
+            )
+        return
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens: got None, allowed is where to write k and v, an int or a tensor")
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        check_shape(name, x, "(batch, seqlen_new, nheads_k, head_dim)")
+        allowed = (q.shape[0], k.shape[1], *cache.shape[2:])
+        if tuple(x.shape) != allowed:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)}, allowed is (batch, seqlen_new, nheads_k, head_dim) = {allowed}"
+            )
+        if x.dtype != cache.dtype or x.device != cache.device:
+            raise TypeError(f"{name}: got {x.dtype} on {x.device}, allowed is {cache.dtype} on {cache.device}")
+
+
+def check_places(
+    batch: int,
+    capacity: int,
+    n_new: int,
+    rows: int | None,
+    cache_seqlens: int | Tensor,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    device: torch.device,
+) -> None:
+    """Raise TypeError or ValueError unless all sequences lie in the caches of `capacity` tokens, and new ones too.
+
+    On a GPU nothing waits for the numbers to be checked. `rows` is how many caches there are, None if they are paged.
+    """
+    by_sequence = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    for name, x in by_sequence.items():
+        if x is None or (isinstance(x, int) and name == "cache_seqlens"):
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, allowed is a torch.int32 tensor")
+        if tuple(x.shape) != (batch,) or x.device != device:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)} on {x.device}, allowed is (batch,) = {(batch,)} on {device}"
+            )
+    _check_range("cache_seqlens", cache_seqlens, capacity - n_new)
+    if cache_batch_idx is not None and rows is not None:
+        _check_range("cache_batch_idx", cache_batch_idx, rows - 1)
+    elif rows is not None and batch > rows:
+        raise ValueError(f"k_cache: got {rows} rows, allowed are batch = {batch} and more")
+
+
+def _check_range(name: str, x: int | Tensor, highest: int) -> None:
+    if isinstance(x, Tensor):
+        if not can_read(x) or x.numel() == 0:
+            return
+        low, high = int(x.min()), int(x.max())
+    else:
+        low = high = x
+    if not 0 <= low <= high <= highest:
+        raise ValueError(f"{name}: got {low} .. {high}, allowed are 0 .. {highest}")

@@ -1,0 +1,1 @@
+"""The layers of ``flash_attn`` that are here: its rotary position embedding."""

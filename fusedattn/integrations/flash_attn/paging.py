@@ -1,0 +1,84 @@
+"""A cache of keys or values in pages, which a block table lists for each sequence in their order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedattn.integrations.flash_attn.arguments import can_read
+from fusedattn.integrations.flash_attn.packing import places
+
+
+def capacity(block_table: Tensor, batch: int, cache: Tensor) -> int:
+    """How many tokens of a sequence the table can list.
+
+    Raises:
+        TypeError, ValueError: it is no table of `batch` sequences for `cache`.
+    """
+    if not isinstance(block_table, Tensor) or block_table.dtype not in (torch.int32, torch.int64):
+        got = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
+        raise TypeError(f"block_table: got {got}, allowed is a torch.int32 tensor")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table: got shape {tuple(block_table.shape)}, allowed is (batch, max_num_blocks_per_seq) with "
+            f"batch = {batch}"
+        )
+    if block_table.device != cache.device:
+        raise ValueError(f"block_table: got device {block_table.device}, allowed is that of the cache, {cache.device}")
+    return block_table.shape[1] * cache.shape[1]
+
+
+def check_pages(block_table: Tensor, lengths: Tensor | int, cache: Tensor) -> None:
+    """Raise ValueError where the first `lengths` tokens, an int or ``(batch,)``, lie in no page; not on a GPU."""
+    if not can_read(block_table):
+        return
+    used = block_table.masked_select(_starts(block_table, cache) < _by_row(lengths))
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < cache.shape[0]:
+        raise ValueError(
+            f"block_table: got pages {int(used.min())} .. {int(used.max())}, allowed are 0 .. {cache.shape[0] - 1}"
+        )
+
+
+def slots(block_table: Tensor, page_size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Page, and row of the page, of each position; positions int64 ``(batch, n)``, results likewise."""
+    return block_table.long().gather(1, positions // page_size), positions % page_size
+
+
+def padded(cache: Tensor, block_table: Tensor, lengths: Tensor | int) -> Tensor:
+    """A copy of the pages in order, ``(batch, max_num_blocks_per_seq * page_size, nheads, head_dim)``.
+
+    Behind the first `lengths` tokens, an int or ``(batch,)``, it holds anything.
+    """
+    unused = _starts(block_table, cache) >= _by_row(lengths)
+    # What the table lists for pages that hold nothing need not be a page.
+    return cache[block_table.long().masked_fill(unused, 0)].flatten(1, 2)
+
+
+def packed(k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values, one sequence behind the other as `cu_seqlens` says; differentiable.
+
+    They have room for sequences of `longest` tokens each, and hold anything behind the last. Nothing waits for
+    `cu_seqlens`, int32 ``(batch + 1,)``.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError("cu_seqlens_k: got none for one sequence or more, allowed is a tensor (batch + 1,)")
+    batch, page_size = cu_seqlens.shape[0] - 1, k.shape[1]
+    most = capacity(block_table, batch, k)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"v: got pages {tuple(v.shape[:2])}, allowed are those of k, {tuple(k.shape[:2])}")
+    if can_read(cu_seqlens) and int(cu_seqlens.diff().max()) > most:
+        raise ValueError(f"block_table: got pages for {most} tokens, allowed are those for the longest sequence")
+    check_pages(block_table, cu_seqlens.diff(), k)
+    sequence, position, inside = places(cu_seqlens, batch * min(longest, most))
+    page = block_table.long()[sequence, position // page_size].masked_fill(~inside, 0)
+    row = position % page_size
+    return k[page, row], v[page, row]
+
+
+def _starts(block_table: Tensor, cache: Tensor) -> Tensor:
+    """The position of the first token of each page."""
+    return torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
+
+
+def _by_row(lengths: Tensor | int) -> Tensor | int:
+    return lengths[:, None] if isinstance(lengths, Tensor) else lengths

@@ -1,0 +1,310 @@
+"""The kernels as torch's flash attention: what ``aten::_scaled_dot_product_flash_attention`` and its kin run.
+
+torch lets the operators of its flash backend be overridden by name, see
+``torch.nn.attention.activate_flash_attention_impl``. A kernel of these operators runs below autograd: torch
+differentiates the forward by calling the backward operator with what the forward has returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from fusedattn import checks, masks, ops
+from fusedattn.constants import Options, Packed
+from fusedattn.dropout import draw_seed
+from fusedattn.masks import Mask
+from fusedattn.prepare import checked, with_positive_scale
+
+NAME = "fusedattn"
+
+DISPATCH_KEYS = ("CUDA", "CPU")
+
+_OTHERS = (None,) * (ops.N_DIFFERENTIABLE - 3)
+_NEEDED = (True,) * 3 + (False,) * (ops.N_DIFFERENTIABLE - 3)
+
+
+def register(*, dispatch_key: str = "CUDA") -> None:
+    """Make ``"fusedattn"`` a name that ``torch.nn.attention.activate_flash_attention_impl`` knows.
+
+    Nothing changes until it is activated. Then, in the whole process, all that ends in torch's flash backend on a GPU
+    runs the Triton kernels, in code compiled from C++ as well: ``F.scaled_dot_product_attention`` where torch chooses
+    this backend (``torch.nn.attention.sdpa_kernel`` makes it), its jagged tensors, and
+    ``torch.nn.attention.varlen.varlen_attn``. ``torch.nn.attention.restore_flash_attention_impl()`` ends it.
+
+    Layouts, dtypes and alignments are those of torch's operators: causal masks and windows count from the last query
+    and key; lse is the natural logarithm, float32, ``(batch, nheads, seqlen_q)`` or, packed, ``(nheads, total_q)``. A
+    query that may attend to nothing has out 0 and lse ``-inf``, where FlashAttention-2 returns ``inf``. Dropout has
+    its seed in ``rng_state``, so that the backward drops the same weights; they are those of
+    :func:`fusedattn.dropout.keep_mask`.
+
+    The operators return lse, but not the maximum and the sum of each row, which this package's backward computes the
+    weights from, as they are more exact. So the backward runs the forward once more; its gradients are bit for bit
+    those of :func:`fusedattn.attention`.
+
+    The operators raise NotImplementedError, with every reason, for what the kernels cannot do: a debug mask, ALiBi
+    slopes, `seqused_k`, paged keys (`block_table`), more than one split, another head_dim of the values. A call that
+    torch's own flash attention would run is then not run at all.
+
+    Args:
+        dispatch_key: whose tensors; ``"CPU"`` for tests in Triton's interpreter.
+
+    Raises:
+        ValueError: another key.
+        NotImplementedError: this version of torch has no such registration.
+    """
+    if dispatch_key not in DISPATCH_KEYS:
+        raise ValueError(f"dispatch_key: got {dispatch_key!r}, allowed are {', '.join(map(repr, DISPATCH_KEYS))}")
+    hook = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if hook is None:
+        raise NotImplementedError(
+            f"torch: got version {torch.__version__}, allowed are those with "
+            "torch.nn.attention.register_flash_attention_impl, as 2.13 has it"
+        )
+    hook(NAME, register_fn=lambda: _Overrides(dispatch_key))
+
+
+class _Overrides:
+    """The operators as overridden, until :meth:`remove` or the end of the object."""
+
+    def __init__(self, dispatch_key: str) -> None:
+        self.library: Any = torch.library.Library("aten", "IMPL", dispatch_key)
+        for name, kernel in _KERNELS.items():
+            self.library.impl(name, kernel, dispatch_key)
+
+    def remove(self) -> None:
+        """Let torch's own kernels run again."""
+        self.library = None
+
+
+def _scaled_dot_product_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """q, k and v are ``(batch, nheads, seqlen, head_dim)``."""
+    _refuse(key, value, return_debug_mask=return_debug_mask)
+    mask = _mask(is_causal, None, None)
+    out, lse, seed = _forward(query, key, value, None, mask, scale, dropout_p)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_for_backward(seed, query)
+
+
+def _scaled_dot_product_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = _mask(is_causal, None, None)
+    return _backward(grad_out, query, key, value, None, mask, scale, dropout_p, philox_seed)
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> tuple[Any, ...]:
+    """q, k and v are ``(batch, seqlen, nheads, head_dim)``, or ``(total, nheads, head_dim)`` with `cum_seq_q`."""
+    _refuse(key, value, return_debug_mask=return_debug_mask, **others)
+    packed = _packed(query, key, cum_seq_q, cum_seq_k, max_q, max_k)
+    mask = _mask(is_causal, window_size_left, window_size_right)
+    q, k, v = _heads_first(query, key, value)
+    out, lse, seed = _forward(q, k, v, packed, mask, scale, dropout_p)
+    (out,) = _heads_last(query, out)
+    return out, lse if packed is None else lse[0], *_for_backward(seed, query)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    packed = _packed(query, key, cum_seq_q, cum_seq_k, max_q, max_k)
+    mask = _mask(is_causal, window_size_left, window_size_right)
+    dout, q, k, v = _heads_first(grad_out, query, key, value)
+    return _heads_last(query, *_backward(dout, q, k, v, packed, mask, scale, dropout_p, rng_state))
+
+
+def _flash_forward_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    """lse; `out` is written."""
+    found, lse, *_ = _flash_forward(*args, **options)
+    out.copy_(found)
+    return lse
+
+
+_KERNELS: dict[str, Any] = {
+    "_scaled_dot_product_flash_attention": _scaled_dot_product_forward,
+    "_scaled_dot_product_flash_attention_backward": _scaled_dot_product_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+}
+if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
+    _KERNELS["_flash_attention_forward_no_dropout_inplace"] = _flash_forward_inplace
+
+
+def _refuse(
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_debug_mask: bool,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Raise NotImplementedError where an operator is asked for what the kernels, or its backward, cannot do."""
+    reasons = []
+    if return_debug_mask:
+        reasons.append("return_debug_mask: got True, allowed is False")
+    for name, x in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes), ("block_table", block_table)):
+        if x is not None:
+            reasons.append(f"{name}: got a tensor, allowed is None")
+    if num_splits is not None and num_splits > 1:
+        reasons.append(f"num_splits: got {num_splits}, allowed are 1 and None")
+    if key.shape[-1] != value.shape[-1]:
+        reasons.append(f"value: got head_dim {value.shape[-1]}, allowed is that of key, {key.shape[-1]}")
+    if reasons:
+        raise NotImplementedError(f"flash attention by {NAME} cannot run: " + "; ".join(reasons))
+
+
+def _mask(is_causal: bool, left: int | None, right: int | None) -> Mask:
+    """Negative windows are none."""
+    left, right = (None if x is None or x < 0 else x for x in (left, right))
+    mask = Mask() if left is right is None else masks.window(left, right)
+    return mask & masks.causal() if is_causal else mask
+
+
+def _packed(
+    query: Tensor, key: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int
+) -> Packed | None:
+    if cum_seq_q is None and cum_seq_k is None:
+        return None
+    if cum_seq_q is None or cum_seq_k is None or query.dim() != 3 or key.dim() != 3:
+        raise ValueError(
+            f"cum_seq_q, cum_seq_k: got {'None' if cum_seq_q is None else 'a tensor'} and "
+            f"{'None' if cum_seq_k is None else 'a tensor'} with shapes {tuple(query.shape)} and {tuple(key.shape)}, "
+            "allowed are two tensors with three dimensions, (total, nheads, head_dim), and None with four"
+        )
+    return Packed(cum_seq_q, cum_seq_k, int(max_q), int(max_k))
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``(batch, nheads, seqlen, head_dim)``, with a batch of 1 for packed ones."""
+    return tuple(x.transpose(0, 1)[None] if x.dim() == 3 else x.transpose(1, 2) for x in tensors)
+
+
+def _heads_last(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """As `query` is laid out."""
+    return tuple(x[0].transpose(0, 1) if query.dim() == 3 else x.transpose(1, 2) for x in tensors)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed | None,
+    mask: Mask,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
+    """What the kernels take, checked."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if packed is not None:
+        checks.check_packed(packed, q, k)
+    options = checked(
+        q, k, v, packed, mask=mask, rope=None, bias=None, scale=scale, softcap=None, score_mod=None, sinks=None,
+        dropout_p=dropout_p, dropout_seed=seed, backend="triton",
+    )  # fmt: skip
+    q, options = with_positive_scale(q, options)
+    return (q, k, v), options
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed | None, mask: Mask, scale: float | None, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and the seed of dropout."""
+    seed = draw_seed(q.device) if dropout_p else None
+    inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
+    constants = options.constants(keep_rest=False, packed=packed)
+    out, lse, *_ = ops.attention_fwd(*inputs, *_OTHERS, *constants.flat())
+    return out, lse, seed
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed | None,
+    mask: Mask,
+    scale: float | None,
+    dropout_p: float,
+    rng_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, of the forward run once more."""
+    seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
+    inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
+    flat = options.constants(keep_rest=True, packed=packed).flat()
+    out, _, row_max, row_sum, rest = ops.attention_fwd(*inputs, *_OTHERS, *flat)
+    dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS, out, row_max, row_sum, rest), _NEEDED, *flat)
+    if scale is not None and scale <= 0:  # the queries were multiplied by -1 or 0
+        dq = dq * (-1.0 if scale < 0 else 0.0)
+    return dq, dk, dv
+
+
+def _for_backward(seed: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``rng_state``, what is not used, and the debug mask, of the shapes and dtypes that torch's compiler expects."""
+    nothing = torch.zeros(1, dtype=torch.int64, device=query.device)
+    seed = nothing if seed is None else seed
+    debug_mask = query.new_empty(0)
+    if torch.version.hip:
+        return seed.reshape(()), nothing.reshape(()), debug_mask
+    return torch.cat((seed, nothing)).view(torch.uint64), nothing.view(torch.uint64).reshape(()), debug_mask

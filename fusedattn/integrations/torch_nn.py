@@ -1,0 +1,295 @@
+"""``FusedMultiheadAttention``: fused attention in place of ``torch.nn.MultiheadAttention``, on the same parameters."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedattn import biases, masks
+from fusedattn.attention import attention
+from fusedattn.biases import Bias
+from fusedattn.checks import check_backend
+from fusedattn.dropout import draw_seed
+from fusedattn.masks import Mask
+from fusedattn.support import Backend
+from fusedattn.varlen import attention_varlen
+from fusedattn.weights import attention_weights
+
+
+class FusedMultiheadAttention(nn.MultiheadAttention):
+    """The fused twin of ``torch.nn.MultiheadAttention``: same arguments, parameters, ``state_dict`` and results.
+
+    :func:`fusedattn.fuse` makes one of a module in place, by changing its class; the constructor makes a new one. Where
+    it differs from torch's:
+
+    - A query that may attend to nothing has attention 0, so that its output is ``out_proj.bias``, weights 0, and causes
+      no gradient. torch's is NaN or that, as the path has it that a call takes.
+    - NaN and Inf in padded keys and values, and behind a bool ``attn_mask``, reach no output. In torch they do.
+    - ``is_causal`` is taken at its word wherever it can be; see :meth:`forward`.
+    - Which weights dropout drops is drawn differently.
+    - The layers of ``torch.nn`` call it in ``eval()`` too, rather than torch's fused layer, which would bypass it.
+
+    Args:
+        backend: passed on to :func:`fusedattn.attention`; None chooses by device.
+        args, kwargs: those of ``torch.nn.MultiheadAttention``.
+
+    Raises:
+        ValueError: `backend` is unknown; what torch refuses.
+    """
+
+    backend: Backend | None = None
+
+    def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
+        check_backend(backend)
+        # torch's constructor goes by the attribute that is hidden below.
+        self.__dict__.update(nn.MultiheadAttention(*args, **kwargs).__dict__)
+        self.__dict__["backend"] = backend
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False, by which ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` know to call the module.
+
+        Otherwise they hand its parameters to an operator of torch. What is true of the parameters stays in the
+        ``__dict__``, for the time when the class is torch's again.
+        """
+        return False
+
+    def _reset_parameters(self) -> None:
+        # A shallow copy has the same parameters.
+        of_torch = copy.copy(self)
+        of_torch.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+        of_torch._reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Multi-head attention (Vaswani et al., 2017, section 3.2.2), with torch's signature.
+
+        Masks are in torch's polarity, the opposite of ``fusedattn.attention``: True hides. A float mask is added to the
+        scores, its ``-inf`` hides, and it gets a gradient. The two masks may be of different kinds.
+
+        Args:
+            query: ``(batch, seqlen_q, embed_dim)`` if ``batch_first``, else ``(seqlen_q, batch, embed_dim)``; or
+                ``(seqlen_q, embed_dim)``, and then key and value likewise. Or a nested tensor, strided, that is query,
+                key and value, with ``need_weights=False`` and without masks.
+            key: likewise, with ``seqlen_k`` and ``kdim``.
+            value: likewise, with ``seqlen_k`` and ``vdim``.
+            key_padding_mask: bool or floating-point ``(batch, seqlen_k)``, or ``(seqlen_k,)``. Keys before the first
+                and behind the last that it leaves are not visited.
+            need_weights: also return the weights. They are the quadratic matrix, which is never written otherwise.
+            attn_mask: bool or floating-point ``(seqlen_q, seqlen_k)`` or
+                ``(batch * num_heads, seqlen_q, seqlen_k)``.
+            average_attn_weights: return the average over heads of the weights.
+            is_causal: a promise that `attn_mask`, which must be there, is the causal one, by which query ``i`` sees
+                the keys ``j <= i`` ("top_left"). `attn_mask` is not read then and hidden blocks are not visited; but it
+                is, and decides, with `need_weights`, `bias_k` or `add_zero_attn`.
+
+        Returns:
+            ``(output, weights)``: output like query, with ``embed_dim``; weights
+            ``(batch, seqlen_q, seqlen_k)``, or ``(batch, num_heads, seqlen_q, seqlen_k)`` if not averaged, without
+            batch if query has none, in the dtype of the projected query, after dropout; or None. With `bias_k` and
+            `add_zero_attn` there is a column more for each, in this order.
+
+        Raises:
+            ValueError: shapes that do not fit each other or the module; ``is_causal`` without ``attn_mask``.
+            TypeError: a mask that is neither bool nor floating-point.
+            NotImplementedError: nested tensors in another way than above, with every reason; as
+                :func:`fusedattn.attention`.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError("attn_mask: got None, allowed with is_causal=True is the causal mask that it promises")
+        dropout_p = self.dropout if self.training else 0.0
+        if query.is_nested or key.is_nested or value.is_nested:
+            asked = (key_padding_mask is not None, attn_mask is not None, need_weights)
+            self._check_nested(query, key, value, *asked)
+            return self._of_nested(query, dropout_p), None
+
+        batched = query.dim() == 3
+        batch_dim = 0 if self.batch_first or not batched else 1
+        self._check_inputs(query, key, value)
+        q, k, v = (x if batched else x[None] for x in self._projected(query, key, value))
+        if batch_dim == 1:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        shape = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+        k, v = self._with_appended(k, v)
+        n_appended = k.shape[2] - shape[3]
+
+        if key_padding_mask is not None:
+            key_padding_mask = _checked(key_padding_mask, "key_padding_mask", shape[::3] if batched else shape[3:])
+            key_padding_mask = key_padding_mask if batched else key_padding_mask[None]
+        if attn_mask is not None:
+            attn_mask = _checked(attn_mask, "attn_mask", shape[2:], (shape[0] * shape[1], *shape[2:]))
+            attn_mask = attn_mask if attn_mask.dim() == 2 else attn_mask.view(shape)
+        hint = is_causal and not need_weights and not n_appended
+        mask, bias = _masked(key_padding_mask, None if hint else attn_mask, n_appended)
+        if hint:
+            mask = mask & masks.causal("top_left")
+
+        options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout_p": dropout_p}
+        options["dropout_seed"] = draw_seed(q.device) if dropout_p else None
+        weights = None
+        if need_weights:
+            out, lse = attention(q, k, v, **options, return_lse=True, backend=self.backend)
+            weights = attention_weights(q, k, lse, **options)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = (weights if batched else weights[0]).to(q.dtype)
+        else:
+            out = attention(q, k, v, **options, backend=self.backend)
+        out = out.transpose(1, 2)
+        out = out.transpose(0, 1) if batch_dim == 1 else out
+        return self._out(out if batched else out[0]), weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        layouts = {2: "(seqlen, {})", 3: "(batch, seqlen, {})" if self.batch_first else "(seqlen, batch, {})"}
+        for name, x, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            dims = (2, 3) if x is query else (query.dim(),)
+            if x.dim() not in dims or x.shape[-1] != width:
+                allowed = " and ".join(layouts[n].format(width) for n in dims)
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {allowed}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"value: got shape {tuple(value.shape)}, allowed is the batch and length of key, {tuple(key.shape)}"
+            )
+        batch_dim = 0 if self.batch_first else 1
+        if query.dim() == 3 and key.shape[batch_dim] != query.shape[batch_dim]:
+            raise ValueError(
+                f"key: got shape {tuple(key.shape)}, allowed is the batch of query, {query.shape[batch_dim]}"
+            )
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v, ``(..., num_heads, head_dim)`` of ``(..., width)``; one product for what has one input."""
+        packed = self.in_proj_weight
+        parts: list[tuple[Tensor, Tensor]]
+        if packed is None:
+            parts = [(query, self.q_proj_weight), (key, self.k_proj_weight), (value, self.v_proj_weight)]
+        elif query is key and key is value:
+            parts = [(query, packed)]
+        elif key is value:
+            parts = [(query, packed[: self.embed_dim]), (key, packed[self.embed_dim :])]
+        else:
+            parts = list(zip((query, key, value), packed.chunk(3), strict=True))
+        projected: list[Tensor] = []
+        start = 0
+        for x, weight in parts:
+            stop = start + weight.shape[0]
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[start:stop]
+            sizes = (*x.shape[:-1], (stop - start) // self.embed_dim, self.num_heads, self.head_dim)
+            projected += F.linear(x, weight, bias).view(sizes).unbind(-3)
+            start = stop
+        return projected
+
+    def _out(self, heads: Tensor) -> Tensor:
+        """``(..., embed_dim)`` of ``(..., num_heads, head_dim)``. Like torch's, without the hooks of `out_proj`."""
+        return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def _with_appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v ``(batch, num_heads, seqlen_k, head_dim)`` with what every query sees besides."""
+        more_k, more_v = [k], [v]
+        single = (k.shape[0], self.num_heads, 1, self.head_dim)
+        if self.bias_k is not None and self.bias_v is not None:
+            for more, x in ((more_k, self.bias_k), (more_v, self.bias_v)):
+                more.append(x.view(1, self.num_heads, 1, self.head_dim).expand(single).to(k.dtype))
+        if self.add_zero_attn:
+            more_k.append(k.new_zeros(single))
+            more_v.append(v.new_zeros(single))
+        return (torch.cat(more_k, dim=2), torch.cat(more_v, dim=2)) if len(more_k) > 1 else (k, v)
+
+    def _check_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, has_padding: bool, has_mask: bool, need_weights: bool
+    ) -> None:
+        """Raise NotImplementedError unless this is the self-attention that torch has for nested tensors, too."""
+        wrong = [
+            what
+            for what, is_wrong in (
+                ("query, key and value that are not one tensor", not (query is key and key is value)),
+                ("another layout than torch.strided", any(x.layout != torch.strided for x in (query, key, value))),
+                ("batch_first=False", not self.batch_first),
+                ("kdim or vdim", self.in_proj_weight is None),
+                ("bias_k or add_zero_attn", self.bias_k is not None or self.add_zero_attn),
+                ("key_padding_mask", has_padding),
+                ("attn_mask", has_mask),
+                ("need_weights=True", need_weights),
+            )
+            if is_wrong
+        ]
+        if wrong:
+            raise NotImplementedError(
+                f"query, key, value: got nested tensors with {'; '.join(wrong)}; allowed is one strided nested tensor "
+                "as all three, in a module with batch_first=True, with need_weights=False and without masks"
+            )
+
+    def _of_nested(self, x: Tensor, dropout_p: float) -> Tensor:
+        """Self-attention of each sequence ``(seqlen, embed_dim)`` of a nested tensor."""
+        sequences = x.unbind()
+        lengths = [sequence.shape[0] for sequence in sequences]
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.device)
+        packed = torch.cat(sequences)
+        q, k, v = self._projected(packed, packed, packed)
+        longest = max(lengths)
+        out = attention_varlen(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p=dropout_p, backend=self.backend
+        )
+        return torch.nested.as_nested_tensor(list(torch.split(self._out(out), lengths)))
+
+
+def reasons(module: nn.MultiheadAttention) -> list[str]:
+    """Why :class:`FusedMultiheadAttention` could not do what `module` does; empty if it can."""
+    found = []
+    if not 0.0 <= module.dropout < 1.0:
+        found.append(f"dropout: got {module.dropout}, allowed is 0 <= dropout < 1")
+    if (module.bias_k is None) != (module.bias_v is None):
+        found.append("bias_k, bias_v: got one without the other, allowed are both and neither")
+    return found
+
+
+def _checked(mask: Tensor, name: str, *shapes: tuple[int, ...]) -> Tensor:
+    """`mask`, if it is of one of the shapes, and bool or floating-point."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: got {got}, allowed are a bool tensor (True hides) and a floating-point one")
+    if all(mask.shape != torch.Size(shape) for shape in shapes):
+        allowed = " and ".join(map(str, shapes))
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, allowed is {allowed}")
+    return mask
+
+
+def _masked(padding: Tensor | None, hidden: Tensor | None, n_appended: int) -> tuple[Mask, Bias | None]:
+    """torch's two masks in this package's polarity, both with columns for the keys that are appended.
+
+    Args:
+        padding: bool or floating-point ``(batch, seqlen_k)``.
+        hidden: bool or floating-point, broadcastable to ``(batch, num_heads, seqlen_q, seqlen_k)``.
+    """
+    mask, parts = masks.full(), []
+    if padding is not None:
+        padding = F.pad(padding, (0, n_appended))
+        is_hidden = padding if padding.dtype == torch.bool else padding == -math.inf
+        mask = mask & masks.padding(~is_hidden)
+        if padding.dtype != torch.bool:
+            parts.append(biases.tensor(padding.masked_fill(is_hidden, 0.0)[:, None, None, :]))
+    if hidden is not None:
+        hidden = F.pad(hidden, (0, n_appended))
+        if hidden.dtype == torch.bool:
+            mask = mask & masks.boolean(~hidden)
+        else:
+            parts.append(biases.tensor(hidden))
+    return mask, sum(parts[1:], parts[0]) if parts else None

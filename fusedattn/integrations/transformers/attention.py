@@ -1,0 +1,161 @@
+"""The attention function of Hugging Face transformers' ``AttentionInterface``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedattn import masks
+from fusedattn.attention import attention
+from fusedattn.biases import Bias, tensor
+from fusedattn.dropout import draw_seed
+from fusedattn.integrations.transformers.masks import PreparedMask
+from fusedattn.masks import Mask
+from fusedattn.rope import Rope
+from fusedattn.weights import attention_weights
+
+# What models hand down to every layer, and the attention of which is already in the mask or the rotated q and k.
+HONOURED_ELSEWHERE = frozenset(
+    {
+        "position_ids", "cache_position", "max_length_q", "max_length_k", "use_cache", "output_hidden_states",
+        "output_router_logits", "return_dict", "num_items_in_batch",
+    }
+)  # fmt: skip
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PreparedMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    output_attentions: bool | None = None,
+    rope: Rope | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`fusedattn.attention` with the arguments and layouts of transformers.
+
+    Args:
+        module: the attention layer; of its attributes ``is_causal`` and ``fusedattn_backend`` are read.
+        query: ``(batch, nheads_q, seqlen_q, head_dim)``.
+        key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
+        attention_mask: what the registered mask function made; or a bool tensor ``(batch, seqlen_k)`` or
+            ``(batch, 1 or nheads_q, seqlen_q, seqlen_k)``, True = attend; or a floating-point tensor of four
+            dimensions, which is added to the scores. None: causal where ``is_causal`` (else ``module.is_causal``) says
+            so, the last query aligned with the last key.
+        dropout: probability that a weight is dropped.
+        scaling: factor of the scores; ``1 / sqrt(head_dim)`` by default.
+        softcap: bound of the scores (Gemma 2).
+        sliding_window: a query sees its own key and the ``sliding_window - 1`` before it (also as many behind it where
+            the mask is not causal). Masks of transformers have it already; then it changes nothing.
+        s_aux: ``(nheads_q,)``, attention sinks (gpt-oss).
+        position_bias: added to the scores, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)`` (T5).
+        cu_seq_lens_q, cu_seq_lens_k: int ``(n_sequences + 1,)``, where packed sequences start in a batch of one.
+        output_attentions: also return the weights, which are written out for it.
+        rope: rotates query and key, for callers that have not done so.
+
+    Returns:
+        out ``(batch, seqlen_q, nheads_q, head_dim_v)``, and the weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` after
+        dropout, or None. A query that may attend to nothing, such as one at a padded position, has out 0.
+
+    Raises:
+        NotImplementedError: an argument that is not listed here has a value.
+        TypeError, ValueError: as :func:`fusedattn.attention`.
+    """
+    _refuse_unknown(others, packed=cu_seq_lens_q is not None)
+    mask, bias = _mask_and_bias(attention_mask, query, key)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        if causal and query.shape[2] > 1:
+            mask = masks.causal()
+    if sliding_window is not None:
+        mask = mask & _window(attention_mask, sliding_window, causal=mask.band(*_lengths(query, key))[1] is not None)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        mask = _within_sequences(mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+    if position_bias is not None:
+        bias = tensor(position_bias) if bias is None else bias + tensor(position_bias)
+
+    options: dict[str, Any] = {"mask": mask, "rope": rope, "bias": bias, "scale": scaling, "softcap": softcap}
+    options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
+    apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
+    if not output_attentions:
+        return attention(query, key, value, **options, **apart).transpose(1, 2), None
+    out, lse = attention(query, key, value, **options, **apart, return_lse=True)
+    return out.transpose(1, 2), attention_weights(query, key, lse, **options).to(query.dtype)
+
+
+def _refuse_unknown(others: dict[str, Any], *, packed: bool) -> None:
+    known = HONOURED_ELSEWHERE | {"seq_idx"} if packed else HONOURED_ELSEWHERE  # the same sequences, numbered
+    unknown = [name for name, x in others.items() if name not in known and x is not None and x is not False]
+    if unknown:
+        raise NotImplementedError(
+            f"attention with attn_implementation='fusedattn': got {', '.join(sorted(unknown))}, which it does not know "
+            "and will not ignore; choose another attn_implementation for this model"
+        )
+
+
+def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) -> tuple[Mask, Bias | None]:
+    if x is None:
+        return masks.full(), None
+    if isinstance(x, PreparedMask):
+        return x.mask, None
+    if not isinstance(x, Tensor):
+        raise TypeError(f"attention_mask: got {type(x).__name__}, allowed are a tensor and None")
+    if x.dtype != torch.bool and not (x.is_floating_point() and x.dim() == 4):
+        raise TypeError(
+            f"attention_mask: got {x.dtype} of shape {tuple(x.shape)}, allowed are torch.bool, and a floating-point "
+            "dtype in four dimensions"
+        )
+    if x.dtype != torch.bool:
+        return masks.full(), tensor(x)
+    if x.dim() == 4 and x.shape[1] == 1 and x.shape[2] == 1:  # the same for all queries: keys that are hidden
+        x = x[:, 0, 0].expand(query.shape[0], key.shape[2])
+    return masks.padding(x) if x.dim() == 2 else masks.boolean(x), None
+
+
+def _window(x: Tensor | PreparedMask | None, size: int, *, causal: bool) -> Mask:
+    left, right = size - 1, None if causal else size - 1
+    if isinstance(x, PreparedMask):
+        return x.window(left, right)
+    # A tensor was written out by the mask function, which knew of the window.
+    return masks.window(left, right) if x is None else masks.full()
+
+
+def _within_sequences(
+    mask: Mask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, query: Tensor, key: Tensor
+) -> Mask:
+    """What the mask shows, of the keys of each query's own sequence."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q, cu_seq_lens_k: got {type(cu_seq_lens_q).__name__}, {type(cu_seq_lens_k).__name__} and "
+            f"batch {query.shape[0]}, allowed are two tensors and batch 1"
+        )
+    seqlen_q, seqlen_k = _lengths(query, key)
+    ids_q, ids_k = _numbered(cu_seq_lens_q, seqlen_q), _numbered(cu_seq_lens_k, seqlen_k)
+    if mask.documents is not None:
+        count = max(seqlen_q, seqlen_k) + 1
+        ids_q, ids_k = mask.documents.q * count + ids_q, mask.documents.k * count + ids_k
+    return replace(mask, documents=masks.documents(ids_q, ids_k).documents)
+
+
+def _numbered(cu_seq_lens: Tensor, seqlen: int) -> Tensor:
+    """The sequence of each token, int64 ``(1, seqlen)``."""
+    at = torch.arange(seqlen, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens[1:].contiguous(), at, right=True)[None]
+
+
+def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
+    return query.shape[2], key.shape[2]

@@ -1,0 +1,192 @@
+"""From the functions of indices in which transformers describes masks to :class:`fusedattn.masks.Mask`.
+
+A model builds its masks before its layers run, by the function that is registered under the name of its attention. The
+usual ones (causal, sliding windows, chunks, packed sequences, padding) are recognised by the code of the functions that
+describe them, so that what they hide is never visited; any other is written out as a bool tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from fusedattn import masks
+from fusedattn.masks import Band, Mask
+
+MaskFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedMask:
+    """A mask on its way through a model to its attention; what models ask a 4-D mask tensor for, it answers.
+
+    Attributes:
+        mask: which keys each query may attend to.
+        shape: ``(batch, 1, seqlen_q, seqlen_k)``.
+        shift: query ``i`` stands where key ``i + shift`` does.
+    """
+
+    mask: Mask
+    shape: tuple[int, int, int, int]
+    shift: int
+
+    dtype = torch.bool
+    ndim = 4
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def contiguous(self) -> PreparedMask:
+        return self
+
+    def to(self, device: torch.device | str | None = None, **_: object) -> PreparedMask:
+        """On another device; the dtype of a mask is not to be changed."""
+        return self if device is None else PreparedMask(self.mask.to(device), self.shape, self.shift)
+
+    def window(self, left: int, right: int | None) -> Mask:
+        """The sliding window that ends where these queries stand."""
+        return Mask(bands=frozenset({_band(left, right, self.shift, *self.shape[2:])}))
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    attention_mask: Tensor | PreparedMask | None = None,
+    **options: Any,
+) -> Tensor | PreparedMask | None:
+    """What ``transformers.AttentionMaskInterface`` calls, with the arguments of ``transformers``' own ``sdpa_mask``.
+
+    Args:
+        batch_size, q_length, kv_length: of the attention.
+        q_offset, kv_offset: positions of the first query and the first key.
+        mask_function: ``(batch, head, query, key)`` -> bool, of positions.
+        attention_mask: bool ``(batch, positions)``, True = a real token; or a mask that is prepared already.
+
+    Returns:
+        A :class:`PreparedMask`; a bool tensor ``(batch, 1, q_length, kv_length)``, True = attend, where the function is
+        of an unknown kind, where ``q_offset`` is a tensor (static caches) and under ``torch.compile``; or None for a
+        mask that hides nothing of a bidirectional model.
+    """
+    if isinstance(attention_mask, PreparedMask):
+        return attention_mask
+    if not (isinstance(q_offset, Tensor) or torch.compiler.is_compiling()):
+        span = _Span(q_length, kv_length, q_offset, kv_offset)
+        mask = _mask_of(mask_function, span)
+        if mask is not None:
+            if attention_mask is not None:
+                mask = mask & span.padding(masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset))
+            return PreparedMask(mask, (batch_size, 1, q_length, kv_length), span.shift)
+    options["allow_is_causal_skip"] = False
+    return masking_utils.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
+    )
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Which positions the queries and keys of a call have."""
+
+    q_length: int
+    kv_length: int
+    q_offset: int
+    kv_offset: int
+
+    @property
+    def shift(self) -> int:
+        return self.q_offset - self.kv_offset
+
+    def band(self, left: int | None, right: int | None) -> Mask:
+        return Mask(bands=frozenset({_band(left, right, self.shift, self.q_length, self.kv_length)}))
+
+    def padding(self, valid: Tensor) -> Mask:
+        """``valid`` of all positions: ``(batch, positions)``."""
+        return masks.padding(valid[:, self.kv_offset : self.kv_offset + self.kv_length].to(torch.bool))
+
+    def documents(self, ids: Tensor) -> Mask:
+        """``ids`` of all positions: ``(batch, positions)``."""
+        ids_q = ids[:, self.q_offset : self.q_offset + self.q_length]
+        return masks.documents(ids_q, ids[:, self.kv_offset : self.kv_offset + self.kv_length])
+
+    def chunks(self, size: int, start: Tensor) -> Mask:
+        """Positions from ``start``, ``(batch,)``, on in chunks of that size."""
+        at = torch.arange(max(self.q_offset + self.q_length, self.kv_offset + self.kv_length), device=start.device)
+        return self.documents(torch.div(at - start[:, None], size, rounding_mode="floor"))
+
+
+def _band(left: int | None, right: int | None, shift: int, q_length: int, kv_length: int) -> Band:
+    """Query ``i`` sees keys ``i + shift - left .. i + shift + right``."""
+    if shift == kv_length - q_length:
+        return Band(left, right, "bottom_right")
+    return Band(None if left is None else left - shift, None if right is None else right + shift, "top_left")
+
+
+def _code_of(make: Callable[..., MaskFunction], *arguments: Any) -> Any:
+    """The code that all functions made by ``make`` share."""
+    return make(*arguments).__code__
+
+
+_AND = _code_of(masking_utils.and_masks)
+_WINDOW = _code_of(masking_utils.sliding_window_overlay, 1)
+_WINDOW_BOTH_WAYS = _code_of(masking_utils.sliding_window_bidirectional_overlay, 1)
+_CHUNKS = _code_of(masking_utils.chunked_overlay, 1, None)
+_PADDING = _code_of(masking_utils.padding_mask_function, None)
+_PACKED = _code_of(masking_utils.packed_sequence_mask_function, None)
+# Older versions count positions on across packed sequences, and have no such function.
+_PER_SEQUENCE = (
+    _code_of(masking_utils.remap_positions_for_packed_sequence, None, None)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    else object()
+)
+
+
+def _mask_of(function: MaskFunction, span: _Span) -> Mask | None:
+    """The mask that a function of transformers describes; None where it is of no kind known here."""
+    if function is masking_utils.causal_mask_function:
+        return span.band(None, 0)
+    if function is masking_utils.bidirectional_mask_function:
+        return masks.full()
+    code = getattr(function, "__code__", None)
+    if code is _AND:
+        return _intersection(_captured(function, "mask_functions"), span)
+    if code is _WINDOW:
+        return span.band(_captured(function, "sliding_window") - 1, None)
+    if code is _WINDOW_BOTH_WAYS:
+        distance = _captured(function, "sliding_window")
+        return span.band(distance, distance)
+    if code is _CHUNKS:
+        return span.chunks(_captured(function, "chunk_size"), _captured(function, "left_padding"))
+    if code is _PADDING:
+        return span.padding(_captured(function, "padding_mask"))
+    if code is _PACKED:
+        return span.documents(_captured(function, "packed_sequence_mask"))
+    return None
+
+
+def _intersection(functions: tuple[MaskFunction, ...], span: _Span) -> Mask | None:
+    whole = masks.full()
+    packed = any(getattr(function, "__code__", None) is _PACKED for function in functions)
+    for function in functions:
+        if packed and getattr(function, "__code__", None) is _PER_SEQUENCE:
+            # Inside a packed sequence positions rise by one, so that distances are those of the whole row.
+            mask = _mask_of(_captured(function, "mask_function"), span)
+            mask = mask if mask is not None and mask.only_bands else None
+        else:
+            mask = _mask_of(function, span)
+        if mask is None or (mask.documents is not None and whole.documents is not None):
+            return None
+        whole = whole & mask
+    return whole
+
+
+def _captured(function: Any, name: str) -> Any:
+    """A variable of the function around this one, which it uses."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

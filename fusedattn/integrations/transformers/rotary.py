@@ -1,0 +1,115 @@
+"""Attention layers of Llama and its kin, with the rotation inside the attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+from transformers.models.granite.modeling_granite import GraniteAttention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from fusedattn.integrations.transformers.attention import attention_function
+from fusedattn.rope import Rope
+
+
+class _RopeInside(nn.Module):
+    """The forward of these layers, whose rotation is half-split and of all features.
+
+    With a cache, which keeps rotated keys, and where another attention implementation was chosen since, that of the
+    class below runs.
+    """
+
+    config: Any
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As that of the class below: ``(batch, seqlen, hidden_size)``, and the weights or None."""
+        if past_key_values is not None or self.config._attn_implementation != "fusedattn":
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))  # (batch, seqlen, nheads, head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        # Both halves of a table are the same: (batch or 1, seqlen, head_dim).
+        cos, sin = (table[..., : self.head_dim // 2].float() for table in position_embeddings)
+        out, weights = attention_function(
+            self,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self._sliding_window(),
+            softcap=getattr(self, "attn_logit_softcapping", None),
+            rope=Rope(cos, sin),
+            **kwargs,
+        )
+        return self.o_proj(out.flatten(-2)), weights
+
+    def _sliding_window(self) -> int | None:
+        return getattr(self, "sliding_window", None)
+
+
+class FusedLlamaAttention(_RopeInside, LlamaAttention):
+    """Llama 1 to 3."""
+
+
+class FusedGraniteAttention(_RopeInside, GraniteAttention):
+    """Granite: scores with a factor of their own."""
+
+
+class FusedMistralAttention(_RopeInside, MistralAttention):
+    """Mistral: a sliding window in all layers."""
+
+    def _sliding_window(self) -> int | None:
+        return getattr(self.config, "sliding_window", None)
+
+
+class FusedQwen2Attention(_RopeInside, Qwen2Attention):
+    """Qwen 2: a sliding window in some layers."""
+
+
+class FusedQwen3Attention(_RopeInside, Qwen3Attention):
+    """Qwen 3: normalised q and k."""
+
+
+class FusedGemma2Attention(_RopeInside, Gemma2Attention):
+    """Gemma 2: capped scores, a sliding window in every other layer."""
+
+
+class FusedGemma3Attention(_RopeInside, Gemma3Attention):
+    """Gemma 3: normalised q and k, a sliding window in most layers."""
+
+
+TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaAttention: FusedLlamaAttention,
+    GraniteAttention: FusedGraniteAttention,
+    MistralAttention: FusedMistralAttention,
+    Qwen2Attention: FusedQwen2Attention,
+    Qwen3Attention: FusedQwen3Attention,
+    Gemma2Attention: FusedGemma2Attention,
+    Gemma3Attention: FusedGemma3Attention,
+}

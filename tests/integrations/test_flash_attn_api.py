@@ -1,0 +1,508 @@
+"""The functions of flash_attn: its signatures, and what they mean."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import dropout
+from fusedattn.integrations import flash_attn
+from fusedattn.integrations.flash_attn import (
+    arguments,
+    bert_padding,
+    flash_attn_func,
+    flash_attn_interface,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    paging,
+)
+from fusedattn.integrations.flash_attn.layers import rotary
+from tests.conftest import BACKENDS, DEVICE
+from tests.integrations.flash_attn_truth import NoWait, assert_right, attend, attend_packed, place_of, results
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+REQUIRED = inspect.Parameter.empty
+OPTIONS = (
+    ("dropout_p", 0.0), ("softmax_scale", None), ("causal", False), ("window_size", (-1, -1)), ("softcap", 0.0),
+    ("alibi_slopes", None), ("deterministic", False), ("return_attn_probs", False),
+)  # fmt: skip
+PACKS = (
+    ("cu_seqlens_q", REQUIRED), ("cu_seqlens_k", REQUIRED), ("max_seqlen_q", REQUIRED), ("max_seqlen_k", REQUIRED),
+)  # fmt: skip
+TABLES = (("cos", REQUIRED), ("sin", REQUIRED))
+
+# Of flash_attn 2.8.3, by module.
+SIGNATURES: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {
+    "flash_attn_interface": {
+        "flash_attn_func": (("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), *OPTIONS),
+        "flash_attn_kvpacked_func": (("q", REQUIRED), ("kv", REQUIRED), *OPTIONS),
+        "flash_attn_qkvpacked_func": (("qkv", REQUIRED), *OPTIONS),
+        "flash_attn_varlen_func": (
+            ("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), *PACKS, *OPTIONS, ("block_table", None),
+        ),
+        "flash_attn_varlen_kvpacked_func": (("q", REQUIRED), ("kv", REQUIRED), *PACKS, *OPTIONS),
+        "flash_attn_varlen_qkvpacked_func": (
+            ("qkv", REQUIRED), ("cu_seqlens", REQUIRED), ("max_seqlen", REQUIRED), *OPTIONS,
+        ),
+        "flash_attn_with_kvcache": (
+            ("q", REQUIRED), ("k_cache", REQUIRED), ("v_cache", REQUIRED), ("k", None), ("v", None),
+            ("rotary_cos", None), ("rotary_sin", None), ("cache_seqlens", None), ("cache_batch_idx", None),
+            ("cache_leftpad", None), ("block_table", None), ("softmax_scale", None), ("causal", False),
+            ("window_size", (-1, -1)), ("softcap", 0.0), ("rotary_interleaved", True), ("alibi_slopes", None),
+            ("num_splits", 0), ("return_softmax_lse", False),
+        ),
+    },
+    "bert_padding": {
+        "unpad_input": (("hidden_states", REQUIRED), ("attention_mask", REQUIRED), ("unused_mask", None)),
+        "unpad_input_for_concatenated_sequences": (("hidden_states", REQUIRED), ("attention_mask_in_length", REQUIRED)),
+        "pad_input": (("hidden_states", REQUIRED), ("indices", REQUIRED), ("batch", REQUIRED), ("seqlen", REQUIRED)),
+    },
+    "layers.rotary": {
+        "apply_rotary_emb": (
+            ("x", REQUIRED), *TABLES, ("interleaved", False), ("inplace", False), ("seqlen_offsets", 0),
+            ("cu_seqlens", None), ("max_seqlen", None),
+        ),
+        "apply_rotary_emb_qkv_": (
+            ("qkv", REQUIRED), *TABLES, ("cos_k", None), ("sin_k", None), ("interleaved", False), ("seqlen_offsets", 0),
+            ("num_heads_q", None),
+        ),
+        "apply_rotary_emb_kv_": (("kv", REQUIRED), *TABLES, ("interleaved", False), ("seqlen_offsets", 0)),
+    },
+}  # fmt: skip
+MODULES = {"flash_attn_interface": flash_attn_interface, "bert_padding": bert_padding, "layers.rotary": rotary}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in SIGNATURES.items() for name in names])
+def test_signature(module, name):
+    function = getattr(MODULES[module], name)
+    parameters = inspect.signature(function).parameters.values()
+    assert tuple((p.name, p.default) for p in parameters) == SIGNATURES[module][name]
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+def test_exports():
+    """What `flash_attn` exports itself, and what is used most of its modules."""
+    for name in (*SIGNATURES["flash_attn_interface"], "apply_rotary_emb", "pad_input", "unpad_input"):
+        assert name in flash_attn.__all__
+        assert callable(getattr(flash_attn, name))
+    assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
+
+
+@pytest.fixture(params=BACKENDS)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return place_of(request.param, monkeypatch)
+
+
+def qkv_of(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, dim_v: int = 0) -> dict[str, Tensor]:
+    shapes = ((2, seqlen_q, heads, dim), (2, seqlen_k, kv_heads, dim), (2, seqlen_k, kv_heads, dim_v or dim))
+    return {name: torch.randn(*shape, dtype=torch.float64) for name, shape in zip("qkv", shapes, strict=True)}
+
+
+# By name: lengths, heads and head_dim; the options.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((7, 9, 2, 2, 8), {}),
+    "causal, fewer queries": ((5, 9, 4, 2, 8), {"causal": True}),
+    "causal, more queries, of which some see nothing": ((9, 5, 2, 1, 8), {"causal": True}),
+    "window": ((9, 12, 2, 2, 8), {"window_size": (2, 1)}),
+    "window and causal, which has the last word": ((9, 12, 2, 2, 8), {"window_size": (3, 2), "causal": True}),
+    "window to the left": ((6, 9, 2, 2, 8), {"window_size": (2, -1)}),
+    "window to the right": ((6, 9, 2, 2, 8), {"window_size": (-1, 0)}),
+    "window beyond the keys, more queries": ((11, 4, 2, 2, 8), {"window_size": (1, 9)}),
+    "soft-cap": ((7, 9, 2, 2, 8), {"softcap": 0.7, "causal": True}),
+    "soft-cap below 0, which is none": ((7, 9, 2, 2, 8), {"softcap": -1.0}),
+    "slopes": ((7, 9, 4, 2, 8), {"alibi_slopes": (4,)}),
+    "slopes of each batch, causal": ((9, 7, 4, 2, 8), {"alibi_slopes": (2, 4), "causal": True}),
+    "scale": ((5, 5, 2, 2, 8), {"softmax_scale": 0.9}),
+    "negative scale": ((5, 5, 2, 2, 8), {"softmax_scale": -0.4, "causal": True}),
+    "odd head_dim, another one of v": ((5, 6, 2, 2, 9, 5), {"causal": True}),
+    "one query": ((1, 9, 4, 1, 8), {"causal": True, "window_size": (3, 0)}),
+    "one query, one key": ((1, 1, 2, 2, 8), {"causal": True}),
+    "no keys": ((3, 0, 2, 2, 8), {"causal": True}),
+    "no queries": ((0, 3, 2, 2, 8), {}),
+}
+
+
+def options_at(place: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """With slopes of the shape that a case gives."""
+    options = dict(options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(options["alibi_slopes"]).to(**place)
+    return options
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meaning(name, place):
+    shape, options = CASES[name]
+    options = options_at(place, options)
+
+    def ours(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, nothing = flash_attn_func(**leaves, **options, return_attn_probs=True)
+        assert nothing.shape == (0,)
+        assert nothing.dtype == out.dtype
+        assert out.is_contiguous()
+        return out, lse
+
+    leaves = {name: x.to(**place) for name, x in qkv_of(*shape).items()}
+    assert_right(ours, lambda **x: attend(**x, **options), leaves)
+    alone = flash_attn_func(*leaves.values(), **options)
+    # The torch backend computes out by another function where lse is not asked for.
+    torch.testing.assert_close(
+        alone, ours(**leaves)[0], rtol=1e-9, atol=1e-6 if alone.dtype != torch.float64 else 1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_budget_in_16_bits(dtype):
+    leaves = {name: x.to(DEVICE, dtype) for name, x in qkv_of(17, 20, 2, 1, 16).items()}
+    options = {"causal": True, "window_size": (11, 0)}
+    assert_right(
+        lambda **x: flash_attn_func(**x, **options, return_attn_probs=True)[:2],
+        lambda **x: attend(**x, **options),
+        leaves,
+    )
+
+
+def test_gradients_of_slopes(place):
+    """Which flash_attn has none of."""
+    leaves = {name: x.to(**place) for name, x in qkv_of(6, 8, 2, 2, 8).items()}
+    leaves["alibi_slopes"] = torch.rand(2, 2, **place)
+    assert_right(lambda **x: flash_attn_func(**x, return_attn_probs=True)[:2], attend, leaves)
+
+
+EVERY_OPTION: dict[str, Any] = {"softmax_scale": 0.9, "causal": True, "window_size": (3, 2), "softcap": 0.8}
+
+
+def packed_gradients(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> list[Tensor]:
+    """Of a call with dropout, and of lse, which is not given together with it."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    torch.manual_seed(0)
+    out = function(*leaves, dropout_p=0.3, **options)
+    assert out.is_contiguous()
+    _, lse, _ = function(*leaves, return_attn_probs=True, **options)
+    dout = torch.linspace(-1, 1, out.numel()).to(out).view(out.shape)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out * dout).sum() + lse.sin().sum(), leaves)]
+
+
+def test_packed_tensors(place):
+    """Bit for bit what the function of three tensors gives."""
+    q, k, v = torch.randn(3, 2, 7, 2, 8).to(**place)
+    options = {**EVERY_OPTION, "alibi_slopes": torch.rand(2, **place)}
+    expected = packed_gradients(flash_attn_func, q, k, v, **options)
+    out, lse, dq, dkv = packed_gradients(flash_attn_kvpacked_func, q, torch.stack((k, v), 2), **options)
+    for x, y in zip((out, lse, dq, *dkv.unbind(2)), expected, strict=True):
+        assert torch.equal(x, y)
+    out, lse, dqkv = packed_gradients(flash_attn_qkvpacked_func, torch.stack((q, k, v), 2), **options)
+    for x, y in zip((out, lse, *dqkv.unbind(2)), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_packed_tensors_of_packed_sequences(place):
+    q, k, v = torch.randn(3, 9, 2, 8).to(**place)
+    stops = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=place["device"])
+    options = {**EVERY_OPTION, "alibi_slopes": torch.rand(3, 2, **place)}
+    lengths = {"cu_seqlens_q": stops, "cu_seqlens_k": stops, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    expected = packed_gradients(flash_attn_varlen_func, q, k, v, **lengths, **options)
+    kv = torch.stack((k, v), 1)
+    out, lse, dq, dkv = packed_gradients(flash_attn_varlen_kvpacked_func, q, kv, **lengths, **options)
+    for x, y in zip((out, lse, dq, *dkv.unbind(1)), expected, strict=True):
+        assert torch.equal(x, y)
+    found = packed_gradients(
+        flash_attn_varlen_qkvpacked_func, torch.stack((q, k, v), 1), cu_seqlens=stops, max_seqlen=5, **options
+    )
+    for x, y in zip((*found[:2], *found[2].unbind(1)), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+LENGTHS_Q, LENGTHS_K = [5, 0, 1, 7, 3], [6, 2, 9, 4, 0]
+
+
+def stops(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+VARLEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (2, 1)},
+    "window and causal": {"window_size": (2, 1), "causal": True},
+    "soft-cap, scale": {"softcap": 0.7, "softmax_scale": 0.9},
+    "slopes": {"alibi_slopes": (4,), "causal": True},
+    "slopes of each sequence": {"alibi_slopes": (5, 4)},
+}
+
+
+def packed_leaves(place: dict[str, Any], total_k: int = sum(LENGTHS_K)) -> dict[str, Tensor]:
+    shapes = ((sum(LENGTHS_Q), 4, 8), (total_k, 2, 8), (total_k, 2, 8))
+    return {name: torch.randn(*shape).to(**place) for name, shape in zip("qkv", shapes, strict=True)}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", VARLEN)
+def test_packed_sequences(name, paged, place):
+    options = options_at(place, VARLEN[name])
+    device = place["device"]
+    lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
+    table, pages = pages_of(LENGTHS_K, 4, device)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if paged:
+            k, v = (in_pages(x, pages, 4, n_pages=12) for x in (k, v))
+            options["block_table"] = table
+        out, lse, nothing = flash_attn_varlen_func(q, k, v, *lengths, **options, return_attn_probs=True)
+        assert nothing.shape == (0,)
+        assert out.is_contiguous()
+        return out, lse
+
+    def truth(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rest = {name: x for name, x in options.items() if name != "block_table"}
+        return attend_packed(q, k, v, LENGTHS_Q, LENGTHS_K, **rest)
+
+    assert_right(ours, truth, packed_leaves(place))
+
+
+def pages_of(lengths: list[int], size: int, device: str) -> tuple[Tensor, list[tuple[int, int]]]:
+    """A block table with pages in no order and garbage where none is needed, and page and row of every token."""
+    free = iter([7, 2, 10, 0, 5, 11, 3, 8, 1, 6, 4, 9])
+    table = torch.full((len(lengths), 3), -(10**6), dtype=torch.int32)
+    places = []
+    for i, length in enumerate(lengths):
+        for position in range(length):
+            if position % size == 0:
+                table[i, position // size] = next(free)
+            places.append((int(table[i, position // size]), position % size))
+    return table.to(device), places
+
+
+def in_pages(x: Tensor, places: list[tuple[int, int]], size: int, n_pages: int) -> Tensor:
+    """Tokens in their pages, differentiable; NaN where there are none."""
+    empty = x.new_full((n_pages * size, *x.shape[1:]), math.nan)
+    index = torch.tensor([page * size + row for page, row in places], device=x.device)
+    return empty.index_copy(0, index, x).unflatten(0, (n_pages, size))
+
+
+def test_pages_get_the_gradients_of_what_is_read(place):
+    """A page that two sequences share gets both, and what none reads gets 0."""
+    k = torch.randn(3, 4, 1, 8, **place, requires_grad=True)
+    q = torch.randn(2, 1, 8, **place)
+    table = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32, device=place["device"])
+    lengths = stops([1, 1], place["device"]), stops([6, 3], place["device"]), 1, 8
+    out = flash_attn_varlen_func(q, k, k, *lengths, block_table=table)
+    (dk,) = torch.autograd.grad(out.square().sum(), k)
+    written = k.detach().clone().requires_grad_()
+    first, second = torch.cat((written[1], written[0, :2])), written[1, :3]
+    parts = ((q[:1], first), (q[1:], second))
+    expected = sum(attend(x[None], y[None], y[None])[0].square().sum() for x, y in parts)
+    assert (dk[2] == 0).all()
+    assert (dk[0, 2:] == 0).all()
+    (of_truth,) = torch.autograd.grad(expected, written)
+    torch.testing.assert_close(dk, of_truth, rtol=1e-9, atol=1e-10 if dk.dtype == torch.float64 else 1e-6)
+
+
+def test_no_sequence(place):
+    """Tokens behind the last: out 0, lse -inf, gradients 0; nothing reads their NaN."""
+    leaves = {name: x.requires_grad_() for name, x in packed_leaves(place, total_k=24).items()}
+    with torch.no_grad():
+        leaves["q"][-2:], leaves["k"][-3:], leaves["v"][-3:] = math.nan, math.nan, math.nan
+    lengths_q = [*LENGTHS_Q[:-1], LENGTHS_Q[-1] - 2]
+    cu_seqlens = stops(lengths_q, place["device"]), stops(LENGTHS_K, place["device"])
+    out, lse, _ = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, 7, 9, causal=True, return_attn_probs=True)
+    assert (out[-3:] == 0).all()
+    assert (lse[:, -3:] == -math.inf).all()
+    assert out.isfinite().all()
+    for gradient, n in zip(torch.autograd.grad(out.sum(), list(leaves.values())), (2, 3, 3), strict=True):
+        assert (gradient[-n:] == 0).all()
+        assert gradient.isfinite().all()
+
+
+def test_longest_lengths_as_tensors(place):
+    """As transformers passes them."""
+    leaves = packed_leaves(place)
+    cu_seqlens = stops(LENGTHS_Q, place["device"]), stops(LENGTHS_K, place["device"])
+    expected = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, 7, 9)
+    found = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, *(x.diff().max() for x in cu_seqlens))
+    assert torch.equal(found, expected)
+
+
+def test_windows_of_other_kinds_of_numbers():
+    x = torch.randn(1, 6, 1, 8, device=DEVICE)
+    expected = flash_attn_func(x, x, x, window_size=(2, 1))
+    assert torch.equal(flash_attn_func(x, x, x, window_size=torch.tensor([2, 1])), expected)
+    assert torch.equal(flash_attn_func(x, x, x, window_size=[2, 1]), expected)
+
+
+def test_nan_behind_the_mask(place):
+    leaves = {name: x.to(**place) for name, x in qkv_of(4, 9, 2, 2, 8).items()}
+    expected = results(lambda **x: flash_attn_func(**x, window_size=(2, 0), return_attn_probs=True)[:2], leaves)
+    leaves["k"][:, :3], leaves["v"][:, :3] = math.nan, math.inf  # before the first query's window
+    actual = results(lambda **x: flash_attn_func(**x, window_size=(2, 0), return_attn_probs=True)[:2], leaves)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_any_strides(place):
+    """Expanded keys, heads before tokens, features that are not contiguous (which alone are copied)."""
+    q = torch.randn(2, 2, 7, 8).to(**place).transpose(1, 2)
+    k = torch.randn(1, 9, 1, 8).to(**place).expand(2, -1, 2, -1)
+    v = torch.randn(2, 9, 8, 2).to(**place).transpose(2, 3)
+    found = flash_attn_func(q, k, v, causal=True)
+    assert found.is_contiguous()
+    expected = flash_attn_func(*(x.contiguous() for x in (q, k, v)), causal=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_nothing_is_copied(monkeypatch):
+    seen: list[Tensor] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        seen.extend((q, k, v))
+        return q
+
+    monkeypatch.setattr(flash_attn_interface, "attention", spy)
+    monkeypatch.setattr(flash_attn_interface, "attention_varlen", lambda q, k, v, *_, **options: spy(q, k, v))
+    qkv = torch.randn(2, 5, 3, 4, 8)
+    flash_attn_qkvpacked_func(qkv)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    flash_attn_varlen_qkvpacked_func(qkv[0], lengths, 5)
+    for i, x in enumerate(seen):
+        assert x.data_ptr() == qkv[0, 0, i % 3].data_ptr()
+
+
+def test_dropout(place):
+    """The weights that torch's seed leaves; together with a soft-cap, which flash_attn refuses."""
+    q, k, v = (x.to(**place) for x in qkv_of(6, 8, 2, 2, 8).values())
+    torch.manual_seed(3)
+    out = flash_attn_func(q, k, v, dropout_p=0.4, softcap=2.0)
+    torch.manual_seed(3)
+    seed = dropout.draw_seed(place["device"])
+    keep = dropout.keep_mask(seed, 0.4, 2, 2, 6, 8).double().cpu() / 0.6
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    scores = 2.0 * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(8) / 2.0)
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * keep, v)
+    exact = out.dtype == torch.float64
+    torch.testing.assert_close(
+        out.double().cpu(), expected, rtol=1e-9 if exact else 1e-5, atol=1e-10 if exact else 1e-5
+    )
+
+
+def test_deterministic_and_two_runs():
+    q, k, v = torch.randn(3, 2, 6, 2, 8, device=DEVICE)
+    assert torch.equal(flash_attn_func(q, k, v, deterministic=True), flash_attn_func(q, k, v))
+
+
+X = torch.zeros(2, 5, 2, 8, device=DEVICE)
+P = torch.zeros(5, 2, 8, device=DEVICE)
+CU = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+PAGES, TABLE = torch.zeros(3, 4, 2, 8, device=DEVICE), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: flash_attn_func(X[0], X, X), ValueError, r"q: got shape \(5, 2, 8\), allowed is \(batch, seqlen, "),
+        (lambda: flash_attn_func(X, X, None), TypeError, r"v: got NoneType, allowed is a torch\.Tensor"),
+        (lambda: flash_attn_func(X, X[:, :, :, :4], X), ValueError, "k: got head_dim 4"),
+        (lambda: flash_attn_func(X, X.half(), X), TypeError, "k: got torch.float16"),
+        (lambda: flash_attn_func(X, X[:1], X), ValueError, "k: got batch 1"),
+        (lambda: flash_attn_func(X, X, X, dropout_p=1.0), ValueError, "dropout_p: got 1.0"),
+        (lambda: flash_attn_func(X, X, X, softmax_scale=math.nan), ValueError, "scale: got nan"),
+        (lambda: flash_attn_func(X, X, X, softcap=math.nan), ValueError, "softcap: got nan"),
+        (lambda: flash_attn_func(X, X, X, window_size=(1, 2, 3)), ValueError, "window_size: got 3 numbers"),
+        (lambda: flash_attn_func(X, X, X, window_size=(1.0, 2)), TypeError, "window_size: got float, allowed are ints"),
+        (lambda: flash_attn_func(X, X, X, alibi_slopes=X[0, 0, :, 0].half()), TypeError, "slopes: got torch.float16"),
+        (
+            lambda: flash_attn_func(X, X, X, alibi_slopes=torch.ones(3, device=DEVICE)),
+            ValueError,
+            r"slopes of shape \(3",
+        ),
+        (
+            lambda: flash_attn_func(X, X, X, dropout_p=0.1, return_attn_probs=True),
+            NotImplementedError,
+            "return_attn_probs: got True with dropout_p = 0.1, allowed is",
+        ),
+        (lambda: flash_attn_kvpacked_func(X, X), ValueError, "kv: got shape"),
+        (lambda: flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 2, 8)), ValueError, r"allowed is \(batch, seqlen, 3,"),
+        (lambda: flash_attn_varlen_func(X, X, X, CU, CU, 3, 3), ValueError, "q: got shape"),
+        (lambda: flash_attn_varlen_func(P, P, P, CU.long(), CU, 3, 3), TypeError, "cu_seqlens_q: got torch.int64"),
+        (
+            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, 0.1, return_attn_probs=True),
+            NotImplementedError,
+            "ret",
+        ),
+        (
+            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3.0, 3),
+            TypeError,
+            "max_seqlen_q: got float, allowed are ints",
+        ),
+        (
+            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, torch.tensor(3.0)),
+            TypeError,
+            "max_seqlen_k: got torch.float32, allowed are ints",
+        ),
+        (lambda: flash_attn_varlen_kvpacked_func(P, P, CU, CU, 3, 3), ValueError, "kv: got shape"),
+        (lambda: flash_attn_varlen_qkvpacked_func(P, CU, 3), ValueError, "qkv: got shape"),
+        (
+            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, block_table=TABLE),
+            ValueError,
+            r"k: got shape \(5, 2, 8",
+        ),
+        (
+            lambda: flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, block_table=TABLE.float()),
+            TypeError,
+            "block_table: got torch.float32",
+        ),
+        (
+            lambda: flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, block_table=TABLE[:1]),
+            ValueError,
+            r"block_table: got shape \(1, 1\).* batch = 2",
+        ),
+        (
+            lambda: flash_attn_varlen_func(P, PAGES, PAGES[:2], CU, CU, 3, 3, block_table=TABLE),
+            ValueError,
+            r"v: got pages \(2, 4\)",
+        ),
+    ],
+)
+def test_errors(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nothing waits to be checked")
+@pytest.mark.parametrize(
+    ("lengths", "table", "match"),
+    [
+        ([2, 5], [[0], [1]], "block_table: got pages for 4 tokens"),
+        ([2, 3], [[0], [3]], r"block_table: got pages 0 \.\. 3"),
+    ],
+)
+def test_errors_of_pages(lengths, table, match):
+    table = torch.tensor(table, dtype=torch.int32)
+    with pytest.raises(ValueError, match=match):
+        flash_attn_varlen_func(P, PAGES, PAGES, CU, stops(lengths, "cpu"), 3, 9, block_table=table)
+
+
+def test_nothing_waits_for_pages(monkeypatch):
+    for module in (arguments, paging):
+        monkeypatch.setattr(module, "can_read", lambda x: False)  # as on a GPU
+    monkeypatch.setattr(flash_attn_interface, "attention_varlen", lambda q, *_, **options: q)
+    with NoWait():
+        flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_gpu_is_not_waited_for():
+    flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,370 @@
+"""``flash_attn_with_kvcache``: what is appended, where, and what is attended to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import testing
+from fusedattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache, kvcache, kvcache_checks, paging
+from fusedattn.integrations.flash_attn.layers import rotary
+from tests.conftest import BACKENDS, DEVICE, assert_ratios
+from tests.integrations.flash_attn_truth import NoWait, attend, place_of, rotate
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+BATCH, CAPACITY, HEADS, KV_HEADS, DIM, PAGE = 2, 16, 4, 2, 8, 4
+LENGTHS = [3, 10]
+# Pages of both sequences, four each, in no order; those that nothing is in are garbage.
+TABLE = [[5, 2, 7, -(10**6)], [0, 6, 3, 1]]
+
+
+@pytest.fixture(params=BACKENDS)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return place_of(request.param, monkeypatch)
+
+
+def int32(x: Any, device: str) -> Tensor:
+    return torch.tensor(x, dtype=torch.int32, device=device)
+
+
+def truth(q, k_cache, v_cache, k, v, *, lengths, rows, leftpad, cos=None, sin=None, interleaved=True, **options):
+    """Out, lse and both caches after it, one sequence after the other."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    ordered = options.get("causal") or options.get("window_size", (-1, -1)) != (-1, -1)
+    slopes = options.pop("alibi_slopes", None)
+    outs, lses = [], []
+    for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+        query, stop = q[b], length
+        if k is not None:
+            stop, new = length + k.shape[1], k[b]
+            if cos is not None:
+                step = torch.arange(query.shape[0], device=q.device) * int(bool(ordered))
+                query = rotate(query, cos, sin, length + step, interleaved)
+                new = rotate(new, cos, sin, torch.arange(length, stop, device=q.device), interleaved)
+            k_cache[row, length:stop], v_cache[row, length:stop] = new, v[b]
+        seen = slice(leftpad[b], stop)
+        own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[b]
+        out, lse = attend(query[None], k_cache[row, seen][None], v_cache[row, seen][None], alibi_slopes=own, **options)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.stack(outs), torch.stack(lses), k_cache, v_cache
+
+
+# By name: how many queries and new keys; what holds the caches; lengths as what; the options.
+NEW: dict[str, tuple[int, int | None, str, dict[str, Any]]] = {
+    "one query": (1, 1, "tensor", {}),
+    "one query, window": (1, 1, "tensor", {"causal": True, "window_size": (4, 0)}),
+    "one query, slopes": (1, 1, "tensor", {"alibi_slopes": (HEADS,)}),
+    "nothing new": (3, None, "tensor", {"causal": True}),
+    "nothing new, full caches": (3, None, "none", {"causal": True, "window_size": (5, 0)}),
+    "causal": (4, 4, "tensor", {"causal": True}),
+    "not causal": (4, 4, "tensor", {}),
+    "fewer new than queries": (5, 2, "tensor", {"causal": True}),
+    "more new than queries": (2, 5, "tensor", {"causal": True}),
+    "window": (4, 4, "tensor", {"window_size": (3, 1)}),
+    "window to the right": (4, 4, "tensor", {"window_size": (-1, 2)}),
+    "soft-cap, scale": (4, 4, "tensor", {"causal": True, "softcap": 0.8, "softmax_scale": 0.7}),
+    "slopes of each sequence, not causal": (4, 4, "tensor", {"alibi_slopes": (BATCH, HEADS)}),
+    "more queries than keys": (8, 1, "tensor", {"causal": True, "alibi_slopes": (BATCH, HEADS)}),
+    "int": (4, 4, "int", {"causal": True, "alibi_slopes": (BATCH, HEADS)}),
+    "int, window": (1, 1, "int", {"window_size": (4, 0)}),
+}
+
+
+def assert_as_in_truth(
+    place: dict[str, Any], held: str, n_queries: int, n_new: int | None, lengths_as: str, options: dict[str, Any],
+    *, leftpad: bool = False, rope: bool = False, interleaved: bool = True,
+) -> None:  # fmt: skip
+    device = place["device"]
+    options = dict(options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(options["alibi_slopes"]).to(**place)
+    rows = [2, 0] if held == "rows" else [0, 1]
+    lengths = {"tensor": LENGTHS, "int": [6] * BATCH, "none": [CAPACITY] * BATCH}[lengths_as]
+    pads = [4, 5] if leftpad else [0] * BATCH
+    q = torch.randn(BATCH, n_queries, HEADS, DIM, **place)
+    k_cache, v_cache = torch.randn(2, 3, CAPACITY, KV_HEADS, DIM, **place)
+    k, v = (None, None) if n_new is None else torch.randn(2, BATCH, n_new, KV_HEADS, DIM, **place)
+    tables = torch.randn(2, CAPACITY + 4, 3, **place) if rope else (None, None)
+
+    expected = truth(
+        *(x if x is None else x.double() for x in (q, k_cache, v_cache, k, v)),
+        lengths=lengths, rows=rows, leftpad=pads, cos=tables[0], sin=tables[1], interleaved=interleaved, **options,
+    )  # fmt: skip
+    # What lies behind the last token is not read.
+    before = []
+    for cache in (k_cache, v_cache):
+        cache = cache.clone()
+        for length, row in zip(lengths, rows, strict=True):
+            cache[row, length:] = math.nan
+        before.append(cache)
+    pages = [x.new_full((8, PAGE, KV_HEADS, DIM), math.nan) for x in before]
+    if held == "pages":
+        for page, cache in zip(pages, before, strict=True):
+            for b, table in enumerate(TABLE):
+                for i, p in enumerate(table):
+                    if p >= 0:
+                        page[p] = cache[b, i * PAGE : (i + 1) * PAGE]
+    kept = pages if held == "pages" else before
+    found = flash_attn_with_kvcache(
+        q, *kept, k, v, rotary_cos=tables[0], rotary_sin=tables[1], rotary_interleaved=interleaved,
+        cache_seqlens={"tensor": int32(lengths, device), "int": lengths[0], "none": None}[lengths_as],
+        cache_batch_idx=int32(rows, device) if held == "rows" else None,
+        cache_leftpad=int32(pads, device) if leftpad else None,
+        block_table=int32(TABLE, device) if held == "pages" else None,
+        num_splits=3, return_softmax_lse=True, **options,
+    )  # fmt: skip
+    close = {"rtol": 1e-9, "atol": 1e-10} if place["dtype"] == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close([x.double() for x in found], list(expected[:2]), **close)
+    assert found[0].is_contiguous()
+    for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+        for cache, after in zip(kept, expected[2:], strict=True):
+            stop = length + (n_new or 0)
+            if held == "pages":
+                tokens = cache[int32(TABLE[b], device).clamp(min=0)].flatten(0, 1)
+            else:
+                tokens = cache[row]
+            torch.testing.assert_close(tokens[:stop].double(), after[row, :stop], **close)
+            assert torch.equal(tokens[:length], (k_cache if cache is kept[0] else v_cache)[row, :length])
+            behind = slice(stop, None if held != "pages" else -(-stop // PAGE) * PAGE)
+            assert tokens[behind].isnan().all()
+
+
+@pytest.mark.parametrize("held", ["first rows", "rows", "pages"])
+@pytest.mark.parametrize("name", NEW)
+def test_meaning(name, held, place):
+    n_queries, n_new, lengths_as, options = NEW[name]
+    if held == "pages" and lengths_as != "tensor":
+        pytest.skip("these lengths need more pages than the table has")
+    assert_as_in_truth(place, held, n_queries, n_new, lengths_as, options)
+
+
+@pytest.mark.parametrize("held", ["rows", "pages"])
+@pytest.mark.parametrize(("lengths_as", "options"), [("tensor", {"causal": True}), ("tensor", {}), ("int", {})])
+def test_padding_on_the_left(held, lengths_as, options, place):
+    """With less of it than there are tokens, and with as much, which leaves nothing to see."""
+    if held == "pages" and lengths_as != "tensor":
+        pytest.skip("these lengths need more pages than the table has")
+    assert_as_in_truth(place, held, 2, 1, lengths_as, options, leftpad=True)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("lengths_as", ["tensor", "int"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 1)}, {}], ids=str)
+def test_rotation(options, lengths_as, interleaved, place):
+    """All queries at one position where no order is asked for."""
+    options = {"rope": True, "interleaved": interleaved, "options": options, "leftpad": True}
+    assert_as_in_truth(place, "first rows", 4, 4, lengths_as, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_budget_in_16_bits(dtype):
+    q = torch.randn(BATCH, 1, HEADS, 16, device=DEVICE, dtype=dtype)
+    k_cache, v_cache = torch.randn(2, BATCH, 24, KV_HEADS, 16, device=DEVICE, dtype=dtype)
+    options = {"lengths": [20, 13], "rows": [0, 1], "leftpad": [0, 0]}
+    expected = truth(q.double(), k_cache.double(), v_cache.double(), None, None, **options)[:2]
+    eager = truth(q, k_cache, v_cache, None, None, **options)[:2]
+    lengths = int32([20, 13], DEVICE)
+    found = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, return_softmax_lse=True)
+    assert_ratios({name: testing.compare(found[i], expected[i], eager[i]) for i, name in enumerate(("out", "lse"))})
+
+
+def caches(**place: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(BATCH, 1, HEADS, DIM, **place)
+    return q, *torch.randn(2, BATCH, CAPACITY, KV_HEADS, DIM, **place)
+
+
+def test_int_and_tensor_agree(place):
+    q, k_cache, v_cache = caches(**place)
+    lengths = int32([7, 7], place["device"])
+    for options in ({}, {"causal": True, "window_size": (2, 0)}):
+        by_int = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=7, **options)
+        by_tensor = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **options)
+        torch.testing.assert_close(by_int, by_tensor)
+
+
+def test_without_lse(place):
+    q, k_cache, v_cache = caches(**place)
+    q = q.expand(-1, 3, -1, -1).clone()
+    for options in ({}, {"softcap": 0.5}):
+        options["cache_seqlens"] = int32(LENGTHS, place["device"])
+        found = flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+        assert found.is_contiguous()
+        torch.testing.assert_close(
+            found, flash_attn_with_kvcache(q, k_cache, v_cache, **options, return_softmax_lse=True)[0]
+        )
+
+
+def test_step_by_step(place):
+    """Token after token gives what all of them give at once."""
+    q, k, v = torch.randn(3, BATCH, 6, KV_HEADS, DIM, **place)
+    k_cache, v_cache = torch.full((2, BATCH, CAPACITY, KV_HEADS, DIM), math.nan, **place)
+    steps = []
+    for i in range(6):
+        new = (x[:, i : i + 1] for x in (q, k, v))
+        query, key, value = new
+        lengths = torch.full((BATCH,), i, dtype=torch.int32, device=place["device"])
+        steps.append(flash_attn_with_kvcache(query, k_cache, v_cache, key, value, cache_seqlens=lengths, causal=True))
+    torch.testing.assert_close(torch.cat(steps, dim=1), flash_attn_func(q, k, v, causal=True))
+
+
+def test_caches_of_any_strides(place):
+    """Heads before tokens, as the static caches of transformers; and more rows than sequences."""
+    storage = torch.randn(2, 3, KV_HEADS, CAPACITY, DIM, **place)
+    k_cache, v_cache = storage.transpose(2, 3)
+    copies = k_cache.contiguous(), v_cache.contiguous()
+    q = torch.randn(BATCH, 2, HEADS, DIM, **place)
+    k, v = torch.randn(2, BATCH, 2, KV_HEADS, DIM, **place)
+    lengths = int32(LENGTHS, place["device"])
+    found = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    expected = flash_attn_with_kvcache(q, *copies, k, v, cache_seqlens=lengths, causal=True)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(k_cache, copies[0])
+    assert torch.equal(storage[1].transpose(1, 2), copies[1])
+
+
+def test_has_no_gradients():
+    """As in flash_attn, whatever requires them; even leaves are written to."""
+    q, k_cache, v_cache = (x.requires_grad_() for x in caches(device=DEVICE))
+    new = torch.randn(BATCH, 1, KV_HEADS, DIM, device=DEVICE, requires_grad=True)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3, return_softmax_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    assert torch.equal(k_cache[:, 3:4], new)
+
+
+Q, CACHE = torch.zeros(2, 1, 4, 8, device=DEVICE), torch.zeros(3, 6, 2, 8, device=DEVICE)
+NEW_KEY = torch.zeros(2, 1, 2, 8, device=DEVICE)
+TABLES = torch.zeros(6, 4, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"q": Q[0]}, ValueError, r"q: got shape \(1, 4, 8\)"),
+        ({"q": Q.half()}, TypeError, "k: got torch.float32, allowed is the dtype of q"),
+        ({"k_cache": CACHE[..., :4]}, ValueError, "k: got head_dim 4"),
+        ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "k_cache: got strides"),
+        ({"v_cache": CACHE[:2]}, ValueError, "v_cache: got 2 rows or pages, allowed is that of k_cache, 3"),
+        ({"k_cache": CACHE[:1], "v_cache": CACHE[:1]}, ValueError, "k_cache: got 1 rows, allowed are batch = 2"),
+        ({"k": NEW_KEY, "cache_seqlens": 1}, ValueError, "v: got None"),
+        ({"v": NEW_KEY, "cache_seqlens": 1}, ValueError, "k: got None"),
+        ({"k": NEW_KEY, "v": NEW_KEY}, ValueError, "cache_seqlens: got None"),
+        ({"k": NEW_KEY[:1], "v": NEW_KEY[:1], "cache_seqlens": 1}, ValueError, r"k: got shape \(1, 1, 2, 8\)"),
+        ({"k": NEW_KEY, "v": NEW_KEY[:, :0], "cache_seqlens": 1}, ValueError, r"v: got shape \(2, 0, 2, 8\)"),
+        ({"k": NEW_KEY, "v": NEW_KEY.half(), "cache_seqlens": 1}, TypeError, "v: got torch.float16"),
+        ({"rotary_cos": TABLES}, ValueError, "rotary_cos, rotary_sin: got one of them"),
+        ({"rotary_cos": TABLES, "rotary_sin": TABLES}, ValueError, "rotary_cos: got a tensor without k"),
+        (
+            {"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 5, "rotary_cos": TABLES[:5], "rotary_sin": TABLES[:5]},
+            ValueError,
+            r"seqlen_offsets: got 5 .*allowed are positions 0 \.\. 4",
+        ),
+        ({"cache_seqlens": 7}, ValueError, r"cache_seqlens: got 7 \.\. 7, allowed are 0 \.\. 6"),
+        ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1"),
+        ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 6}, ValueError, r"cache_seqlens: got 6 .*allowed are 0 \.\. 5"),
+        ({"cache_seqlens": 2.0}, TypeError, "cache_seqlens: got float"),
+        ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens: got list"),
+        ({"cache_seqlens": torch.ones(2, device=DEVICE)}, TypeError, "cache_seqlens: got torch.float32"),
+        ({"cache_seqlens": int32([1], DEVICE)}, ValueError, r"cache_seqlens: got shape \(1,\)"),
+        ({"cache_batch_idx": [0, 1]}, TypeError, "cache_batch_idx: got list"),
+        ({"cache_leftpad": 3}, TypeError, "cache_leftpad: got int"),
+        ({"alibi_slopes": torch.ones(3, device=DEVICE), "cache_seqlens": int32([1, 2], DEVICE)}, ValueError, "slopes"),
+        ({"block_table": int32([[0]], DEVICE)}, ValueError, r"block_table: got shape \(1, 1\)"),
+        (
+            {"block_table": int32([[0], [1]], DEVICE), "cache_batch_idx": int32([0, 1], DEVICE)},
+            ValueError,
+            "cache_batch_idx: got a tensor together with block_table",
+        ),
+        ({"window_size": (1.5, 0)}, TypeError, "window_size: got float"),
+        ({"softcap": math.nan}, ValueError, "softcap: got nan"),
+    ],
+)  # fmt: skip
+def test_errors(options, error, match):
+    with pytest.raises(error, match=match):
+        flash_attn_with_kvcache(**{"q": Q, "k_cache": CACHE, "v_cache": CACHE, **options})
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nothing waits to be checked")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"q": torch.zeros(2, 1, 3, 8)}, "nheads_q = 3 and nheads_kv = 2"),
+        ({"alibi_slopes": torch.ones(3)}, r"slopes of shape \(3,\)"),
+        ({"alibi_slopes": torch.ones(3), "cache_seqlens": 1}, r"slopes of shape \(3,\)"),
+        ({"cache_seqlens": int32([1, 6], "cpu")}, r"cache_seqlens: got 1 \.\. 6, allowed are 0 \.\. 5"),
+        ({"cache_seqlens": int32([-1, 2], "cpu")}, r"cache_seqlens: got -1 \.\. 2"),
+        ({"cache_batch_idx": int32([0, 3], "cpu")}, r"cache_batch_idx: got 0 \.\. 3, allowed are 0 \.\. 2"),
+        ({"block_table": int32([[0], [3]], "cpu")}, r"block_table: got pages 0 \.\. 3, allowed are 0 \.\. 2"),
+        ({"rotary_cos": TABLES[:2], "rotary_sin": TABLES[:2]}, r"seqlen_offsets: got positions 1 \.\. 2"),
+    ],
+)
+def test_nothing_is_written_beside_an_error(options, match):
+    cache = torch.zeros(3, 6, 2, 8)
+    arguments = {"q": Q, "k": NEW_KEY + 1, "v": NEW_KEY + 1, "cache_seqlens": int32([1, 2], "cpu"), **options}
+    with pytest.raises(ValueError, match=match):
+        flash_attn_with_kvcache(k_cache=cache, v_cache=cache, **arguments)
+    assert (cache == 0).all()
+
+
+WAITLESS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": True, "cache_batch_idx": int32([1, 0], DEVICE), "cache_leftpad": int32([1, 0], DEVICE)},
+    {"window_size": (2, 1), "block_table": int32([[0, 1], [2, 2]], DEVICE)},
+    {"alibi_slopes": torch.ones(4, device=DEVICE)},
+]
+
+
+def in_a_cache(options: dict[str, Any]) -> Any:
+    q, new = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
+    lengths = int32([1, 2], DEVICE)
+    return flash_attn_with_kvcache(q, CACHE.clone(), CACHE.clone(), new, new, TABLES, TABLES, lengths, **options)
+
+
+@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+def test_nothing_waits(options, monkeypatch):
+    for module in (kvcache_checks, paging, rotary):
+        monkeypatch.setattr(module, "can_read", lambda x: False)  # as on a GPU
+    monkeypatch.setattr(kvcache, "attention", lambda q, *_, **options: q)
+    with NoWait():
+        in_a_cache(options)
+
+
+def test_waiting_is_seen():
+    with NoWait(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        int(torch.ones(1))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+def test_a_gpu_is_not_waited_for(options):
+    in_a_cache(options)
+    tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    lengths, new = int32([1, 2], DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
+    q, k_cache, v_cache = torch.zeros(2, 3, 4, 8, device=DEVICE), CACHE.clone(), CACHE.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_with_kvcache(q, k_cache, v_cache, new, new, TABLES, TABLES, lengths, **{**options, **tensors})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+def test_compiles_as_one_graph(options, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    q, new = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+    lengths = int32([1, 2], "cpu")
+    options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+    found = []
+    for function in (flash_attn_with_kvcache, compiled):
+        cache = torch.linspace(-1, 1, CACHE.numel()).view(CACHE.shape)
+        tables = torch.linspace(0, 1, 24).view(6, 4)
+        out = function(q, cache, cache.clone(), new, new, tables, tables.flip(0), lengths, **options)
+        found.append((out, cache))
+    torch.testing.assert_close(*found)

@@ -1,0 +1,271 @@
+"""The kernels behind torch's flash attention operators, registered for the tensors of the tests' device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedattn import attention, attention_varlen, masks
+from fusedattn.integrations import torch_flash
+from tests.conftest import DEVICE, INTERPRETING
+
+pytestmark = [
+    pytest.mark.usefixtures("_seed"),
+    pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="no registration"),
+]
+
+# A GPU's kernels have no float64.
+DTYPE = torch.float64 if INTERPRETING else torch.float32
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
+
+normal = partial(torch.randn, dtype=DTYPE, device=DEVICE)
+sdpa_op = torch.ops.aten._scaled_dot_product_flash_attention
+flash_op = torch.ops.aten._flash_attention_forward
+
+
+@pytest.fixture(autouse=True)
+def _activated() -> Iterator[None]:
+    torch_flash.register(dispatch_key=DEVICE.upper())
+    torch.nn.attention.activate_flash_attention_impl("fusedattn")  # type: ignore[arg-type]
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def by_mathematics(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """out and lse of ``(batch, nheads, seqlen, head_dim)``."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    empty = ~visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return weights @ v, scores.logsumexp(-1)
+
+
+def band(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> Tensor:
+    """Which keys are seen, counted from the last query and key."""
+    distance = torch.arange(seqlen_k, device=DEVICE) - torch.arange(seqlen_q, device=DEVICE)[:, None]
+    distance = distance - (seqlen_k - seqlen_q)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=DEVICE)
+    if left is not None:
+        visible = visible & (distance >= -left)
+    return visible if right is None else visible & (distance <= right)
+
+
+def assert_same(results: tuple[Tensor, ...], leaves: list[Tensor], expected: tuple[Tensor, ...]) -> None:
+    """out and lse, and the gradients of out."""
+    torch.testing.assert_close(results[:2], expected, **CLOSE)
+    dout = torch.randn_like(expected[0])
+    actual = torch.autograd.grad(results[0], leaves, dout)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected[0], leaves, dout), **CLOSE)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "scale"), [((5, 9), None), ((9, 5), None), ((1, 6), None), ((5, 9), 0.7), ((5, 9), -0.3), ((5, 9), 0.0)]
+)
+def test_dense(lengths: tuple[int, int], is_causal: bool, scale: float | None) -> None:
+    """Of grouped heads; causal masks end with the last key, and queries before the first key see nothing."""
+    seqlen_q, seqlen_k = lengths
+    leaves = [normal(2, 4, seqlen_q, 8), normal(2, 2, seqlen_k, 8), normal(2, 2, seqlen_k, 8)]
+    leaves = [x.requires_grad_() for x in leaves]
+    results = sdpa_op(*leaves, 0.0, is_causal, scale=scale)
+    visible = band(*lengths, None, 0 if is_causal else None)
+    assert_same(results, leaves, by_mathematics(*leaves, visible, scale))
+    assert results[4:6] == (seqlen_q, seqlen_k)
+
+
+@pytest.mark.parametrize("window", [(None, None), (-1, -1), (2, -1), (-1, 1), (1, 2), (0, 0)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dense_with_heads_last_and_windows(window: tuple[int | None, int | None], is_causal: bool) -> None:
+    leaves = [normal(1, 5, 2, 8).requires_grad_(), *(normal(1, 7, 2, 8).requires_grad_() for _ in range(2))]
+    left, right = window
+    results = flash_op(
+        *leaves, None, None, 5, 7, 0.0, is_causal, False, window_size_left=left, window_size_right=right
+    )  # fmt: skip
+    limits = [None if x is None or x < 0 else x for x in window]
+    visible = band(5, 7, *limits) & band(5, 7, None, 0 if is_causal else None)
+    out, lse = by_mathematics(*(x.transpose(1, 2) for x in leaves), visible, None)
+    assert_same(results, leaves, (out.transpose(1, 2), lse))
+
+
+STOPS_Q, STOPS_K = [0, 3, 3, 8], [0, 4, 6, 9]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (1, 0), (2, 1)])
+def test_packed(window: tuple[int, int]) -> None:
+    """With rows that belong to no sequence; and through the operator that writes into a tensor."""
+    leaves = [normal(10, 4, 8).requires_grad_(), *(normal(9, 2, 8).requires_grad_() for _ in range(2))]
+    stops_q, stops_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
+    left, right = window
+    arguments = (*leaves, stops_q, stops_k, 5, 4, 0.0, window == (-1, 0), False)
+    windows = {"window_size_left": left, "window_size_right": right}
+    results = flash_op(*arguments, **windows)
+    out, lse = torch.zeros_like(leaves[0]), torch.full((4, 10), -torch.inf, dtype=DTYPE, device=DEVICE)
+    for i in range(3):
+        queries, keys = slice(STOPS_Q[i], STOPS_Q[i + 1]), slice(STOPS_K[i], STOPS_K[i + 1])
+        q, k, v = (x[s].transpose(0, 1)[None] for x, s in zip(leaves, (queries, keys, keys), strict=True))
+        visible = band(q.shape[2], k.shape[2], *(None if x < 0 else x for x in window))
+        own, own_lse = by_mathematics(q, k, v, visible, None)
+        out[queries], lse[:, queries] = own[0].transpose(0, 1), own_lse[0]
+    assert_same(results, leaves, (out, lse))
+
+    inplace = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+    if inplace is not None:
+        with torch.no_grad():
+            written = torch.full_like(leaves[0], torch.nan)
+            assert torch.equal(inplace(written, *arguments, **windows), results[1])
+        assert torch.equal(written, results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_are_those_of_attention_bit_for_bit(dtype: torch.dtype) -> None:
+    leaves = [torch.randn(2, n, 4, 16, device=DEVICE).to(dtype).requires_grad_() for n in (5, 9, 9)]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    dout = torch.randn(2, 4, 5, 16, device=DEVICE).to(dtype)
+    found = []
+    for function in (
+        lambda: sdpa_op(q, k, v, 0.0, True)[:2],
+        lambda: attention(q, k, v, mask=masks.causal(), return_lse=True),
+    ):
+        out, lse = function()
+        assert out.dtype == dtype
+        assert lse.dtype == torch.float32
+        assert out.stride() == q.stride()
+        found.append((out, lse, *torch.autograd.grad(out, leaves, dout)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_drops_the_same_weights_backwards(packed: bool) -> None:
+    shapes = [(n, 2, 8) for n in (8, 9, 9)] if packed else [(2, 2, n, 8) for n in (8, 9, 9)]
+    leaves = [normal(shape).requires_grad_() for shape in shapes]
+    stops = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
+    dout = normal(shapes[0])
+    if packed:
+        out, _, rng_state, _, _ = flash_op(*leaves, *stops, 5, 4, 0.4, False, False)
+    else:
+        out, *_, rng_state, _, _ = sdpa_op(*leaves, 0.4)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    seed = rng_state.view(torch.int64).reshape(-1)[:1]
+    options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": seed, "backend": "triton"}
+    expected = attention_varlen(*leaves, *stops, 5, 4, **options) if packed else attention(*leaves, **options)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(expected, leaves, dout), strict=True))
+    assert not torch.equal(
+        out, (flash_op(*leaves, *stops, 5, 4, 0.4, False, False) if packed else sdpa_op(*leaves, 0.4))[0]
+    )
+
+
+def test_strides_and_empty_sizes() -> None:
+    q, k, v = normal(2, 4, 8, 5).mT, normal(2, 1, 7, 8).expand(2, 4, 7, 8), normal(8).expand(2, 4, 7, 8)
+    visible = band(5, 7, None, None)
+    torch.testing.assert_close(sdpa_op(q, k, v)[0], by_mathematics(q, k, v, visible, None)[0], **CLOSE)
+    out, lse, *_ = sdpa_op(q, k[:, :, :0], v[:, :, :0])
+    assert out.eq(0).all()
+    assert lse.eq(-torch.inf).all()
+    leaf = q[:, :, :0].clone().requires_grad_()
+    out, *_ = sdpa_op(leaf, k, v)
+    assert out.shape == (2, 4, 0, 8)
+    assert torch.autograd.grad(out.sum(), leaf)[0].shape == leaf.shape
+
+
+def test_varlen_attn_of_torch() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    leaves = [normal(8, 4, 8).requires_grad_(), *(normal(9, 4, 8).requires_grad_() for _ in range(2))]
+    stops = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K)]
+    out = varlen.varlen_attn(*leaves, *stops, 5, 4, window_size=(-1, 0))
+    expected = attention_varlen(*leaves, *stops, 5, 4, mask=masks.causal(), backend="triton")
+    dout = torch.randn_like(out)
+    assert torch.equal(out, expected)
+    for a, b in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_results_are_what_torchs_compiler_expects(packed: bool) -> None:
+    q, k = (torch.randn(2, n, 4, 8, device=DEVICE).transpose(1, 2) for n in (5, 7))
+    arguments: tuple[Any, ...] = (q, k, k, 0.0, True)
+    operator = sdpa_op.default
+    if packed:
+        q, k = torch.randn(8, 4, 8, device=DEVICE), torch.randn(9, 4, 8, device=DEVICE)
+        stops = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
+        arguments = (q, k, k, *stops, 5, 4, 0.0, True, False)
+        operator = flash_op.default
+    real = operator(*arguments)
+    with FakeTensorMode() as mode:
+        fake = operator(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    for actual, expected in zip(real, fake, strict=True):
+        if isinstance(actual, Tensor):
+            assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
+        else:
+            assert actual == expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    leaves = [normal(2, 2, n, 8).requires_grad_() for n in (5, 7, 7)]
+    call = torch.compile(lambda *x: sdpa_op(*x, 0.0, True)[0] * 2, backend="aot_eager", fullgraph=True)
+    out = call(*leaves)
+    expected = 2 * by_mathematics(*leaves, band(5, 7, None, 0), None)[0]
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), **CLOSE
+    )
+
+
+def test_what_the_kernels_cannot_do_is_refused_with_every_reason() -> None:
+    q = normal(2, 5, 2, 8)
+    slopes = torch.rand(2, device=DEVICE)
+    used = torch.tensor([3, 4], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"return_debug_mask: .*seqused_k: .*alibi_slopes: "):
+        flash_op(q, q, q, None, None, 5, 5, 0.0, False, True, seqused_k=used, alibi_slopes=slopes)
+    with pytest.raises(NotImplementedError, match="return_debug_mask"):
+        sdpa_op(q, q, q, 0.0, False, True)
+    with pytest.raises(NotImplementedError, match=r"value: got head_dim 4, allowed is that of key, 8"):
+        sdpa_op(q, q, q[..., :4])
+    if "num_splits" in str(flash_op.default._schema):
+        with pytest.raises(NotImplementedError, match=r"block_table: .*num_splits: got 2"):
+            flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, block_table=used, num_splits=2)
+        assert torch.equal(flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, num_splits=1)[0],
+                           flash_op(q, q, q, None, None, 5, 5, 0.0, False, False)[0])  # fmt: skip
+    with pytest.raises(ValueError, match=r"^cum_seq_q, cum_seq_k: got a tensor and None"):
+        flash_op(q[0], q[0], q[0], used, None, 5, 5, 0.0, False, False)
+    with pytest.raises(ValueError, match="dropout_p"):
+        sdpa_op(q, q, q, 1.0)
+
+
+def test_activated_and_restored() -> None:
+    q = normal(1, 2, 5, 8)
+    assert "fusedattn" in torch.nn.attention.list_flash_attention_impls()
+    assert torch.nn.attention.current_flash_attention_impl() == "fusedattn"
+    names = list(torch_flash._KERNELS)
+    torch.nn.attention.activate_flash_attention_impl("fusedattn")  # type: ignore[arg-type]
+    expected = sdpa_op(q, q, q)[0]
+    assert all(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", DEVICE.upper()) for name in names)
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    if DEVICE == "cpu":  # torch itself has none for CPUs
+        held = torch_flash._Overrides("CPU")
+        held.remove()
+        assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU") for name in names)
+        with pytest.raises(NotImplementedError, match="'CPU' backend"):
+            sdpa_op(q, q, q)
+    torch.nn.attention.activate_flash_attention_impl("fusedattn")  # type: ignore[arg-type]
+    assert torch.equal(sdpa_op(q, q, q)[0], expected)
+
+
+def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^dispatch_key: got 'cuda', allowed are 'CUDA', 'CPU'"):
+        torch_flash.register(dispatch_key="cuda")
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(NotImplementedError, match=r"2\.11 and newer"):
+        torch_flash.register()

