@@ -81,6 +81,7 @@ class Bias:
         *,
         rows: Tensor | slice | None = None,
         keys: Tensor | slice | None = None,
+        lengths: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensor that defines this bias, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``.
@@ -90,6 +91,8 @@ class Bias:
         Args:
             seqlen_q, seqlen_k: of the attention.
             rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default.
+            lengths: of the queries and of the keys of each batch, int ``(batch,)``, where the batches have lengths of
+                their own, at most ``seqlen_q`` and ``seqlen_k``; distances are theirs.
             dtype: to compute in; by default that of the parts, and float32 at least.
 
         >>> alibi(torch.tensor([0.5])).dense(1, 3).tolist()
@@ -106,8 +109,9 @@ class Bias:
             dense = dense + indices.part_of(self.tensor, rows, keys).to(dtype)
         if self.slopes is None and self.relative is None:
             return dense
+        shift = seqlen_k - seqlen_q if lengths is None else (lengths[1] - lengths[0])[:, None, None, None]
         i = indices.select(seqlen_q, rows, device)[:, None]
-        distance = indices.select(seqlen_k, keys, device) - i - (seqlen_k - seqlen_q)
+        distance = (indices.select(seqlen_k, keys, device) - i)[None, None] - shift
         if self.slopes is not None:
             slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
             dense = dense - slopes[:, :, None, None].to(dtype) * distance.abs().to(dtype)
@@ -115,7 +119,8 @@ class Bias:
             table = indices.part_of(self.relative, rows, None).to(dtype)
             limit = table.shape[3] // 2
             columns = distance.clamp(-limit, limit) + limit
-            table = table.expand(-1, -1, columns.shape[0], -1)
+            batch = table.shape[0] if columns.shape[0] == 1 else columns.shape[0]
+            table = table.expand(batch, -1, columns.shape[2], -1)
             dense = dense + table.gather(3, columns.expand(*table.shape[:2], -1, -1))
         return dense
 

@@ -149,10 +149,10 @@ class Options:
         starts = [band for band in mask.bands if band.align == "top_left"]
         ends = [band for band in mask.bands if band.align == "bottom_right"]
         sizes = ConstantSizes(
-            lower_start=max([-band.left for band in starts if band.left is not None], default=-UNBOUNDED),
-            upper_start=min([band.right for band in starts if band.right is not None], default=UNBOUNDED),
-            lower_end=max([-band.left for band in ends if band.left is not None], default=-UNBOUNDED),
-            upper_end=min([band.right for band in ends if band.right is not None], default=UNBOUNDED),
+            lower_start=max([-UNBOUNDED, *(-band.left for band in starts if band.left is not None)]),
+            upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)]),
+            lower_end=max([-UNBOUNDED, *(-band.left for band in ends if band.left is not None)]),
+            upper_end=min([UNBOUNDED, *(band.right for band in ends if band.right is not None)]),
             prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
             block_q=16 if mask.layout is None else mask.layout.block_q,
             block_k=16 if mask.layout is None else mask.layout.block_k,

@@ -1,10 +1,11 @@
-"""Packed sequences in eager PyTorch: one after the other, each as an attention of its own."""
+"""Packed sequences in eager PyTorch: one after the other, each as an attention of its own; padded under a compiler."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import reference
@@ -17,8 +18,10 @@ from fusedattn.rope import Rope
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of tensors with a batch of 1; 0 and ``-inf`` for rows that belong to no sequence.
 
-    Waits for `packed` to be computed, as it reads where sequences lie.
+    Waits for `packed` to be computed, as it reads where sequences lie; not under a compiler, which cannot read.
     """
+    if torch.compiler.is_compiling():
+        return _padded(q, k, v, options, packed)
     stops_q, stops_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
     outs, lses = [], []
     for i in range(packed.n_sequences):
@@ -85,3 +88,60 @@ def _rope_of(rope: Rope, queries: slice, keys: slice) -> Rope:
         positions_q=None if positions_q is None else positions_q[..., queries],
         positions_k=None if positions_k is None else positions_k[..., keys],
     )
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
+    """The same by a batch of sequences with room for the longest that there may be, which takes more memory."""
+    n, longest_q, longest_k = packed.n_sequences, packed.max_seqlen_q, packed.max_seqlen_k
+    lengths = packed.cu_seqlens_q.diff(), packed.cu_seqlens_k.diff()
+    rows_q = _rows(packed.cu_seqlens_q, longest_q, q.shape[2])
+    rows_k = _rows(packed.cu_seqlens_k, longest_k, k.shape[2])
+    there_q, there_k = rows_q < q.shape[2], rows_k < k.shape[2]
+
+    def of_sequences(x: Tensor, rows: Tensor) -> Tensor:
+        """``(1, total, ...)`` as ``(n_sequences, longest, ...)``, with 0 where there is no row."""
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1))[0, rows]
+
+    def of_heads(x: Tensor, rows: Tensor) -> Tensor:
+        return of_sequences(x.transpose(1, 2), rows).transpose(1, 2)
+
+    mask, bias, rope = options.mask, options.bias, options.rope
+    documents = mask.documents
+    if documents is not None:
+        documents = Documents(of_sequences(documents.q, rows_q), of_sequences(documents.k, rows_k))
+    visible = replace(
+        mask, valid=None if mask.valid is None else of_sequences(mask.valid, rows_k), documents=documents
+    ).dense(longest_q, longest_k, batch=n, nheads=q.shape[1], lengths=lengths, device=q.device)
+    if bias is not None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        bias = Bias(bias.dense(longest_q, longest_k, lengths=lengths, dtype=dtype))
+    if rope is not None:
+        at_q, at_k = rope.positions_q, rope.positions_k
+        from_end = torch.arange(longest_q, device=q.device) + (lengths[1] - lengths[0])[:, None]
+        at_q = from_end if at_q is None else of_sequences(torch.atleast_2d(at_q), rows_q)
+        at_k = (
+            torch.arange(longest_k, device=q.device) if at_k is None else of_sequences(torch.atleast_2d(at_k), rows_k)
+        )
+        # Positions that no table has make NaN of what nobody sees.
+        sees = there_q & (lengths[1] > 0)[:, None]
+        rope = rope.at(torch.where(sees, at_q, 0), torch.where(there_k, at_k, 0))
+    own = replace(
+        options,
+        mask=Mask(allowed=visible & there_q[:, None, :, None] & there_k[:, None, None, :]),
+        bias=bias,
+        rope=rope,
+    )
+    out, lse, _ = reference.attention(of_heads(q, rows_q), of_heads(k, rows_k), of_heads(v, rows_k), **vars(own))
+
+    def of_tokens(x: Tensor, rest: float) -> Tensor:
+        """``(n_sequences, nheads, longest_q, ...)`` as ``(1, nheads, total_q, ...)``."""
+        tokens = x.new_full((q.shape[2] + 1, x.shape[1], *x.shape[3:]), rest)
+        return tokens.index_copy(0, rows_q.flatten(), x.transpose(1, 2).flatten(0, 1))[:-1].transpose(0, 1)[None]
+
+    return of_tokens(out, 0.0), of_tokens(lse, -torch.inf)
+
+
+def _rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:
+    """Where the tokens of each sequence stand, int64 ``(n_sequences, longest)``; `total` behind its last."""
+    rows = cu_seqlens[:-1, None].long() + torch.arange(longest, device=cu_seqlens.device)
+    return torch.where(rows < cu_seqlens[1:, None], rows, total)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import pickle
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +14,14 @@ from torch import Tensor
 
 _FUNCTIONS: dict[str, Any] = {}
 _KEYS: dict[int, str] = {}  # by id, which stays the function's own because `_FUNCTIONS` keeps it alive
+_NAMES: Counter[str] = Counter()  # how many functions have each name
 
 
 def register(function: Any, name: str = "function") -> str:
     """The key under which :func:`registered` finds ``function``; the same one each time for the same object.
 
-    Not inside what ``torch.compile`` compiles, which cannot look into a ``@triton.jit`` function.
+    Not inside what ``torch.compile`` compiles, which cannot look into a ``@triton.jit`` function. The key of a function
+    that shares its name with no other is the same in every process, for programs that are saved with it.
 
     Raises:
         TypeError: ``function`` is no ``@triton.jit`` function; ``name`` is what the message calls it.
@@ -26,7 +31,9 @@ def register(function: Any, name: str = "function") -> str:
         source = getattr(function, "fn", None)  # of a compiled and of an interpreted function
         if not callable(source):
             raise TypeError(f"{name}: got {type(function).__name__}, allowed is a @triton.jit function")
-        key = f"{source.__module__}.{source.__qualname__}#{len(_KEYS)}"
+        of_source = f"{source.__module__}.{source.__qualname__}"
+        key = f"{of_source}#{_NAMES[of_source]}"
+        _NAMES[of_source] += 1
         _KEYS[id(function)] = key
         _FUNCTIONS[key] = function
     return key
@@ -34,7 +41,44 @@ def register(function: Any, name: str = "function") -> str:
 
 def registered(key: str) -> Any:
     """The function that :func:`register` returned ``key`` for; KeyError where there is none."""
+    if key not in _FUNCTIONS:
+        raise KeyError(
+            f"function: got {key!r}, allowed are functions of the masks and ScoreMods that this process has made; "
+            "a saved program that calls one needs it made first"
+        )
     return _FUNCTIONS[key]
+
+
+@dataclass(frozen=True)
+class Importable:
+    """A ``@triton.jit`` function on its way through ``copy`` and ``pickle``: copied as itself, pickled by its name."""
+
+    function: Any
+
+    def __deepcopy__(self, memo: Any) -> Importable:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = f"{self.function.fn.__module__}:{self.function.fn.__qualname__}"
+        try:
+            found = pkgutil.resolve_name(name)
+        except (AttributeError, ImportError, ValueError):
+            found = None
+        if found is not self.function:
+            raise pickle.PicklingError(
+                f"function: got {name}, allowed where a mask or a ScoreMod is pickled are functions at the top of a "
+                "module, under their own names"
+            )
+        return _imported, (name,)
+
+
+def _imported(name: str) -> Importable:
+    return Importable(pkgutil.resolve_name(name))
+
+
+def rebuilt(make: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `make`, with the functions that are :class:`Importable`: what ``__reduce__`` asks for."""
+    return make(*(x.function if isinstance(x, Importable) else x for x in arguments))
 
 
 def check_args(args: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedattn import eager_packed, ops, reference
 from fusedattn.constants import Constants, Options, Packed, four_dimensional
@@ -168,6 +169,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:  # the op would come out without a tangent, and nobody would notice
+            raise NotImplementedError(
+                "attention: got forward-mode differentiation inside torch.compile, allowed there with backend 'triton' "
+                "are gradients; leave the call outside of what is compiled, or use backend='torch'"
+            )
         out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
         return out, lse
 

@@ -132,6 +132,9 @@ class MaskFunction:
         object.__setattr__(self, "key", functions.register(self.function))
         object.__setattr__(self, "numbers", functions.written(self.args))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functions.rebuilt, (MaskFunction, functions.Importable(self.function), self.eager, self.args)
+
     def dense(
         self, batch: int | None, nheads: int | None, q_index: Tensor, k_index: Tensor, first_batch: int = 0
     ) -> Tensor:
@@ -239,6 +242,7 @@ class Mask:
         batch: int | None = None,
         nheads: int | None = None,
         first_batch: int = 0,
+        lengths: tuple[Tensor, Tensor] | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
         """The bool tensor that defines this mask, ``(batch or 1, nheads_q or 1, seqlen_q, seqlen_k)``.
@@ -249,6 +253,8 @@ class Mask:
                 left out, alignments are those of the whole.
             batch, nheads: how many batches and query heads there are; only a mask with a function needs them.
             first_batch: the index of the first batch, for that function.
+            lengths: of the queries and of the keys of each batch, int ``(batch,)``, where the batches have lengths of
+                their own, at most ``seqlen_q`` and ``seqlen_k``; alignments are theirs. What lies behind is not hidden.
             device: that of the mask's tensors by default, or torch's default.
 
         Raises:
@@ -265,17 +271,19 @@ class Mask:
         k_index = indices.select(seqlen_k, keys, device)
         i, j = q_index[:, None], k_index
         dense = torch.ones(1, 1, q_index.shape[0], k_index.shape[0], dtype=torch.bool, device=device)
-        lower, upper = self.band(seqlen_q, seqlen_k)
-        if lower is not None:
-            dense = dense & (j >= i + lower)
-        if upper is not None:
-            dense = dense & (j <= i + upper)
+        shift = seqlen_k - seqlen_q if lengths is None else (lengths[1] - lengths[0])[:, None, None, None]
+        diagonal = {"bottom_right": i + shift, "top_left": i}
+        for band in self.bands:
+            if band.left is not None:
+                dense = dense & (j >= diagonal[band.align] - band.left)
+            if band.right is not None:
+                dense = dense & (j <= diagonal[band.align] + band.right)
         if self.valid is not None:
             dense = dense & indices.part_of(self.valid[:, None, None, :], None, keys)
         if self.allowed is not None:
             dense = dense & indices.part_of(self.allowed, rows, keys)
         if self.prefix is not None:
-            behind = j <= i + _shift(self.prefix.align, seqlen_q, seqlen_k)
+            behind = j <= diagonal[self.prefix.align]
             dense = dense & (behind | (j < self.prefix.lengths[:, None, None, None]))
         if self.documents is not None:
             ids_q = indices.part_of(self.documents.q[:, None, :, None], rows, None)

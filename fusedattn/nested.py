@@ -34,9 +34,17 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Any) -> Te
             )
     offsets_q, offsets_k = q.offsets(), k.offsets()
     packed: list[Any] = [x.transpose(1, 2).values() for x in (q, k, v)]
-    packed += [offsets_q.to(torch.int32), offsets_k.to(torch.int32), q._get_max_seqlen(), k._get_max_seqlen()]
+    longest_q, longest_k = _longest(q), _longest(k)
+    packed += [offsets_q.to(torch.int32), offsets_k.to(torch.int32), longest_q, longest_k]
     out, lse = attention_varlen(*packed, return_lse=True, **options)
     out, lse = (
-        torch.nested.nested_tensor_from_jagged(x, offsets_q).transpose(1, 2) for x in (out, lse.transpose(0, 1))
+        torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
+        for x in (out, lse.transpose(0, 1))
     )
     return (out, lse) if return_lse else out
+
+
+def _longest(x: Any) -> int | None:
+    """The longest length in a nested tensor; None where a compiler would have to read the lengths to know."""
+    longest: int | None = x._maybe_max_seqlen if torch.compiler.is_compiling() else x._get_max_seqlen()
+    return longest

@@ -43,6 +43,10 @@ class ArgGradient:
         object.__setattr__(self, "index_key", functions.register(self.index, "index"))
         object.__setattr__(self, "derivative_key", functions.register(self.derivative, "derivative"))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = functions.Importable(self.index), functions.Importable(self.derivative)
+        return functions.rebuilt, (ArgGradient, self.arg, *own)
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreMod:
@@ -89,6 +93,10 @@ class ScoreMod:
         object.__setattr__(self, "numbers", functions.written(self.args, self.learned_args))
         readers = ";".join(f"{x.arg} {x.index_key} {x.derivative_key}" for x in self.arg_gradients)
         object.__setattr__(self, "readers", readers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = functions.Importable(self.function), functions.Importable(self.derivative)
+        return functions.rebuilt, (ScoreMod, *own, self.eager, self.args, self.arg_gradients)
 
     @property
     def learned_args(self) -> tuple[int, ...]:

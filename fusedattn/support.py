@@ -62,7 +62,9 @@ FEATURES = (
     Feature("log-sum-exp and its gradient", "`return_lse=True`"),
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
     Feature("gradients that are the same bit for bit on every run", "always", torch="as torch's"),
-    Feature("`torch.compile(fullgraph=True)`, autocast, activation checkpointing", "as they are"),
+    Feature(
+        "`torch.compile(fullgraph=True)`, `torch.export`, AOTInductor, autocast, checkpointing, FSDP2", "as they are"
+    ),
     Feature("double backward, `torch.func.jvp`, `vmap`, `hessian`", "as they are, by eager formulas", torch="torch's"),
     Feature("split-KV decoding, paged and quantised caches, fp8", "", "not yet", "no"),
 )

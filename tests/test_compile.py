@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fusedattn import Rope, attention, attention_varlen, biases, case_functions, fuse, masks
+from fusedattn import Rope, attention, attention_varlen, attention_weights, biases, case_functions, fuse, masks
 from fusedattn.constants import Options
 from fusedattn.masks import Mask
 from fusedattn.ops import N_DIFFERENTIABLE, attention_bwd, attention_fwd
@@ -181,6 +183,18 @@ def problem(kind: str, backend: str) -> Problem:
             return call(q, k, v, mask=of_pairs, score_mod=of_scores)
         if kind == "dropout":
             return call(q, k, v, dropout_p=0.3, dropout_seed=at[:1])
+        if kind == "block-sparse":
+            blocks = torch.ones(1, HEADS, 3, 4, dtype=torch.bool, device=q.device).tril()
+            return call(
+                q, k, v, mask=masks.block_sparse(blocks[:, :, : -(-q.shape[2] // 16), : -(-k.shape[2] // 16)], 16)
+            )
+        if kind == "weights":
+            options = {"mask": masks.causal() & masks.padding(valid), "rope": rope, "softcap": 2.0}
+            out, lse = call(q, k, v, return_lse=True, **options)
+            weights = attention_weights(q, k, lse, rows=slice(-2, None), **options)
+            return out[:, :, -2:] + weights @ v.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        if kind == "dropout, no seed":
+            return call(q, k, v, dropout_p=0.3)
         if kind == "packed":
             stops = at[1 : q.shape[2]].int()[:3] * (q.shape[2] - 1)
             stops = torch.cat((torch.zeros_like(stops[:1]), stops[:1]))
@@ -197,7 +211,7 @@ def problem(kind: str, backend: str) -> Problem:
 
 PROBLEMS = (
     "plain", "causal", "padding", "boolean", "rope, positions", "lse", "bias, sinks, soft-cap", "documents, prefix",
-    "functions", "dropout", "everything",
+    "functions", "dropout", "dropout, no seed", "weights", "everything",
 )  # fmt: skip
 
 
@@ -205,6 +219,7 @@ def results(function: Problem, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seqlen_q * 100 + seqlen_k)
     torch.manual_seed(seqlen_q)
     x = qkv(seqlen_q, seqlen_k)
+    torch.manual_seed(seqlen_k)  # of dropout
     valid = (torch.rand(BATCH, seqlen_k, generator=generator) < 0.8).to(DEVICE)
     out = function(*x, valid, torch.arange(seqlen_k, device=DEVICE))
     return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
@@ -219,7 +234,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], backend: str) -> N
 
 
 @backends
-@pytest.mark.parametrize("kind", ["plain", "lse", "bias, sinks, soft-cap", "everything"])
+@pytest.mark.parametrize("kind", ["plain", "lse", "bias, sinks, soft-cap", "block-sparse", "everything"])
 def test_compile_with_fixed_lengths(kind, backend):
     function = problem(kind, backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -346,6 +361,122 @@ def test_arguments_may_come_from_a_compiled_region():
     valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.8
     for mask, scale in itertools.product((masks.causal(), masks.padding(valid)), (None, 0.1, 0.2, 0.3)):
         assert torch.equal(compiled(q, k, v, mask=mask, scale=scale), function(q, k, v, mask=mask, scale=scale))
+
+
+@backends
+@pytest.mark.parametrize("kind", ["t5", "shaw", "slopes", "sinks", "learned"])
+def test_compile_gives_what_is_learned_its_gradient(kind, backend):
+    generator = torch.Generator().manual_seed(0)
+    of_scores = case_functions.score_function(HEADS, generator).to(DEVICE)
+    shape = {"t5": (8, HEADS), "shaw": (9, HEAD_DIM)}.get(kind, (HEADS,))
+    learned = of_scores.args[0] if kind == "learned" else torch.rand(shape, device=DEVICE)
+    learned.requires_grad_()
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {
+            "t5": lambda: {"bias": biases.t5(learned, max_distance=20)},
+            "shaw": lambda: {"bias": biases.shaw(q, learned)},
+            "slopes": lambda: {"bias": biases.alibi(learned)},
+            "sinks": lambda: {"sinks": learned},
+            "learned": lambda: {"score_mod": of_scores},
+        }[kind]()
+        return attention(q, k, v, mask=masks.causal(), backend=backend, **options)
+
+    def run(f: Problem) -> list[Tensor]:
+        return list(torch.autograd.grad(f(*x).square().sum(), [*x, learned]))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    graphs = set()
+    for lengths in ((5, 7), (17, 33)):
+        x = qkv(*lengths)
+        assert_same(run(compiled), run(function), backend)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1, graphs
+
+
+@backends
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compile_takes_a_mask_from_outside(backend, dynamic):
+    """The numbers in it are inputs of the graph, then, which may change."""
+    function = functools.partial(attention, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    q, k, v = qkv(7, 9)
+    for left in (3, 4, 5, 6):
+        mask = masks.window(left, 2) & masks.window(None, left, "top_left")
+        assert_same([compiled(q, k, v, mask=mask)], [function(q, k, v, mask=mask)], backend)
+
+
+@backends
+def test_compile_of_any_batch_size(backend):
+    """The batch and the length are marked as changing; with nothing marked, torch finds out at the second size."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, mask=masks.causal(), backend=backend), fullgraph=True, backend=counter
+    )
+    graphs = set()
+    for batch, seqlen in ((2, 5), (3, 9), (5, 6)):
+        x = [torch.randn(batch, heads, seqlen, HEAD_DIM, device=DEVICE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        for tensor in x:
+            torch._dynamo.mark_dynamic(tensor, (0, 2))
+        expected = attention(*x, mask=masks.causal(), backend=backend)
+        assert_same([compiled(*x)], [expected], backend)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1, graphs
+
+
+def test_compile_loses_no_tangent():
+    """torch lets an op of one's own drop tangents without a word. What may leave the graph is computed eagerly."""
+    q, k, v = qkv(requires_grad=False)
+    function = functools.partial(attention, k=k, v=v, mask=masks.causal(), backend="triton")
+    compiled = torch.compile(function, backend="eager")
+    torch.testing.assert_close(compiled(q), function(q))
+    _, expected = torch.func.jvp(function, (q,), (torch.ones_like(q),))
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(compiled(forward_ad.make_dual(q, torch.ones_like(q))))
+    torch.testing.assert_close(out.tangent, expected)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def whole(q: Tensor) -> Tensor:
+        return torch.func.jvp(function, (q,), (torch.ones_like(q),))[1]
+
+    with pytest.raises(Exception, match=r"forward-mode differentiation inside torch\.compile"):
+        whole(q)
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(("kind", "backend"), [("everything", "triton"), ("padding", "torch")])
+def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    function = problem(kind, backend)
+    compiled = torch.compile(function, fullgraph=True)
+    for a, e in zip(results(compiled, 5, 7), results(function, 5, 7), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("options", [{"return_lse": True}, {"softcap": 2.0}, {"sinks": torch.zeros(HEADS)}], ids=str)
+def test_compile_hides_what_padding_hides_from_eager_code(options):
+    """Where the torch backend writes the scores out, forward and backward."""
+    q, k, v = qkv(6, 6)
+    valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
+    valid[:, 4:] = False
+    with torch.no_grad():
+        k[:, :, 4:], v[:, :, 4:] = torch.nan, torch.inf
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = masks.causal() & masks.padding(valid)
+        found = attention(q, k, v, mask=mask, backend="torch", **options)
+        return found if isinstance(found, Tensor) else found[0]
+
+    expected = function(q, k, v)
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected))
+    assert all(x.isfinite().all() for x in found)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_compile_packed_sequences():

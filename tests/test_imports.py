@@ -38,7 +38,13 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
     },
     "fusedattn": {
-        "fusion", "integrations.torch_functions", "varlen", "weights", "attention", "support", *VALUES,
+        "fusion",
+        "integrations.torch_functions",
+        "varlen",
+        "weights",
+        "attention",
+        "support",
+        *VALUES,
     },
     "testing": {
         "cases",
@@ -55,7 +61,12 @@ ALLOWED: dict[str, set[str]] = {
     "case_functions": VALUES,
     "peers": VALUES,
     "fusion": {
-        "modules", "integrations.torch_nn", "integrations.transformers", "transformer", "attention", "support",
+        "modules",
+        "integrations.torch_nn",
+        "integrations.transformers",
+        "transformer",
+        "attention",
+        "support",
         "checks",
     },
     "modules": {"transformer", "attention", "support", *VALUES},

@@ -99,7 +99,9 @@ def test_vmap(in_dims):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
-    "options", [{}, {"mask": masks.causal()}, {"softcap": 2.0}, {"bias": torch.randn(4, 4)}], ids=str
+    "options",
+    [{}, {"mask": masks.causal()}, {"softcap": 2.0}, {"bias": torch.randn(4, 4)}],
+    ids=lambda options: ", ".join(options),
 )
 def test_vmap_of_the_torch_backend(options):
     """Which cannot look for NaN there."""

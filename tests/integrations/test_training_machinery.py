@@ -1,0 +1,591 @@
+"""What trainers put around a model: checkpointing, accumulation, hooks, offloading, pickling, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fusedattn import (
+    ArgGradient,
+    Rope,
+    ScoreMod,
+    attention,
+    attention_varlen,
+    biases,
+    case_functions,
+    checks,
+    fuse,
+    masks,
+    ops,
+)
+from fusedattn.masks import Mask
+from fusedattn.transformer import GPTModel
+from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+BATCH, HEADS, KV_HEADS, SEQLEN, HEAD_DIM = 2, 2, 1, 7, 8
+
+Function = Callable[..., Tensor]
+
+
+def leaves() -> list[Tensor]:
+    """q, k, v, a bias and sinks."""
+    shapes = [(BATCH, heads, SEQLEN, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(shape, device=DEVICE, requires_grad=True)
+        for shape in (*shapes, (BATCH, 1, SEQLEN, SEQLEN), (HEADS,))
+    ]
+
+
+def attend(backend: str, **options: Any) -> Function:
+    """Attention as a function of the leaves, with much of what there is; queries and keys differ in their numbers."""
+    rope = Rope.from_theta(4, SEQLEN, device=DEVICE)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        mask = masks.causal() & masks.window(4, None)
+        return attention(q, k, v, mask=mask, rope=rope, bias=bias, sinks=sinks, backend=backend, **options)
+
+    return function
+
+
+def gradients(function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*inputs).square().sum(), inputs)
+
+
+def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert a is not None
+        assert e is not None
+        assert torch.equal(a, e)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> dict[str, int]:
+    """How often each of the kernels' launchers has been called."""
+    from fusedattn.kernels import attention_bwd, attention_fwd
+
+    counts = {"forward": 0, "backward": 0}
+
+    def counted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(launch)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return launch(*args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(attention_fwd, "launch", counted("forward", attention_fwd.launch))
+    monkeypatch.setattr(attention_bwd, "launch", counted("backward", attention_bwd.launch))
+    return counts
+
+
+@backends
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(backend, use_reentrant):
+    inputs, function = leaves(), attend(backend)
+
+    def checkpointed(*x: Tensor) -> Tensor:
+        return checkpoint(function, *x, use_reentrant=use_reentrant)
+
+    # The reentrant one knows backward() alone.
+    checkpointed(*inputs).square().sum().backward()
+    assert_equal([x.grad for x in inputs], gradients(function, inputs))
+
+
+@backends
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_draws_the_same_dropout_again(backend, use_reentrant):
+    inputs, function = leaves(), attend(backend, dropout_p=0.4)
+    torch.manual_seed(5)
+    checkpoint(function, *inputs, use_reentrant=use_reentrant).square().sum().backward()
+    torch.manual_seed(5)
+    assert_equal([x.grad for x in inputs], gradients(function, inputs))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_selective_checkpointing(launches, saved):
+    """Attention among what is saved is not computed again; the rest of the block is."""
+    inputs, function = leaves(), attend("triton", dropout_p=0.3)
+    runs = 0
+
+    def block(*x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return function(*x).tanh()
+
+    def context_fn() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.fusedattn.attention_fwd.default] if saved else [])
+
+    torch.manual_seed(5)
+    found = gradients(lambda *x: checkpoint(block, *x, use_reentrant=False, context_fn=context_fn), inputs)
+    assert runs == 2
+    assert launches == {"forward": 1 if saved else 2, "backward": 1}
+    torch.manual_seed(5)
+    assert_equal(found, gradients(block, inputs))
+
+
+def test_selective_checkpointing_by_a_policy(launches):
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = op is torch.ops.fusedattn.attention_fwd.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = fuse(GPTModel(11, 16, 2, 2, max_len=16, positions="rotary").to(DEVICE), backend="triton")
+    ids = torch.randint(11, (1, SEQLEN), device=DEVICE)
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(model, ids, use_reentrant=False, context_fn=context_fn).sum().backward()
+    assert launches == {"forward": 2, "backward": 2}
+    found = [parameter.grad for parameter in model.parameters()]
+    assert_equal(found, torch.autograd.grad(model(ids).sum(), list(model.parameters())))
+
+
+@backends
+def test_accumulated_gradients_are_those_of_all_batches(backend):
+    """Sums over parts of the batch, up to the order of addition."""
+    inputs, function = leaves(), attend(backend)
+    expected = gradients(function, inputs)
+    *by_batch, sinks = inputs
+    for part in (slice(0, 1), slice(1, 2)):
+        function(*(x[part] for x in by_batch), sinks).square().sum().backward()
+    for x, e in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad, e)
+
+
+@backends
+def test_a_kept_graph_gives_the_same_again(backend):
+    inputs = leaves()
+    loss = attend(backend)(*inputs).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_equal(torch.autograd.grad(loss, inputs), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, inputs)
+
+
+@backends
+def test_gradients_of_one_input_alone(backend):
+    inputs, function = leaves(), attend(backend)
+    expected = gradients(function, inputs)
+    for i, x in enumerate(inputs):
+        (found,) = torch.autograd.grad(function(*inputs).square().sum(), x)
+        torch.testing.assert_close(found, expected[i])
+        alone = function(*(y if y is x else y.detach() for y in inputs)).square().sum()
+        torch.testing.assert_close(torch.autograd.grad(alone, x)[0], expected[i])
+
+
+@backends
+def test_one_of_two_results(backend):
+    """A gradient of out or of lse alone is one with zeros for the other."""
+    inputs, function = leaves(), attend(backend, return_lse=True)
+    out, lse = function(*inputs)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for chosen, given, other in ((out, dout, lse), (lse, dlse, out)):
+        found = torch.autograd.grad(chosen, inputs, given, retain_graph=True, allow_unused=True)
+        grads = (given, torch.zeros_like(other))
+        expected = torch.autograd.grad((chosen, other), inputs, grads, retain_graph=True)
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.zeros_like(e) if f is None else f, e)
+
+
+def in_another_layout(x: Tensor) -> Tensor:
+    """The same numbers with the last dimension spread."""
+    return torch.stack((x, x), dim=-1)[..., 0]
+
+
+@backends
+@pytest.mark.parametrize("kind", ["double, on the CPU", "another layout", "nothing"])
+def test_hooks_on_saved_tensors(backend, kind):
+    inputs, function = leaves(), attend(backend)
+    expected = gradients(function, inputs)
+    packs: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+        "double, on the CPU": (
+            lambda x: (x.device, x.dtype, x.double().cpu() if x.is_floating_point() else x.cpu()),
+            lambda packed: packed[2].to(*packed[:2]),
+        ),
+        "another layout": (in_another_layout, lambda x: x),
+        "nothing": (lambda x: x, lambda x: x),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(*packs[kind]):
+        loss = function(*inputs).square().sum()
+    found = torch.autograd.grad(loss, inputs)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e)
+
+
+def test_hooks_that_change_the_layout_of_16_bits():
+    """Which keep one more tensor: what rounding took from out."""
+    inputs = [x.detach().half().requires_grad_() for x in leaves()[:3]]
+    function = functools.partial(attention, mask=masks.causal(), backend="triton")
+    with torch.autograd.graph.saved_tensors_hooks(in_another_layout, lambda x: x):
+        loss = function(*inputs).float().square().sum()
+    assert_equal(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(function(*inputs).float().square().sum(), inputs)
+    )
+
+
+@backends
+@pytest.mark.parametrize("pin_memory", [False, pytest.param(True, marks=pytest.mark.skipif(
+    DEVICE == "cpu", reason="pinned memory is for a GPU"))])  # fmt: skip
+def test_saved_tensors_on_the_cpu(backend, pin_memory):
+    inputs, function = leaves(), attend(backend)
+    with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+        loss = function(*inputs).square().sum()
+    assert_equal(torch.autograd.grad(loss, inputs), gradients(function, inputs))
+
+
+def test_a_saved_tensor_that_was_overwritten_is_noticed():
+    inputs = leaves()
+    k = inputs[1] * 1.0
+    loss = attend("triton")(inputs[0], k, *inputs[2:]).sum()
+    k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_on_modules_tensors_and_nodes():
+    model = fuse(GPTModel(11, 32, 4, 1, max_len=16).to(DEVICE), backend="triton")
+    seen: list[str] = []
+    core = next(m for m in model.modules() if type(m).__name__ == "FusedScaledDotProductAttention")
+    core.register_forward_hook(lambda *_: seen.append("forward"))
+    core.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model(torch.randint(11, (2, SEQLEN), device=DEVICE)).sum().backward()
+    assert seen == ["forward", "backward"]
+
+    inputs = leaves()
+    out = attend("triton")(*inputs)
+    out.register_hook(lambda grad: 2.0 * grad)
+    out.grad_fn.register_hook(lambda dinputs, douts: seen.append(type(out.grad_fn).__name__))
+    inputs[0].register_hook(lambda grad: torch.zeros_like(grad))
+    accumulated = []
+    inputs[1].register_post_accumulate_grad_hook(lambda x: accumulated.append(x.grad))
+    out.sum().backward()
+    assert "Attention" in seen[-1]
+    assert inputs[0].grad.eq(0).all()
+    with torch.no_grad():
+        fresh = [x.detach().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(attend("triton")(*fresh).sum() * 2.0, fresh[1])[0]
+    assert torch.equal(accumulated[0], expected)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(backend, dtype):
+    """As if the inputs had been cast by hand; the gradients come back in float32."""
+    q, k, v = leaves()[:3]
+    function = functools.partial(attention, mask=masks.causal(), backend=backend)
+    with torch.autocast(DEVICE, dtype=dtype):
+        out = function(q, k, v)
+    assert out.dtype == dtype
+    found = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    cast = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(function(*cast).float().square().sum(), cast)
+    assert all(x.dtype == torch.float32 for x in found)
+    assert_equal(found, [x.float() for x in expected])
+    with torch.autocast(DEVICE, dtype=dtype), torch.autocast(DEVICE, enabled=False):
+        assert function(q, k, v).dtype == torch.float32
+
+
+@backends
+def test_autocast_and_checkpointing(backend):
+    inputs, function = leaves()[:3], functools.partial(attention, mask=masks.causal(), backend=backend)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = checkpoint(function, *inputs, use_reentrant=False).float().square().sum()
+        expected = function(*inputs).float().square().sum()
+    assert_equal(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs))
+
+
+def test_autocast_of_packed_sequences():
+    q, k, v = (torch.randn(9, heads, HEAD_DIM, device=DEVICE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    stops = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = attention_varlen(q, k, v, stops, stops, 5, 5, backend="triton")
+    expected = attention_varlen(*(x.bfloat16() for x in (q, k, v)), stops, stops, 5, 5, backend="triton")
+    assert torch.equal(out, expected)
+
+
+@triton.jit
+def _steeper(score, batch, head, q_index, k_index, args):
+    return score * tl.load(args[0] + head)
+
+
+@triton.jit
+def _steepness(score, batch, head, q_index, k_index, args):
+    return tl.load(args[0] + head) + 0.0 * score
+
+
+@triton.jit
+def _of_head(batch, head, q_index, k_index, args):
+    return head
+
+
+@triton.jit
+def _by_gain(score, batch, head, q_index, k_index, args):
+    return score
+
+
+def _steeper_eager(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return score * args[0][head]
+
+
+class OwnScores(nn.Module):
+    """A layer with a score function that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.rand(HEADS, device=DEVICE) + 0.5)
+        self.score_mod = ScoreMod(
+            _steeper, _steepness, _steeper_eager, (self.gains,), (ArgGradient(0, _of_head, _by_gain),)
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, score_mod=self.score_mod)
+
+
+def through_pickle(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+def through_torch_save(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def options_of_every_kind() -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.ones(1, HEADS, 1, 1, dtype=torch.bool)
+    valid = torch.rand(BATCH, SEQLEN, generator=generator) < 0.8
+    ids = torch.arange(SEQLEN).expand(BATCH, -1) // 3
+    every = masks.causal() & masks.padding(valid) & masks.documents(ids) & masks.prefix_lm(torch.arange(BATCH))
+    rope = Rope.from_theta(8, 32)
+    return {
+        "mask": {"mask": every & masks.boolean(valid[:, None, None]) & masks.block_sparse(blocks, 16)},
+        "mask function": {"mask": case_functions.mask_function(BATCH, HEADS, generator)},
+        "rope": {"rope": rope.at(None, torch.arange(SEQLEN) + 3).at(torch.arange(SEQLEN), None)},
+        "bias": {"bias": biases.alibi(biases.alibi_slopes(HEADS)) + biases.t5(torch.randn(8, HEADS))},
+        "score function": {"score_mod": case_functions.score_function(HEADS, generator)},
+    }
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("kind", options_of_every_kind())
+def test_values_are_copied_and_pickled(kind, copied):
+    options = {name: x.to(DEVICE) for name, x in options_of_every_kind()[kind].items()}
+    again = {name: copied(x) for name, x in options.items()}
+    q, k, v, *_ = leaves()
+    assert torch.equal(attention(q, k, v, **again), attention(q, k, v, **options))
+    assert all(again[name] is not x for name, x in options.items())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
+def test_a_model_is_copied_with_what_its_function_learns(copied):
+    model = OwnScores()
+    again = copied(model)
+    assert again.score_mod.args[0] is again.gains
+    assert again.gains is not model.gains
+    q, k, v, *_ = leaves()
+    again(q, k, v).square().sum().backward()
+    model(q, k, v).square().sum().backward()
+    assert torch.equal(again.gains.grad, model.gains.grad)
+    assert model.gains.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
+def test_a_fused_model_is_copied(copied):
+    model = fuse(GPTModel(11, 32, 4, 1, max_len=16, positions="rotary").to(DEVICE), backend="triton")
+    again = copied(model)
+    ids = torch.randint(11, (2, SEQLEN), device=DEVICE)
+    assert torch.equal(again(ids), model(ids))
+    assert [type(x) for x in again.modules()] == [type(x) for x in model.modules()]
+
+
+@pytest.mark.parametrize("value", ["mask", "score_mod"])
+def test_a_function_inside_a_function_is_not_pickled_but_copied(value):
+    @triton.jit
+    def inner(batch, head, q_index, k_index, args):
+        return q_index >= k_index
+
+    made: Any = masks.function(inner) if value == "mask" else ScoreMod(inner, inner)
+    with pytest.raises(pickle.PicklingError, match=r"function: got .*<locals>.*at the top of a module"):
+        pickle.dumps(made)
+    assert copy.deepcopy(made) is not made
+
+
+OTHER_PROCESS = """
+import pickle, sys
+import torch
+from fusedattn import attention
+options, q, expected = pickle.load(open(sys.argv[1], "rb"))
+assert torch.equal(attention(q, q, q, **options), expected)
+"""
+
+
+def test_functions_keep_their_meaning_in_another_process(tmp_path):
+    """Where functions have been registered in another order, or none at all."""
+    generator = torch.Generator().manual_seed(0)
+    options = {
+        "mask": case_functions.mask_function(BATCH, HEADS, generator).to(DEVICE),
+        "score_mod": case_functions.score_function(HEADS, generator).to(DEVICE),
+    }
+    q = torch.randn(BATCH, HEADS, SEQLEN, HEAD_DIM, device=DEVICE)
+    path = tmp_path / "call.pickle"
+    path.write_bytes(pickle.dumps((options, q, attention(q, q, q, **options))))
+    subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(path)], check=True, timeout=120)
+
+
+@pytest.fixture
+def graph_stream() -> Iterator[torch.cuda.Stream]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def masks_for_graphs(valid: Tensor, ids: Tensor) -> dict[str, Mask]:
+    return {
+        "causal": masks.causal(),
+        "padding": masks.causal() & masks.padding(valid),
+        "documents": masks.causal() & masks.documents(ids),
+        "blocks": masks.block_sparse(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=DEVICE), 16),
+    }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("kind", ["causal", "padding", "documents", "blocks"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_cuda_graph(kind, dropout_p, graph_stream):
+    """Forward and backward are captured once and replayed with other numbers, masks and, with dropout, seeds.
+
+    What the host does while a call is captured depends on shapes, strides, dtypes and Python numbers alone: the checks
+    read no tensor on a GPU; the arguments of masks are made by torch functions whose results have the shapes of their
+    inputs (sort, searchsorted, cumulative sums), on the device; the launchers choose tiles and grids by shape. A seed
+    of dropout is drawn on the device from the generator, which a graph advances at each replay. The first calls
+    compile the kernels, which a capture must not.
+    """
+    valid = torch.ones(BATCH, SEQLEN, dtype=torch.bool, device=DEVICE)
+    ids = torch.zeros(BATCH, SEQLEN, dtype=torch.int64, device=DEVICE)
+    inputs = leaves()
+    seed = torch.tensor([3], device=DEVICE)
+    rope = Rope.from_theta(4, SEQLEN, device=DEVICE)
+
+    def step() -> tuple[Tensor, ...]:
+        q, k, v, bias, sinks = inputs
+        out = attention(
+            q, k, v, mask=masks_for_graphs(valid, ids)[kind], rope=rope, bias=bias, sinks=sinks, dropout_p=dropout_p,
+            dropout_seed=seed,
+        )  # fmt: skip
+        return (out, *torch.autograd.grad(out.square().sum(), inputs))
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=graph_stream):
+        results = step()
+
+    for round_ in range(3):
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+        valid.copy_(torch.rand(BATCH, SEQLEN, device=DEVICE) < 0.6)
+        ids.copy_(torch.randint(3, (BATCH, SEQLEN), device=DEVICE))
+        seed.fill_(round_)
+        graph.replay()
+        assert_equal(results, step())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_cuda_graph_draws_other_dropout_each_time(graph_stream):
+    q, k, v, *_ = leaves()
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, dropout_p=0.5)
+        return (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=graph_stream):
+        results = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(results[0].clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graph_of_packed_sequences(graph_stream):
+    """Replayed with sequences of other lengths: the maximum is fixed, where they start is read on the device."""
+    x = [torch.randn(20, heads, HEAD_DIM, device=DEVICE, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    stops = torch.tensor([0, 4, 9, 20], dtype=torch.int32, device=DEVICE)
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention_varlen(*x, stops, stops, 12, 12, mask=masks.causal())
+        return (out, *torch.autograd.grad(out.square().sum(), x))
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=graph_stream):
+        results = step()
+    for others in ([0, 12, 12, 15], [0, 1, 2, 3], [0, 8, 16, 20]):
+        stops.copy_(torch.tensor(others, dtype=torch.int32))
+        graph.replay()
+        assert_equal(results, step())
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="without a GPU the launches can be left out")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_host_reads_no_tensor(monkeypatch, packed):
+    """On the way of a call to the launches, forward and backward: tensors here have no data, and reading one raises."""
+    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "__getitem__", lambda *_: lambda *_, **__: None)
+    for name in ("attention_fwd", "attention_bwd"):
+        monkeypatch.setattr(ops, name, getattr(ops, name)._init_fn)
+    # These read tensors on a CPU alone.
+    monkeypatch.setattr(Rope, "check_positions", lambda self: None)
+    if packed:
+        monkeypatch.setattr(checks, "check_packed", lambda *_: None)
+        monkeypatch.setattr(checks, "check_rope", lambda *_: None)
+
+    with FakeTensorMode():
+        kinds, (q, k, v, bias, sinks) = options_of_every_kind(), leaves()
+        mask = kinds["mask"]["mask"]
+        if packed:  # a sequence for each of the batches
+            mask = replace(mask, valid=mask.valid.reshape(1, -1), documents=None)
+        score_mod = kinds["score function"]["score_mod"]
+        score_mod.args[0].requires_grad_()
+        options = {
+            "mask": mask & kinds["mask function"]["mask"], "rope": kinds["rope"]["rope"].at(None, None),
+            "bias": biases.tensor(bias), "sinks": sinks, "score_mod": score_mod,
+            "dropout_p": 0.2, "return_lse": True, "backend": "triton",
+        }  # fmt: skip
+        if packed:
+            stops = torch.arange(BATCH + 1, dtype=torch.int32) * SEQLEN
+            rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            out, lse = attention_varlen(*rows, stops, stops, SEQLEN, SEQLEN, **options)
+        else:
+            out, lse = attention(q, k, v, **options)
+        wanted = (q, k, v, bias, sinks, score_mod.args[0])
+        found = torch.autograd.grad(out.sum() + lse.sum(), wanted)
+        assert [x.shape for x in found] == [x.shape for x in wanted]
+        with pytest.raises(DataDependentOutputException):
+            bool(found[0].isfinite().all())
