@@ -71,7 +71,8 @@ def fuse(model: Model, *, backend: Backend | None = None) -> Model:
         raise TypeError(f"model: got {type(model).__name__}, allowed is a torch.nn.Module")
     check_backend(backend)
     hugging_face = _hugging_face()
-    reasons = [f"{_called(name)}: {reason}" for name, module in model.named_modules() for reason in _reasons(module)]
+    reasons = [] if hugging_face else _of_old_transformers(model)
+    reasons += [f"{_called(name)}: {reason}" for name, module in model.named_modules() for reason in _reasons(module)]
     models = hugging_face.models_in(model) if hugging_face else {}
     for name, pretrained in models.items():
         reasons += [f"{_called(name)}: {reason}" for reason in hugging_face.reasons(pretrained)]  # type: ignore[union-attr]
@@ -82,7 +83,7 @@ def fuse(model: Model, *, backend: Backend | None = None) -> Model:
     if not cores and not models:
         raise ValueError(
             f"model: got {type(model).__name__} without attention that is known, allowed are models with modules of "
-            "fusedattn.transformer, torch.nn.MultiheadAttention or transformers (5.4 and newer); where a model calls "
+            "fusedattn.transformer, torch.nn.MultiheadAttention or whole models of transformers; where a model calls "
             "F.scaled_dot_product_attention itself, fusedattn.replace_sdpa() routes these calls"
         )
     for core in cores:
@@ -136,10 +137,18 @@ def _hugging_face() -> ModuleType | None:
         return None
     try:
         from fusedattn.integrations import transformers
-    except ImportError as error:
-        logger.info("models of transformers are left alone: %s", error)
+    except ImportError:
         return None
     return transformers
+
+
+def _of_old_transformers(model: nn.Module) -> list[str]:
+    """Why models of transformers are not fused where the integration cannot be imported."""
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None)
+    if kind is None or not any(isinstance(module, kind) for module in model.modules()):
+        return []
+    return [f"transformers: got {getattr(transformers, '__version__', None)}, allowed are 5.4 and newer"]
 
 
 def _reasons(module: nn.Module) -> list[str]:

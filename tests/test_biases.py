@@ -305,3 +305,16 @@ def test_an_infinite_bias_is_a_mask_of_torchs_function(monkeypatch, dtype):
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
     for got, grad in zip(torch.autograd.grad(out.sum(), inputs), grads, strict=True):
         torch.testing.assert_close(got, grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_an_infinite_bias_hides_nan_under_a_compiler():
+    """Of keys that it hides from every query, as padding: their values cannot be looked at there."""
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
+    expected = attention(q, k[:, :, :-1], v[:, :, :-1], backend="torch")
+    k[:, :, -1], v[:, :, -1] = torch.nan, torch.inf
+    bias = torch.tensor([0.0] * 6 + [-torch.inf]).view(1, 1, 1, 7)
+    compiled = torch.compile(lambda *x: attention(*x, bias=bias, backend="torch"), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), expected)
+    torch._dynamo.reset()

@@ -67,6 +67,23 @@ def test_gradients_of_hidden_scores_are_zero(backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_of_minus_infinity_hide_as_the_mask_does(backend) -> None:
+    """Of one pair, and of a row, by a bias."""
+    q, k, v = torch.randn(3, 1, 1, 3, 8, device=DEVICE).unbind()
+    bias = torch.zeros(3, 3, device=DEVICE)
+    bias[0, 1] = bias[1] = -torch.inf
+    leaves = [x.requires_grad_() for x in (q, k)]
+    _, lse = attention(q, k, v, bias=bias, return_lse=True, backend=backend)
+    weights = attention_weights(q, k, lse, bias=bias)
+    assert weights[0, 0].eq(0).tolist() == [[False, True, False], [True] * 3, [False] * 3]
+    torch.testing.assert_close(weights.sum(-1), torch.tensor([[[1.0, 0.0, 1.0]]], device=DEVICE))
+    dq, dk = torch.autograd.grad(weights.square().sum(), leaves)
+    assert dq.isfinite().all()
+    assert dk.isfinite().all()
+    assert dq[0, 0, 1].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_add_up_to_one_in_16_bits(backend) -> None:
     """Also of large scores, and under autocast: the scores behind lse are not rounded."""
     q, k, v = (8 * torch.randn(3, 1, 2, 9, 32, device=DEVICE)).unbind()

@@ -155,7 +155,7 @@ def test_padding_on_the_left(held, lengths_as, options, place):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("lengths_as", ["tensor", "int"])
-@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 1)}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 1)}, {"window_size": (4, -1)}, {}], ids=str)
 def test_rotation(options, lengths_as, interleaved, place):
     """All queries at one position where no order is asked for."""
     options = {"rope": True, "interleaved": interleaved, "options": options, "leftpad": True}
@@ -198,6 +198,16 @@ def test_without_lse(place):
         torch.testing.assert_close(
             found, flash_attn_with_kvcache(q, k_cache, v_cache, **options, return_softmax_lse=True)[0]
         )
+
+
+def test_a_page_behind_the_last_is_not_looked_up(place):
+    """Where a sequence ends with a page, too."""
+    q, *kept = caches(**place)
+    pages = [x.unflatten(1, (-1, PAGE)).flatten(0, 1) for x in kept]
+    table = int32([[0, -(10**6), 10**6, 0], [4, 5, 10**6, -(10**6)]], place["device"])
+    lengths = int32([PAGE, 2 * PAGE], place["device"])
+    found = flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table)
+    torch.testing.assert_close(found, flash_attn_with_kvcache(q, *kept, cache_seqlens=lengths))
 
 
 def test_step_by_step(place):

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_early
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fusedattn import attention
+from fusedattn.integrations import torch_functions
 from fusedattn.integrations.torch_functions import SdpaReplacement, replace_sdpa
 from fusedattn.support import Backend
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
@@ -118,6 +119,27 @@ def test_other_threads_are_not_replaced(backend: Backend) -> None:
         thread.join()
     assert replaced.fused == 0
     assert done[0].fused == 1
+
+
+def test_another_thread_is_replaced_during_a_call(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, done, compute = operands(), [], torch_functions._attention
+
+    def elsewhere() -> None:
+        with replace_sdpa(backend=backend) as own:
+            F.scaled_dot_product_attention(*inputs)
+        done.append(own.fused)
+
+    def with_another(*args: Any, **kwargs: Any) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(torch_functions, "_attention", with_another)
+    with replace_sdpa(backend=backend) as replaced:
+        F.scaled_dot_product_attention(*inputs)
+    assert (replaced.fused, done) == (1, [1])
 
 
 def test_fallback_counts_and_logs_each_reason_once(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:

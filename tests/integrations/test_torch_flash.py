@@ -86,12 +86,12 @@ def test_dense(lengths: tuple[int, int], is_causal: bool, scale: float | None) -
 def test_dense_with_heads_last_and_windows(window: tuple[int | None, int | None], is_causal: bool) -> None:
     leaves = [normal(1, 5, 2, 8).requires_grad_(), *(normal(1, 7, 2, 8).requires_grad_() for _ in range(2))]
     left, right = window
-    results = flash_op(
-        *leaves, None, None, 5, 7, 0.0, is_causal, False, window_size_left=left, window_size_right=right
-    )  # fmt: skip
+    scale = None if left is None else -0.7
+    options = {"window_size_left": left, "window_size_right": right, "scale": scale}
+    results = flash_op(*leaves, None, None, 5, 7, 0.0, is_causal, False, **options)
     limits = [None if x is None or x < 0 else x for x in window]
     visible = band(5, 7, *limits) & band(5, 7, None, 0 if is_causal else None)
-    out, lse = by_mathematics(*(x.transpose(1, 2) for x in leaves), visible, None)
+    out, lse = by_mathematics(*(x.transpose(1, 2) for x in leaves), visible, scale)
     assert_same(results, leaves, (out.transpose(1, 2), lse))
 
 
@@ -239,6 +239,8 @@ def test_what_the_kernels_cannot_do_is_refused_with_every_reason() -> None:
                            flash_op(q, q, q, None, None, 5, 5, 0.0, False, False)[0])  # fmt: skip
     with pytest.raises(ValueError, match=r"^cum_seq_q, cum_seq_k: got a tensor and None"):
         flash_op(q[0], q[0], q[0], used, None, 5, 5, 0.0, False, False)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_k: got torch\.int64"):
+        flash_op(q[0], q[0], q[0], used, used.long(), 5, 5, 0.0, False, False)
     with pytest.raises(ValueError, match="dropout_p"):
         sdpa_op(q, q, q, 1.0)
 
@@ -267,5 +269,5 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^dispatch_key: got 'cuda', allowed are 'CUDA', 'CPU'"):
         torch_flash.register(dispatch_key="cuda")
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
-    with pytest.raises(NotImplementedError, match=r"2\.11 and newer"):
+    with pytest.raises(NotImplementedError, match=r"as 2\.13 has it"):
         torch_flash.register()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,7 +246,7 @@ def test_nan_behind_a_mask_stays_there() -> None:
     torch.testing.assert_close(scaled_dot_product_attention(query, key, value, visible[None]), clean, **CLOSE)
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0, 2, torch.tensor(0.3)], ids=str)
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0, 2, torch.tensor(0.3), np.float32(0.3)], ids=repr)
 def test_scales(scale: Any) -> None:
     tensors = {"query": normal(Q), "key": normal(K), "value": normal(V)}
     with sdpa_kernel(SDPBackend.MATH):
@@ -281,6 +282,10 @@ def test_one_kv_head_and_shared_batches_are_not_copied(monkeypatch: pytest.Monke
     scaled_dot_product_attention(query, key, value)
     assert [x.shape for x in seen] == [(3, 4, L, E), (3, 1, S, E), (3, 1, S, EV)]
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (query, key, value)]
+    # Nor one head of queries.
+    scaled_dot_product_attention(query[:, :1], key.expand(3, 4, S, E), value.expand(3, 4, S, EV))
+    assert seen[3].shape == (3, 4, L, E)
+    assert seen[3].data_ptr() == query.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -314,12 +319,16 @@ def test_autocast_casts_what_torch_casts(dtype: torch.dtype) -> None:
     if dtype != torch.float64:
         query, key, value, attn_mask = (x.bfloat16() for x in (query, key, value, attn_mask))
     assert torch.equal(actual, scaled_dot_product_attention(query, key, value, attn_mask))
+    visible = random_mask(L, S)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = scaled_dot_product_attention(query, key, value, visible)
+    assert torch.equal(actual, scaled_dot_product_attention(query, key, value, visible))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_jagged_tensors(is_causal: bool) -> None:
-    lengths = (3, 1, 6)
-    rows = [[normal(n, 2, E) for n in lengths] for _ in range(3)]
+    lengths_q, lengths_k = (3, 1, 6), (4, 9, 2)
+    rows = [[normal(n, 2, E) for n in lengths] for lengths in (lengths_q, lengths_k, lengths_k)]
     query, key, value = (
         torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2).detach() for parts in rows
     )
@@ -331,6 +340,16 @@ def test_jagged_tensors(is_causal: bool) -> None:
         again = bound_early(query, key, value, is_causal=is_causal)
     assert replaced.fused == 1
     assert torch.equal(again.values(), out.values())
+
+
+def test_options_of_jagged_tensors() -> None:
+    parts = [normal(n, 2, E) for n in (3, 1, 6)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2).detach()
+    found = []
+    for function in (scaled_dot_product_attention, attention):
+        torch.manual_seed(3)
+        found.append(function(x, x, x, dropout_p=0.5, scale=0.3).values())
+    assert torch.equal(*found)
 
 
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -353,6 +372,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "mask shape": (ValueError, r"^attn_mask: got shape \(5, 8\)", {"attn_mask": torch.zeros(L, S + 1)}),
     "mask dimensions": (ValueError, r"^attn_mask: got shape \(1, 2,", {"attn_mask": torch.zeros(1, 2, 4, L, S)}),
     "lengths of a causal bias": (ValueError, "^attn_mask: got a CausalBias", {"attn_mask": causal_upper_left(4, 4)}),
+    "keys of a causal bias": (ValueError, "^attn_mask: got a CausalBias", {"attn_mask": causal_upper_left(L, 4)}),
     "causal twice": (ValueError, "^is_causal", {"attn_mask": causal_upper_left(L, S), "is_causal": True}),
     "is_causal": (TypeError, "^is_causal: got int", {"is_causal": 1}),
     "enable_gqa": (TypeError, "^enable_gqa: got int", {"enable_gqa": 1}),
@@ -405,6 +425,10 @@ def test_what_cannot_be_run_is_refused_with_every_reason() -> None:
     ragged = torch.nested.nested_tensor([normal(3, 2, E), normal(4, 2, E)], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match=r"query: got a nested tensor .*; key: .*; attn_mask: "):
         scaled_dot_product_attention(ragged, ragged, ragged, attn_mask=normal(2, 2))
+    starts, lengths = torch.tensor([[1, 0], [3, 4]], device=DEVICE)
+    gaps = torch.nested.narrow(normal(2, 6, 2, E), 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(NotImplementedError, match=r"query: got a nested tensor .* without gaps"):
+        scaled_dot_product_attention(gaps, gaps, gaps)
 
 
 def test_a_nested_tensor_beside_dense_ones_is_an_error() -> None:

@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -409,6 +410,9 @@ def test_reasons():
     module = nn.MultiheadAttention(WIDTH, HEADS, dropout=1.0, add_bias_kv=True)
     module.bias_v = None
     assert len(torch_nn.reasons(module)) == 2
+    with pytest.raises(NotImplementedError, match=r"dropout: got 1\.0.*; .*bias_k, bias_v: got one"):
+        fuse(module)
+    assert type(module) is nn.MultiheadAttention
 
 
 @backends
@@ -433,6 +437,22 @@ def test_nested_tensors(backend):
         leaf = sequence.clone().requires_grad_()
         alone, _ = fused(leaf, leaf, leaf, need_weights=False)
         assert_same([gradient], torch.autograd.grad(alone.square().sum(), leaf))
+
+
+def test_backend_is_that_of_the_module(monkeypatch):
+    seen = []
+
+    def watched(function: Any, *args: Any, **options: Any) -> Any:
+        seen.append((options["backend"], options["dropout_p"]))
+        return function(*args, **options)
+
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(torch_nn, name, partial(watched, getattr(torch_nn, name)))
+    module = fuse(nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25, batch_first=True), backend="torch")
+    nested = torch.nested.nested_tensor([X[0], X[1, :2]])
+    for x, need_weights in ((X, True), (X, False), (nested, False)):
+        module(x, x, x, need_weights=need_weights)
+    assert seen == [("torch", 0.25)] * 3
 
 
 def test_nested_tensors_that_are_refused():

@@ -57,6 +57,11 @@ UNKNOWN = {
     "chunks of a packed sequence": lambda n: hf.packed_sequence_compatibility_function(
         hf.chunked_causal_mask_function(2, torch.tensor([0, 1], device=DEVICE)), positions_in(ids_of(n)), ids_of(n)
     ),
+    "padding of a packed sequence": lambda n: hf.packed_sequence_compatibility_function(
+        hf.padding_mask_function((torch.arange(n, device=DEVICE) % 3 > 0).expand(BATCH, -1)),
+        positions_in(ids_of(n)),
+        ids_of(n),
+    ),
 }
 
 

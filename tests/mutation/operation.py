@@ -19,6 +19,7 @@ from tests.mutation.suites import (
     WINDOW,
     budget,
     gradients,
+    integration,
 )
 
 PREPARE, OPS, FUSED, CONSTANTS = (
@@ -95,10 +96,10 @@ OPERATION = (
 )
 
 CARRIED = (
-    Fault(CONSTANTS, "lower_end=max([-band.left for band in ends", "lower_end=min([-band.left for band in ends", "kernels: the wider of two windows", "tests/test_masking.py -k 'alignments or windows'"),
-    Fault(CONSTANTS, "lower_end=max([-band.left for band in ends", "lower_end=max([-band.left - 1 for band in ends", "kernels: a window is one key longer", WINDOW),
-    Fault(CONSTANTS, "lower_start=max([-band.left for band in starts", "lower_start=max([-band.left for band in ends", "kernels: a window of the last query aligned to the first", WINDOW),
-    Fault(CONSTANTS, "upper_start=min([band.right for band in starts", "upper_start=max([band.right for band in starts", "kernels: the weaker of two causal masks", "tests/test_masking.py -k 'alignments or windows'"),
+    Fault(CONSTANTS, "lower_end=max([-UNBOUNDED, *(-band.left for band in ends if band.left is not None)])", "lower_end=min([-band.left for band in ends if band.left is not None], default=-UNBOUNDED)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
+    Fault(CONSTANTS, "*(-band.left for band in ends", "*(-band.left - 1 for band in ends", "kernels: a window is one key longer", WINDOW),
+    Fault(CONSTANTS, "*(-band.left for band in starts", "*(-band.left for band in ends", "kernels: a window of the last query aligned to the first", WINDOW),
+    Fault(CONSTANTS, "upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)])", "upper_start=max([band.right for band in starts if band.right is not None], default=UNBOUNDED)", "kernels: the weaker of two causal masks", "tests/test_masking.py -k 'alignments or windows'"),
     Fault(CONSTANTS, 'starts = [band for band in mask.bands if band.align == "top_left"]', "starts = []", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
     Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),
@@ -153,9 +154,9 @@ PACKING = (
     Fault(VARLEN, "k.shape[2] if max_seqlen_k is None else max_seqlen_k", "q.shape[2] if max_seqlen_k is None else max_seqlen_k", "packed: keys at most as many as all queries", PACKED),
     Fault(VARLEN, "    q, options = with_positive_scale(q, options)\n", "", "packed: a negative scale", PACKED),
     Fault(VARLEN, "out, lse = fused.attention(q, k, v, options, packed)", "out, lse = eager_packed.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
-    Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", NESTED_TENSORS),
+    Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
     Fault(NESTED, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
-    Fault(NESTED, "k._get_max_seqlen()]", "q._get_max_seqlen()]", "nested: keys at most as many as queries", NESTED_TENSORS),
+    Fault(NESTED, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),
     Fault(EAGER_PACKED, "**vars(own), first_batch=i", "**vars(own), first_batch=0", "eager packed: sequences drop the same", PACKED),
     Fault(EAGER_PACKED, "mask.valid[:, keys]", "mask.valid[:, queries]", "eager packed: padding of the queries' tokens", PACKED),
     Fault(EAGER_PACKED, "prefix.lengths[i : i + 1]", "prefix.lengths[:1]", "eager packed: prefix of the first sequence for all", PACKED),
@@ -173,12 +174,12 @@ TORCH_BACKEND = (
     Fault(SDPA, "if lower is None and upper in (None, 0):", "if upper in (None, 0):", "torch backend: the left side of a window lost", TORCH),
     Fault(SDPA, "if added is None and mask.only_bands:", "if mask.only_bands:", "bias silently off", TORCH),
     Fault(SDPA, "attn_mask = visible | empty", "attn_mask = visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
-    Fault(SDPA, "masked_fill(~attn_mask, -torch.inf)", "masked_fill(~attn_mask, 0.0)", "torch backend: a bias takes the place of the mask", TORCH),
+    Fault(SDPA, "torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))", "added", "torch backend: a bias takes the place of the mask", TORCH),
     Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
     Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
     Fault(SDPA, "return all(bool(torch.isfinite(bound)) for x in tensors", "return True or all(bool(torch.isfinite(bound)) for x in tensors", "torch backend: 0 times a hidden NaN", MASKING),
-    Fault(SDPA, "*(() if added is None else (added,))", "*()", "torch backend: a NaN or -inf in a bias", TORCH),
+    Fault(SDPA, "v, *finite_bias)", "v)", "torch backend: a NaN in a bias", TORCH),
     Fault(SDPA, "and not options.dropout_p", "", "dropout silently off", TORCH),
     Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.score_mod, options.sinks)", "softcap silently off", TORCH),
     Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.sinks)", "score function silently off", TORCH),

@@ -16,6 +16,11 @@ def pair(one: str, other: str) -> str:
     return f"tests/test_gradcheck.py -k 'of_a_pair and {one} and {other}'"
 
 
+def integration(library: str, *words: str) -> str:
+    """The tests beside a library whose names have one of these words."""
+    return f"tests/integrations/test_{library}.py -k '{' or '.join(words)}'"
+
+
 GRADIENTS = "tests/test_gradcheck.py -k of_a_feature"
 EXACT = "tests/test_attention.py -k 'test_budget and float32'"
 HALVES = "tests/test_attention.py -k 'test_budget and bfloat16'"
@@ -51,3 +56,7 @@ ALIBI = budget("ALiBi", "everything")
 RELATIVE = budget("relative", "everything")
 SINKS = budget("sinks")
 DROPPED = budget("dropout")
+
+MODEL_MASKS = "tests/integrations/test_transformers_masks.py"
+WRITTEN_OUT = "tests/test_weights.py -k 'hidden or dropout or 16_bits or another or hide'"
+INFINITE = "tests/test_biases.py -k infinite"

@@ -15,6 +15,9 @@ from fusedattn.integrations.transformers.models import fuse, implementations, is
 from fusedattn.integrations.transformers.registration import NAME, register
 from fusedattn.integrations.transformers.rotary import TWINS
 
+# A pickled model that is fused finds its attention where it is loaded.
+register()
+
 __all__ = [
     "NAME",
     "TWINS",

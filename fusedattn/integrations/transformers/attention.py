@@ -21,7 +21,7 @@ from fusedattn.weights import attention_weights
 HONOURED_ELSEWHERE = frozenset(
     {
         "position_ids", "cache_position", "max_length_q", "max_length_k", "use_cache", "output_hidden_states",
-        "output_router_logits", "return_dict", "num_items_in_batch",
+        "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep",
     }
 )  # fmt: skip
 
@@ -59,8 +59,8 @@ def attention_function(
         dropout: probability that a weight is dropped.
         scaling: factor of the scores; ``1 / sqrt(head_dim)`` by default.
         softcap: bound of the scores (Gemma 2).
-        sliding_window: a query sees its own key and the ``sliding_window - 1`` before it (also as many behind it where
-            the mask is not causal). Masks of transformers have it already; then it changes nothing.
+        sliding_window: without a mask, a query sees its own key and the ``sliding_window - 1`` before it (also as many
+            behind it where attention is not causal). A mask has it already.
         s_aux: ``(nheads_q,)``, attention sinks (gpt-oss).
         position_bias: added to the scores, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)`` (T5).
         cu_seq_lens_q, cu_seq_lens_k: int ``(n_sequences + 1,)``, where packed sequences start in a batch of one.
@@ -76,13 +76,14 @@ def attention_function(
         TypeError, ValueError: as :func:`fusedattn.attention`.
     """
     _refuse_unknown(others, packed=cu_seq_lens_q is not None)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     mask, bias = _mask_and_bias(attention_mask, query, key)
     if attention_mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal and query.shape[2] > 1:
             mask = masks.causal()
-    if sliding_window is not None:
-        mask = mask & _window(attention_mask, sliding_window, causal=mask.band(*_lengths(query, key))[1] is not None)
+        if sliding_window is not None:
+            mask = mask & masks.window(sliding_window - 1, 0 if causal else sliding_window - 1)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         mask = _within_sequences(mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     if position_bias is not None:
@@ -92,9 +93,9 @@ def attention_function(
     options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
     apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
     if not output_attentions:
-        return attention(query, key, value, **options, **apart).transpose(1, 2), None
+        return attention(query, key, value, **options, **apart).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, **options, **apart, return_lse=True)
-    return out.transpose(1, 2), attention_weights(query, key, lse, **options).to(query.dtype)
+    return out.transpose(1, 2).contiguous(), attention_weights(query, key, lse, **options).to(query.dtype)
 
 
 def _refuse_unknown(others: dict[str, Any], *, packed: bool) -> None:
@@ -111,6 +112,11 @@ def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) 
     if x is None:
         return masks.full(), None
     if isinstance(x, PreparedMask):
+        if x.shape[2:] != _lengths(query, key):
+            raise NotImplementedError(
+                f"attention_mask: got one of (seqlen_q, seqlen_k) {x.shape[2:]} for an attention of "
+                f"{_lengths(query, key)}, to which this model would have fitted a tensor"
+            )
         return x.mask, None
     if not isinstance(x, Tensor):
         raise TypeError(f"attention_mask: got {type(x).__name__}, allowed are a tensor and None")
@@ -124,14 +130,6 @@ def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) 
     if x.dim() == 4 and x.shape[1] == 1 and x.shape[2] == 1:  # the same for all queries: keys that are hidden
         x = x[:, 0, 0].expand(query.shape[0], key.shape[2])
     return masks.padding(x) if x.dim() == 2 else masks.boolean(x), None
-
-
-def _window(x: Tensor | PreparedMask | None, size: int, *, causal: bool) -> Mask:
-    left, right = size - 1, None if causal else size - 1
-    if isinstance(x, PreparedMask):
-        return x.window(left, right)
-    # A tensor was written out by the mask function, which knew of the window.
-    return masks.window(left, right) if x is None else masks.full()
 
 
 def _within_sequences(

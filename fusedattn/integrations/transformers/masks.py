@@ -23,20 +23,28 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class PreparedMask:
-    """A mask on its way through a model to its attention; what models ask a 4-D mask tensor for, it answers.
+    """A mask on its way through a model to its attention.
+
+    Most models hand it on. To one that does more it is the bool tensor that SDPA would get, written out for the
+    occasion; only that a bool mask is added to scores, which would be wrong, is refused.
 
     Attributes:
         mask: which keys each query may attend to.
         shape: ``(batch, 1, seqlen_q, seqlen_k)``.
-        shift: query ``i`` stands where key ``i + shift`` does.
+        device: where the tensor would be.
     """
 
     mask: Mask
     shape: tuple[int, int, int, int]
-    shift: int
+    device: torch.device
 
     dtype = torch.bool
     ndim = 4
+
+    def dense(self) -> Tensor:
+        """The bool tensor, True = attend."""
+        batch, _, *lengths = self.shape
+        return self.mask.dense(*lengths, batch=batch, nheads=1, device=self.device).expand(self.shape)
 
     def dim(self) -> int:
         return self.ndim
@@ -46,11 +54,34 @@ class PreparedMask:
 
     def to(self, device: torch.device | str | None = None, **_: object) -> PreparedMask:
         """On another device; the dtype of a mask is not to be changed."""
-        return self if device is None else PreparedMask(self.mask.to(device), self.shape, self.shift)
+        return self if device is None else PreparedMask(self.mask.to(device), self.shape, torch.device(device))
 
-    def window(self, left: int, right: int | None) -> Mask:
-        """The sliding window that ends where these queries stand."""
-        return Mask(bands=frozenset({_band(left, right, self.shift, *self.shape[2:])}))
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and pickle look for
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.dense()
+
+    def __and__(self, other: Any) -> Tensor:
+        return self.dense() & other
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _SUMS:
+            raise NotImplementedError(
+                "attention_mask: this model adds it to its scores, which a bool mask is not made for; choose another "
+                "attn_implementation than 'fusedattn'"
+            )
+        args, kwargs = torch.utils._pytree.tree_map_only(PreparedMask, PreparedMask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_SUMS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 
 
 def mask_function(
@@ -84,7 +115,8 @@ def mask_function(
         if mask is not None:
             if attention_mask is not None:
                 mask = mask & span.padding(masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset))
-            return PreparedMask(mask, (batch_size, 1, q_length, kv_length), span.shift)
+            device = torch.device(options.get("device", "cpu"))
+            return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)
     options["allow_is_causal_skip"] = False
     return masking_utils.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options

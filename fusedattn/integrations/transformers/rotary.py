@@ -20,8 +20,8 @@ from fusedattn.rope import Rope
 class _RopeInside(nn.Module):
     """The forward of these layers, whose rotation is half-split and of all features.
 
-    With a cache, which keeps rotated keys, and where another attention implementation was chosen since, that of the
-    class below runs.
+    With a cache, which keeps rotated keys, with tables of fewer features, and where another attention implementation
+    was chosen since, that of the class below runs.
     """
 
     config: Any
@@ -44,7 +44,8 @@ class _RopeInside(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As that of the class below: ``(batch, seqlen, hidden_size)``, and the weights or None."""
-        if past_key_values is not None or self.config._attn_implementation != "fusedattn":
+        whole = position_embeddings[0].shape[-1] == self.head_dim
+        if past_key_values is not None or self.config._attn_implementation != "fusedattn" or not whole:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         q, k, v = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))  # (batch, seqlen, nheads, head_dim)
