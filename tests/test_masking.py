@@ -356,3 +356,27 @@ def test_visible_positions_outside_the_tables_are_never_a_number(backend, monkey
 def test_both_causal_alignments_at_once():
     inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
     assert_accurate(triton_attention, replace(inputs, mask=inputs.mask & masks.causal("top_left")))
+
+
+BANDS = {
+    "a window at the end": masks.window(2, 3),
+    "a window at the start": masks.window(2, 3, "top_left"),
+    "two of each side, at the end": masks.window(9, 2) & masks.window(4, 7),
+    "two of each side, at the start": masks.window(9, 2, "top_left") & masks.window(4, 7, "top_left"),
+    "one at either end": masks.window(5, None) & masks.window(None, 3, "top_left"),
+}
+
+
+@pytest.mark.parametrize("lengths", [(21, 37), (37, 21)])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_of_either_alignment(name, lengths):
+    """Each narrows the others, and counts from its own end."""
+    q, k, v = (
+        torch.randn(1, 1, n, 16, device=DEVICE, requires_grad=True) for n in (lengths[0], lengths[1], lengths[1])
+    )
+    results = []
+    for mask in (BANDS[name], BANDS[name].dense(*lengths, device=DEVICE)):
+        out = triton_attention(q, k, v, mask=mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

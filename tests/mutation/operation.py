@@ -3,6 +3,7 @@
 from tests.mutation.fault import Fault
 from tests.mutation.suites import (
     ALIBI,
+    BANDS,
     CAUSAL,
     COMMON,
     DOCUMENTS,
@@ -98,8 +99,8 @@ OPERATION = (
 CARRIED = (
     Fault(CONSTANTS, "lower_end=max([-UNBOUNDED, *(-band.left for band in ends if band.left is not None)])", "lower_end=min([-band.left for band in ends if band.left is not None], default=-UNBOUNDED)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
     Fault(CONSTANTS, "*(-band.left for band in ends", "*(-band.left - 1 for band in ends", "kernels: a window is one key longer", WINDOW),
-    Fault(CONSTANTS, "*(-band.left for band in starts", "*(-band.left for band in ends", "kernels: a window of the last query aligned to the first", WINDOW),
-    Fault(CONSTANTS, "upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)])", "upper_start=max([band.right for band in starts if band.right is not None], default=UNBOUNDED)", "kernels: the weaker of two causal masks", "tests/test_masking.py -k 'alignments or windows'"),
+    Fault(CONSTANTS, "*(-band.left for band in starts", "*(-band.left for band in ends", "kernels: a window of the last query aligned to the first", BANDS),
+    Fault(CONSTANTS, "upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)])", "upper_start=max([band.right for band in starts if band.right is not None], default=UNBOUNDED)", "kernels: the weaker of two causal masks", BANDS),
     Fault(CONSTANTS, 'starts = [band for band in mask.bands if band.align == "top_left"]', "starts = []", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
     Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),

@@ -42,6 +42,7 @@ TABLES = "tests/test_rope.py"
 
 WINDOW = budget("window", "everything")
 CAUSAL = budget("causal")
+BANDS = "tests/test_masking.py -k bands"
 PREFIX = budget("prefix", "everything")
 DOCUMENTS = budget("documents", "everything")
 SPARSE = budget("block-sparse", "everything")
