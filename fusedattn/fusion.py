@@ -120,7 +120,7 @@ def fusion_report(model: nn.Module) -> list[Replacement]:
         if name in models and hugging_face and hugging_face.is_fused(module):
             report.append(Replacement(name, *hugging_face.implementations(module)))
         for twin, reference in references.items():
-            if isinstance(module, twin):
+            if isinstance(module, twin) and not (hugging_face and hugging_face.is_bypassed(module)):
                 report.append(Replacement(name, reference.__name__, type(module).__name__))
     return report
 

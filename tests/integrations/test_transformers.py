@@ -294,6 +294,7 @@ def test_another_implementation_may_be_chosen_afterwards(calls):
     ids, _ = padded("no")
     expected = model(ids, use_cache=False).logits
     model.set_attn_implementation("sdpa")
+    assert fusion_report(model) == []
     calls.clear()
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-6)
     assert calls == []

@@ -11,7 +11,15 @@ if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
 
 from fusedattn.integrations.transformers.attention import attention_function
 from fusedattn.integrations.transformers.masks import mask_function
-from fusedattn.integrations.transformers.models import fuse, implementations, is_fused, models_in, reasons, unfuse
+from fusedattn.integrations.transformers.models import (
+    fuse,
+    implementations,
+    is_bypassed,
+    is_fused,
+    models_in,
+    reasons,
+    unfuse,
+)
 from fusedattn.integrations.transformers.registration import NAME, register
 from fusedattn.integrations.transformers.rotary import TWINS
 
@@ -24,6 +32,7 @@ __all__ = [
     "attention_function",
     "fuse",
     "implementations",
+    "is_bypassed",
     "is_fused",
     "mask_function",
     "models_in",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from fusedattn.integrations.transformers.registration import NAME, register
+from fusedattn.integrations.transformers.rotary import TWINS
 from fusedattn.support import Backend
 
 _BEFORE = "_before_fusedattn"
@@ -53,6 +55,11 @@ def _computes_weights(module: nn.Module) -> bool:
 def is_fused(model: PreTrainedModel) -> bool:
     """Whether :func:`fuse` was called on it, or on one that it is a part of, and it is as that left it."""
     return _BEFORE in model.__dict__ and model.config._attn_implementation == NAME
+
+
+def is_bypassed(module: Any) -> bool:
+    """Whether a module is a fused layer for which another attention was chosen since."""
+    return type(module) in TWINS.values() and module.config._attn_implementation != NAME
 
 
 def implementations(model: PreTrainedModel) -> tuple[str, str]:
