@@ -73,8 +73,10 @@ def test_torch_backend_budget(case, dtype):
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda c: c.name)
 @dtypes
 def test_torch_backend_with_lse_is_the_reference(case, dtype):
+    """In float32 at least, and rounded once."""
     inputs = inputs_of(replace(case, dtype=dtype))
-    assert_equal(testing.run(torch_attention, inputs), testing.baseline(inputs))
+    got, expected = testing.run(torch_attention, inputs), testing.baseline(inputs.to(torch.float32))
+    assert_equal(got, {name: x.to(got[name].dtype) for name, x in expected.items()})
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="the tiles of a GPU are those of its table, which the cases run")
