@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.masking import (
     any_keys,
     boundary_keys,
@@ -86,6 +87,8 @@ def attention_bwd_dkdv(
     k,
     v,
     dout,
+    q_tiles,
+    dout_tiles,
     shift_ptr,
     factor_ptr,
     delta_ptr,
@@ -98,6 +101,7 @@ def attention_bwd_dkdv(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -114,8 +118,9 @@ def attention_bwd_dkdv(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
-    tile, head_kv, sequence = program_tile(n_tiles, nheads_kv, REVERSED=False)
+    tile, head_kv, sequence = program_tile(n_tiles, nheads_kv, together, REVERSED=False)
     group = nheads_q // nheads_kv
     first_place = place_of(call.sequences, sequence, head_kv * group, seqlen_q, seqlen_k)
     start_n = tile * BLOCK_N
@@ -137,11 +142,40 @@ def attention_bwd_dkdv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
 
     # Each loop runs through the query heads of this KV head one after the other: nested loops cost registers.
-    blocks = query_blocks(call.mask, first_place, bounds, group, start_n, BLOCK_M, BLOCK_N)
+    blocks = query_blocks(call.mask, first_place, bounds, group, start_n, EDGE, BLOCK_N, BLOCK_M)
+    first_full = blocks.start + blocks.n_left * EDGE
+    n_full = blocks.n_full * EDGE // BLOCK_M
+    for i in range(0, group * n_full):
+        place = with_head(first_place, head_kv * group + i // n_full)
+        start_m = first_full + i % n_full * BLOCK_M
+        offs = start_m + offs_m
+        rows = offs[None, :]
+        stats = row_base(place, nheads_q, seqlen_q)
+        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs, offs >= 0, EXACT)
+        q_head = head_base(q, place.batch, place.head, place.first_q)
+        q_tile = full_tile(
+            q, q_tiles, q_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM, BLOCK_M, BLOCK_D
+        )  # fmt: skip
+        p, derivative = tile_weights(
+            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, rows >= 0,
+            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
+        )  # fmt: skip
+        dout_head = head_base(dout, place.batch, place.head, place.first_q)
+        dout_tile = full_tile(
+            dout, dout_tiles, dout_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM_V, BLOCK_M, BLOCK_DV
+        )  # fmt: skip
+        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
+        delta = tl.load(delta_ptr + stats + offs)
+        dk, dv = _dkdv_add(
+            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, p, call, place, nheads_q, rows, keys,
+            False, ACC, PRECISION,
+        )  # fmt: skip
+
+    edge_m = tl.arange(0, EDGE)
     for i in range(0, group * blocks.n_boundary):
         place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
-        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, BLOCK_M)
-        offs = start_m + offs_m
+        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
+        offs = start_m + edge_m
         rows = offs[None, :]
         stats = row_base(place, nheads_q, seqlen_q)
         seen = (offs >= 0) & (offs < place.seqlen_q)
@@ -151,15 +185,15 @@ def attention_bwd_dkdv(
         if call.mask.MAY_HIDE_ROWS:
             seen = seen & (shift != float("inf"))
         q_head = head_base(q, place.batch, place.head, place.first_q)
-        q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+        q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, EDGE, BLOCK_D)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[None, :], key_visible[:, None])
         p, derivative = tile_weights(
             k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
             shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
         )  # fmt: skip
-        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, BLOCK_M)
+        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)
         dout_head = head_base(dout, place.batch, place.head, place.first_q)
-        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
         delta = tl.load(delta_ptr + stats + offs, mask=seen, other=0.0)
         dk, dv = _dkdv_add(
@@ -167,38 +201,15 @@ def attention_bwd_dkdv(
             True, ACC, PRECISION,
         )  # fmt: skip
 
-    first_full = blocks.start + blocks.n_left * BLOCK_M
-    for i in range(0, group * blocks.n_full):
-        place = with_head(first_place, head_kv * group + i // blocks.n_full)
-        start_m = first_full + i % blocks.n_full * BLOCK_M
-        offs = start_m + offs_m
-        rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q)
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs, offs >= 0, EXACT)
-        q_head = head_base(q, place.batch, place.head, place.first_q)
-        q_tile = load_tile(q_head, start_m, q.stride_s, offs, False, HEAD_DIM, BLOCK_M, BLOCK_D)
-        p, derivative = tile_weights(
-            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, rows >= 0,
-            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
-        )  # fmt: skip
-        dout_head = head_base(dout, place.batch, place.head, place.first_q)
-        dout_tile = load_tile(dout_head, start_m, dout.stride_s, offs, False, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
-        delta = tl.load(delta_ptr + stats + offs)
-        dk, dv = _dkdv_add(
-            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, p, call, place, nheads_q, rows, keys,
-            False, ACC, PRECISION,
-        )  # fmt: skip
-
+    dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)
+    store_tile(dv_head, start_n, dv_out.stride_s, first_place.seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
     if rotation.ROTARY_DIM > 0:
         dk = rotate_tile(
             dk, rotation, start_n, first_place.seqlen_k, first_place.batch, first_place.first_k, 0, n_positions, True,
             BLOCK_N, BLOCK_D, ACC,
         )  # fmt: skip
     dk_head = head_base(dk_out, first_place.batch, head_kv, first_place.first_k)
-    dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)
     store_tile(dk_head, start_n, dk_out.stride_s, first_place.seqlen_k, dk * scale, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_tile(dv_head, start_n, dv_out.stride_s, first_place.seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -207,6 +218,8 @@ def attention_bwd_dq(
     k,
     v,
     dout,
+    k_tiles,
+    v_tiles,
     shift_ptr,
     factor_ptr,
     delta_ptr,
@@ -218,6 +231,7 @@ def attention_bwd_dq(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -234,8 +248,9 @@ def attention_bwd_dq(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     if call.sequences.cu_q_ptr is not None:
@@ -260,12 +275,16 @@ def attention_bwd_dq(
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
-    first_full = blocks.start + blocks.n_left * BLOCK_N
-    for start_n in range(first_full, first_full + blocks.n_full * BLOCK_N, BLOCK_N):
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
+    first_full = blocks.start + blocks.n_left * EDGE
+    for start_n in range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N):
         keys = (start_n + offs_n)[None, :]
-        k_tile = load_tile(k_head, start_n, k.stride_s, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_tile(v_head, start_n, v.stride_s, offs_n, False, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        k_tile = full_tile(
+            k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        v_tile = full_tile(
+            v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
+        )  # fmt: skip
         p, derivative = tile_weights(
             q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, seen[:, None],
             shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
@@ -274,12 +293,13 @@ def attention_bwd_dq(
         ds = p * (dp - delta[:, None]) * derivative  # (BLOCK_M, BLOCK_N)
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
 
+    edge_n = tl.arange(0, EDGE)
     for i in range(0, blocks.n_boundary):
-        start_n = boundary_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        keys = (start_n + offs_n)[None, :]
-        key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
-        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
+        keys = (start_n + edge_n)[None, :]
+        key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
+        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
+        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
         p, derivative = tile_weights(
             q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
@@ -294,11 +314,11 @@ def attention_bwd_dq(
         # in ds.
         dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
         for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1):
-            start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-            keys = (start_n + offs_n)[None, :]
-            key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
-            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
+            keys = (start_n + edge_n)[None, :]
+            key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
+            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
+            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
             k_tile, poisoned = split_poison(k_tile, ACC)
             pairs = visible(
                 call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :]
@@ -334,22 +354,28 @@ def launch(
 ) -> None:
     """Fill `dq`, and `dkdv`, where they are given. `q` and `k` come rotated; nothing is empty."""
     shape, configs = problem.shape, problem.configs
-    read = (heads(q), heads(k), heads(v), heads(dout), rows.shift, rows.factor, rows.delta)
+    read, statistics = tuple(map(heads, (q, k, v, dout))), (rows.shift, rows.factor, rows.delta)
     if dkdv is not None:
         n_tiles = triton.cdiv(shape.max_seqlen_k, configs.dkdv.BLOCK_N)
         attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
             *read,
+            *(tiles_of(x, configs.dkdv.BLOCK_M, configs.dkdv.style) for x in (q, dout)),
+            *statistics,
             *map(heads, dkdv),
             problem.call,
             rotation_arguments(problem.rotation_k),
-            **launch_arguments(q, v, problem, configs.dkdv, n_tiles),
+            **launch_arguments(q, v, problem, configs.dkdv, n_tiles, of_keys=True),
+            EDGE=min(configs.dkdv.EDGE, configs.dkdv.BLOCK_M),
         )
     if dq is not None:
         n_tiles = triton.cdiv(shape.max_seqlen_q, configs.dq.BLOCK_M)
         attention_bwd_dq[(n_tiles * shape.nheads_q * shape.n_sequences,)](
             *read,
+            *(tiles_of(x, configs.dq.BLOCK_N, configs.dq.style) for x in (k, v)),
+            *statistics,
             heads(dq),
             problem.call,
             rotation_arguments(problem.rotation_q),
             **launch_arguments(q, v, problem, configs.dq, n_tiles),
+            EDGE=min(configs.dq.EDGE, configs.dq.BLOCK_N),
         )

@@ -53,6 +53,7 @@ def attention_bwd_dbias(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -77,7 +78,7 @@ def attention_bwd_dbias(
     """One program owns a tile of dbias, or one of its parts: every PARTS-th tile of what it sums over."""
     n_own_m = tl.minimum(n_tiles_m, n_rows) if OVER_QUERIES else n_tiles_m
     n_own_n = tl.minimum(n_tiles_n, n_keys) if OVER_KEYS else n_tiles_n
-    own, own_head, own_sequence = program_tile(n_own_m * n_own_n, 1 if OVER_HEADS else nheads_q, REVERSED=False)
+    own, own_head, own_sequence = program_tile(n_own_m * n_own_n, 1 if OVER_HEADS else nheads_q, 1, REVERSED=False)
     own_m = own // n_own_n
     own_n = own % n_own_n
     # How many sequences, heads and tiles are summed, one after the other.
@@ -136,6 +137,7 @@ def attention_bwd_drelative(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -157,7 +159,7 @@ def attention_bwd_drelative(
 
     Without `drelative_ptr` it adds to `sums`, of which there are `per_sequence` and `per_head`, or 0 where shared.
     """
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -172,7 +174,7 @@ def attention_bwd_drelative(
     ahead = tl.zeros([BLOCK_M], ACC)
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
     for i in range(0, blocks.n_full + blocks.n_boundary):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
         ds, pairs, _ = score_gradient(

@@ -44,6 +44,7 @@ def attention_bwd_learned(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -64,13 +65,13 @@ def attention_bwd_learned(
     EXACT: tl.constexpr,
 ):
     """Of the slopes, where INDEX is None."""
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
     query = clamped(rows, place.seqlen_q)
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
     for i in range(0, blocks.n_full + blocks.n_boundary):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
         ds, pairs, products = score_gradient(

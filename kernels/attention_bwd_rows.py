@@ -63,7 +63,7 @@ def attention_bwd_rows(
     Rounding that number moves the exponent of every weight of the row the same way, which does not matter where
     weights are rounded to 16 bits. Rounding out does: delta is taken from out as it was before, where there is a rest.
     """
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=False)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -106,6 +106,7 @@ def attention_bwd_exact_rows(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -127,7 +128,7 @@ def attention_bwd_exact_rows(
 
     q and k come rotated. All blocks are taken for boundary blocks: the products are far dearer than the mask.
     """
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -150,7 +151,7 @@ def attention_bwd_exact_rows(
     total = tl.zeros([BLOCK_M], ACC)
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
     for i in range(0, blocks.n_full + blocks.n_boundary):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
         rows = offs_m[:, None]

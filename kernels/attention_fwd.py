@@ -21,8 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
+    bits_of,
+    of_bits,
     dot,
     dot_add,
     encode_rest,
@@ -59,6 +62,8 @@ def attention_fwd(
     q,
     k,
     v,
+    k_tiles,
+    v_tiles,
     sinks_ptr,
     results,
     call,
@@ -68,6 +73,7 @@ def attention_fwd(
     seqlen_q,
     seqlen_k,
     n_tiles,
+    together,
     lower_start,
     upper_start,
     lower_end,
@@ -80,13 +86,15 @@ def attention_fwd(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    PIPELINED: tl.constexpr,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, REVERSED=call.mask.HAS_UPPER)
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     if call.sequences.cu_q_ptr is not None:
@@ -119,42 +127,80 @@ def attention_fwd(
     w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are kept and rounded for the product with v
     c_i = tl.zeros([BLOCK_M], ACC)  # as l_i, of the weights that dropout keeps
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
+    HAS_REST: tl.constexpr = results.rest is not None
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
-    first_full = blocks.start + blocks.n_left * BLOCK_N
-    for start_n in range(first_full, first_full + blocks.n_full * BLOCK_N, BLOCK_N):
-        keys = (start_n + offs_n)[None, :]
-        k_tile = load_tile(k_head, start_n, k.stride_s, offs_n, False, HEAD_DIM, BLOCK_N, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
-        scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-        v_tile = load_tile(v_head, start_n, v.stride_s, offs_n, False, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-        p = kept_only(p, call, place, nheads_q, rows, keys)
-        if results.rest is not None and call.dropout.seed_ptr is not None:
-            c_i = c_i * alpha + tl.sum(p, 1)
-        p = round_to(p, v_tile.dtype)
-        if results.rest is not None:
-            w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-        acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
+    first_full = blocks.start + blocks.n_left * EDGE
+    stop_full = first_full + blocks.n_full * EDGE
+    if PIPELINED:
+        # The product of the weights of a block with its values is issued behind the product that makes the scores of
+        # the next, so that it runs while these become weights. The first scores and the last product stand alone.
+        if blocks.n_full > 0:
+            keys = (first_full + offs_n)[None, :]
+            k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, first_full, HEAD_DIM, BLOCK_N, BLOCK_D)
+            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+            scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
+            p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+            p = kept_only(p, call, place, nheads_q, rows, keys)
+            if HAS_REST and call.dropout.seed_ptr is not None:
+                c_i = c_i * alpha + tl.sum(p, 1)
+            p = bits_of(round_to(p, v.ptr.dtype.element_ty))
+            for start_n in range(first_full + BLOCK_N, stop_full, BLOCK_N):
+                keys = (start_n + offs_n)[None, :]
+                k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+                scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+                v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+                p = of_bits(p, v_tile.dtype)
+                acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
+                if HAS_REST:
+                    w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+                scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
+                p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+                p = kept_only(p, call, place, nheads_q, rows, keys)
+                if HAS_REST and call.dropout.seed_ptr is not None:
+                    c_i = c_i * alpha + tl.sum(p, 1)
+                p = bits_of(round_to(p, v_tile.dtype))
+            v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            p = of_bits(p, v_tile.dtype)
+            acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
+            if HAS_REST:
+                w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+    else:
+        for start_n in range(first_full, stop_full, BLOCK_N):
+            keys = (start_n + offs_n)[None, :]
+            k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
+            scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
+            p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+            v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            p = kept_only(p, call, place, nheads_q, rows, keys)
+            if HAS_REST and call.dropout.seed_ptr is not None:
+                c_i = c_i * alpha + tl.sum(p, 1)
+            p = round_to(p, v_tile.dtype)
+            if HAS_REST:
+                w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+            acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
 
+    edge_n = tl.arange(0, EDGE)
+    edge_ones = round_to(tl.full([EDGE, 16], 1.0, tl.float32), v.ptr.dtype.element_ty)
     for i in range(0, blocks.n_boundary):
-        start_n = boundary_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        keys = (start_n + offs_n)[None, :]
-        key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
-        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
+        keys = (start_n + edge_n)[None, :]
+        key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
+        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
         p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         p = kept_only(p, call, place, nheads_q, rows, keys)
-        if results.rest is not None and call.dropout.seed_ptr is not None:
+        if HAS_REST and call.dropout.seed_ptr is not None:
             c_i = c_i * alpha + tl.sum(p, 1)
         p = round_to(p, v_tile.dtype)
-        if results.rest is not None:
-            w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+        if HAS_REST:
+            w_i = dot_add(p, edge_ones, w_i * alpha[:, None], ACC, PRECISION)
         acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
 
     if has_nan(acc):
@@ -163,11 +209,11 @@ def attention_fwd(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
         shift = tl.where(m_i == float("-inf"), 0.0, m_i)
         for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1):
-            start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-            keys = (start_n + offs_n)[None, :]
-            key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
-            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
+            keys = (start_n + edge_n)[None, :]
+            key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
+            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
+            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
             v_tile, poisoned = split_poison(v_tile, ACC)
             pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
             scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
@@ -232,10 +278,14 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         heads(q),
         heads(k),
         heads(v),
+        tiles_of(k, config.BLOCK_N, config.style),
+        tiles_of(v, config.BLOCK_N, config.style),
         problem.sinks,
         results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest)),
         problem.call,
         rotation_arguments(problem.rotation_q),
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, n_tiles),
+        EDGE=min(config.EDGE, config.BLOCK_N),
+        PIPELINED=config.style == 'pipelined',
     )

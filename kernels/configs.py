@@ -8,7 +8,7 @@ entries). The sequence length is not part of the key, so a new length compiles n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,6 +20,10 @@ Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 # What is done for each pair besides the products: fields of an Entry.
 Work = Literal["streamed", "dense", "scored"]
 
+# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; or by them
+# and with the product of the weights and values of a block behind the product that makes the scores of the next.
+Style = Literal["pointers", "descriptors", "pipelined"]
+
 # Shared memory one program may use, in bytes.
 SHARED_MEMORY: dict[Arch, int] = {
     "sm_80": 163 * 1024,
@@ -29,18 +33,33 @@ SHARED_MEMORY: dict[Arch, int] = {
     "gfx942": 64 * 1024,
 }
 
+# How much of the level-2 cache the heads that run side by side may fill: about half of it.
+L2_BYTES: dict[Arch, int] = {
+    "sm_80": 20 * 2**20,
+    "sm_86": 3 * 2**20,
+    "sm_90": 24 * 2**20,
+    "sm_100": 60 * 2**20,
+    "gfx942": 2 * 2**20,
+    "interpreter": 16 * 2**10,
+}
+
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Queries by keys of one tile, and how many warps and pipeline stages work on it."""
+    """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
+
+    Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    style: Style = "pointers"
+    EDGE: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("BLOCK_M", "BLOCK_N"):
+        for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
             block = getattr(self, name)
             if block < 16 or block & (block - 1):
                 raise ValueError(f"{name}: got {block}, allowed are powers of two from 16 on")
@@ -54,7 +73,7 @@ class TileConfig:
         block_m, block_n = (
             min(tile, block & -block) for tile, block in ((self.BLOCK_M, block_q), (self.BLOCK_N, block_k))
         )
-        return TileConfig(block_m, block_n, self.num_warps, self.num_stages)
+        return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -67,7 +86,7 @@ class TileConfig:
         else:
             columns //= 2
         block_m, block_n = (columns, rows) if by_keys else (rows, columns)
-        return TileConfig(block_m, block_n, self.num_warps, self.num_stages)
+        return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
 
 @dataclass(frozen=True)
@@ -314,7 +333,7 @@ EXACT_ROWS: dict[int, TileConfig] = {
 }
 
 # Small tiles, so that small inputs still take several blocks and ragged ones.
-INTERPRETER = KernelConfigs(fwd=TileConfig(32, 16, 4, 1), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
+INTERPRETER = KernelConfigs(fwd=TileConfig(32, 32, 4, 1, "pipelined", 16), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
 
 
 def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:

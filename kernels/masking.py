@@ -132,8 +132,13 @@ def _document_range(ranges_ptr, stride, base, offs, exists):
 
 
 @triton.jit
-def key_blocks(mask, place, bounds, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit."""
+def key_blocks(
+    mask, place, bounds, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_N: tl.constexpr
+):  # fmt: skip
+    """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit.
+
+    Full ones come in runs of FULL_N keys, a multiple of BLOCK_N, for who takes more of them at a time.
+    """
     if mask.layout.key_lists_ptr is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
         n = tl.load(mask.layout.key_counts_ptr + row) * (mask.layout.block_k // BLOCK_N)
@@ -171,7 +176,7 @@ def key_blocks(mask, place, bounds, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.
             if mask.HAS_LOWER or mask.documents.q_ptr is not None:
                 n_left = tl.cdiv(tl.maximum(tl.minimum(full_start, stop) - start, 0), BLOCK_N)
             first_full = start + n_left * BLOCK_N
-            n_full = tl.maximum(full_stop - first_full, 0) // BLOCK_N * bounds.contiguous
+            n_full = tl.maximum(full_stop - first_full, 0) // FULL_N * (FULL_N // BLOCK_N) * bounds.contiguous
             n_right = tl.cdiv(tl.maximum(stop - first_full - n_full * BLOCK_N, 0), BLOCK_N)
             return Blocks(start, n_left, n_full, n_left + n_right)
 
@@ -199,9 +204,12 @@ def any_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def query_blocks(mask, place, bounds, group, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_blocks(
+    mask, place, bounds, group, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_M: tl.constexpr
+):  # fmt: skip
     """The :class:`Blocks` of BLOCK_M queries that keys ``start_n + arange(BLOCK_N)`` visit.
 
+    Full ones come in runs of FULL_M queries, as those of :func:`key_blocks`.
     They hold for each of the `group` heads from that of `place` on; where a layout has less for one of them,
     :func:`boundary_queries` answers with a query beyond the last. `start` may be negative: the first block then reaches
     before row 0.
@@ -249,7 +257,7 @@ def query_blocks(mask, place, bounds, group, start_n, BLOCK_M: tl.constexpr, BLO
                 n_right = tl.cdiv(tl.maximum(stop - tl.maximum(full_stop, start), 0), BLOCK_M)
             end_full = stop - n_right * BLOCK_M
             keys_full = (start_n >= bounds.key_start) & (last < bounds.key_stop) & (bounds.contiguous != 0)
-            n_full = tl.where(keys_full, tl.maximum(end_full - full_start, 0) // BLOCK_M, 0)
+            n_full = tl.where(keys_full, tl.maximum(end_full - full_start, 0) // FULL_M, 0) * (FULL_M // BLOCK_M)
             n_left = tl.cdiv(tl.maximum(end_full - n_full * BLOCK_M - start, 0), BLOCK_M)
             return Blocks(end_full - (n_left + n_full) * BLOCK_M, n_left, n_full, n_left + n_right)
 
@@ -287,7 +295,7 @@ def tile_visited(mask, place, bounds, start_m, start_n, BLOCK_M: tl.constexpr, B
         shown = tl.load(mask.layout.blocks_ptr + row * mask.layout.n_k + start_n // mask.layout.block_k) != 0
         return shown & (start_m < place.seqlen_q) & (start_n < bounds.key_stop) & (start_n + BLOCK_N > bounds.key_start)
     else:
-        blocks = key_blocks(mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+        blocks = key_blocks(mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
         n = blocks.n_full + blocks.n_boundary
         inside = (start_n + BLOCK_N > blocks.start) & (start_n < blocks.start + n * BLOCK_N)
         return (start_m < place.seqlen_q) & (n > 0) & inside

@@ -29,16 +29,21 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def program_tile(n_tiles, nheads, REVERSED: tl.constexpr):
-    """(tile, head, batch) of this program in a one-dimensional grid, tiles fastest.
+def program_tile(n_tiles, nheads, together, REVERSED: tl.constexpr):
+    """(tile, head, batch) of this program in a one-dimensional grid.
 
-    REVERSED starts with the last tile: under a causal mask it has the most work.
+    `together` heads run side by side, of each first the tile with the most work: what the last programs wait for is
+    short then. Under a causal mask the last queries have the most: REVERSED starts with them.
     """
     pid = tl.program_id(0)
-    tile = pid % n_tiles
+    n_heads = tl.num_programs(0) // n_tiles  # of all batches
+    first = pid // (n_tiles * together) * together
+    side_by_side = tl.minimum(together, n_heads - first)
+    place = pid - first * n_tiles
+    tile = place // side_by_side
     if REVERSED:
         tile = n_tiles - 1 - tile
-    head_and_batch = pid // n_tiles
+    head_and_batch = first + place % side_by_side
     return tile, head_and_batch % nheads, head_and_batch // nheads
 
 
@@ -112,6 +117,24 @@ def round_to(x, dtype: tl.constexpr):
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def bits_of(x):
+    """A 16-bit tile as integers. Carried from one iteration of a loop to the next like this, it stays in registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def of_bits(x, dtype: tl.constexpr):
+    """What bits_of was given."""
+    if dtype.primitive_bitwidth == 16:
+        return x.to(dtype, bitcast=True)
+    else:
+        return x
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig
+from fusedattn.kernels import configs
+from fusedattn.kernels.configs import L2_BYTES, LAUNCH_OPTIONS, KernelConfigs, TileConfig
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation
@@ -41,10 +42,28 @@ class Problem:
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
 
 
+def _heads_together(problem: Problem, q: torch.Tensor, row_bytes: int, of_keys: bool) -> int:
+    """How many heads program_tile takes side by side: as many as the L2 cache holds of what their programs share.
+
+    That are keys and values, or, for who walks over queries, q and dout, of `row_bytes` each. Without a diagonal all
+    tiles have the same work, and one head after the other needs the least of the cache.
+    """
+    if not problem.band.has_upper:
+        return 1
+    shape, l2_bytes = problem.shape, L2_BYTES[configs.arch_of(q.device)]
+    group = shape.nheads_q // shape.nheads_kv
+    if of_keys:
+        return max(1, l2_bytes // (group * shape.max_seqlen_q * row_bytes))
+    return group * max(1, l2_bytes // (shape.max_seqlen_k * row_bytes))
+
+
 def launch_arguments(
-    q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, n_tiles: int
+    q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, n_tiles: int, *, of_keys: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of every kernel that walks over blocks: sizes, constants and launch options."""
+    """Keyword arguments of every kernel that walks over blocks: sizes, constants and launch options.
+
+    A program owns a tile of queries, or, `of_keys`, one of keys.
+    """
     shape, head_dim, head_dim_v = problem.shape, q.shape[3], v.shape[3]
     return {
         "nheads_q": shape.nheads_q,
@@ -52,6 +71,7 @@ def launch_arguments(
         "seqlen_q": shape.seqlen_q,
         "seqlen_k": shape.seqlen_k,
         "n_tiles": n_tiles,
+        "together": _heads_together(problem, q, (head_dim + head_dim_v) * q.itemsize, of_keys),
         **problem.band.sizes(),
         "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
         "scale": problem.scale,

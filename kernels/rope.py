@@ -67,7 +67,6 @@ def rotate_tile(
     """
     HALF: tl.constexpr = rotation.ROTARY_DIM // 2
     rows = start + tl.arange(0, BLOCK)
-    offs_d = tl.arange(0, BLOCK_D)
     exists = (rows >= 0) & (rows < seqlen)
     if rotation.positions_ptr is not None:
         positions_row = rotation.positions_ptr + tl.cast(batch, tl.int64) * rotation.stride_pb + first
@@ -75,34 +74,51 @@ def rotate_tile(
     else:
         positions = rows + position_offset
     in_table = (positions >= 0) & (positions < n_positions)
-    no_entry = exists & ~in_table
-
-    # Feature d rotates with `partner[d]`, by the angle of pair `pair[d]`; `sign` is that of the sine.
-    rotates = offs_d < rotation.ROTARY_DIM
-    if rotation.INTERLEAVED:
-        pair = offs_d // 2
-        partner = tl.where(rotates, offs_d ^ 1, offs_d)
-        is_first = offs_d % 2 == 0
-    else:
-        pair = offs_d % HALF
-        partner = tl.where(offs_d < HALF, offs_d + HALF, tl.where(rotates, offs_d - HALF, offs_d))
-        is_first = offs_d < HALF
-    if TRANSPOSE:
-        sign = tl.where(is_first, 1.0, -1.0)
-    else:
-        sign = tl.where(is_first, -1.0, 1.0)
-
-    table = tl.cast(batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF + pair[None, :]
-    entry = (exists & in_table)[:, None] & rotates[None, :]
-    cos = tl.load(rotation.cos_ptr + table, mask=entry, other=1.0)
-    if not TRANSPOSE:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
-        cos = tl.where(no_entry[:, None] & rotates[None, :], float("nan"), cos)
-    cos = cos.to(ACC)
-    sin = (tl.load(rotation.sin_ptr + table, mask=entry, other=0.0) * sign[None, :]).to(ACC)
-
+    table = tl.cast(batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF
+    entry = (exists & in_table)[:, None]
+    no_entry = (exists & ~in_table)[:, None]
     x = widen(x, ACC)
-    swapped = tl.gather(x, tl.broadcast_to(partner[None, :], (BLOCK, BLOCK_D)), 1)
-    return x * cos + swapped * sin
+    if rotation.ROTARY_DIM == BLOCK_D:
+        # Both features of a pair are in one thread: half of the table entries, and nothing is exchanged.
+        pairs = table + tl.arange(0, HALF)[None, :]
+        cos = tl.load(rotation.cos_ptr + pairs, mask=entry, other=1.0)
+        sin = tl.load(rotation.sin_ptr + pairs, mask=entry, other=0.0).to(ACC)
+        if TRANSPOSE:
+            sin = -sin
+        else:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
+            cos = tl.where(no_entry, float("nan"), cos)
+        cos = cos.to(ACC)
+        if rotation.INTERLEAVED:
+            a, b = tl.split(tl.reshape(x, (BLOCK, HALF, 2)))
+            return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK, BLOCK_D))
+        else:
+            a, b = tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, HALF)), (0, 2, 1)))
+            turned = tl.join(a * cos - b * sin, b * cos + a * sin)
+            return tl.reshape(tl.permute(turned, (0, 2, 1)), (BLOCK, BLOCK_D))
+    else:
+        # Feature d rotates with `partner[d]`, by the angle of pair `pair[d]`; `sign` is that of the sine.
+        offs_d = tl.arange(0, BLOCK_D)
+        rotates = offs_d < rotation.ROTARY_DIM
+        if rotation.INTERLEAVED:
+            pair = offs_d // 2
+            partner = tl.where(rotates, offs_d ^ 1, offs_d)
+            is_first = offs_d % 2 == 0
+        else:
+            pair = offs_d % HALF
+            partner = tl.where(offs_d < HALF, offs_d + HALF, tl.where(rotates, offs_d - HALF, offs_d))
+            is_first = offs_d < HALF
+        if TRANSPOSE:
+            sign = tl.where(is_first, 1.0, -1.0)
+        else:
+            sign = tl.where(is_first, -1.0, 1.0)
+        entry = entry & rotates[None, :]
+        cos = tl.load(rotation.cos_ptr + table + pair[None, :], mask=entry, other=1.0)
+        if not TRANSPOSE:
+            cos = tl.where(no_entry & rotates[None, :], float("nan"), cos)
+        cos = cos.to(ACC)
+        sin = (tl.load(rotation.sin_ptr + table + pair[None, :], mask=entry, other=0.0) * sign[None, :]).to(ACC)
+        swapped = tl.gather(x, tl.broadcast_to(partner[None, :], (BLOCK, BLOCK_D)), 1)
+        return x * cos + swapped * sin
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
@@ -123,7 +139,7 @@ def _rope(
     ACC: tl.constexpr,
 ):
     """One program rotates BLOCK rows of one head, of queries or of keys."""
-    tile, head, sequence = program_tile(n_tiles, nheads, REVERSED=False)
+    tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
     if OF_QUERIES:
         first = place.first_q

@@ -29,6 +29,7 @@ NOT_SPECIALIZED = (
     "seqlen_q",
     "seqlen_k",
     "n_tiles",
+    "together",
     "lower_start",
     "upper_start",
     "lower_end",

@@ -40,10 +40,10 @@ NHEADS, GROUP = 4, 2
 def write_key_blocks(
     counts_ptr, starts_ptr, visited_ptr, call, nheads, seqlen_q, seqlen_k, n_tiles, n_key_tiles,
     lower_start, upper_start, lower_end, upper_end,
-    MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """For every tile of queries: how many full and boundary blocks, and where; and which tiles of a grid it visits."""
-    tile, head, sequence = program_tile(n_tiles, nheads, REVERSED=False)
+    tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     pid = tl.program_id(0)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
@@ -52,7 +52,7 @@ def write_key_blocks(
         seen = tile_visited(call.mask, place, bounds, start_m, i * BLOCK_N, BLOCK_M, BLOCK_N)
         tl.store(visited_ptr + pid * n_key_tiles + i, seen.to(tl.int32))
     if start_m < place.seqlen_q:
-        blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N)
+        blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, RUN * BLOCK_N)
         tl.store(counts_ptr + pid * 2, blocks.n_full)
         tl.store(counts_ptr + pid * 2 + 1, blocks.n_boundary)
         for i in range(0, tl.minimum(blocks.n_full + blocks.n_boundary, MOST)):
@@ -63,15 +63,15 @@ def write_key_blocks(
 def write_query_blocks(
     counts_ptr, starts_ptr, call, nheads_q, seqlen_q, seqlen_k, n_tiles,
     lower_start, upper_start, lower_end, upper_end,
-    GROUP: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The same for every tile of keys, and each query head of its group."""
-    tile, head_kv, sequence = program_tile(n_tiles, nheads_q // GROUP, REVERSED=False)
+    tile, head_kv, sequence = program_tile(n_tiles, nheads_q // GROUP, 1, REVERSED=False)
     first_place = place_of(call.sequences, sequence, head_kv * GROUP, seqlen_q, seqlen_k)
     bounds = bounds_of(call.mask, first_place, lower_start, upper_start, lower_end, upper_end)
     start_n = tile * BLOCK_N
     if start_n < first_place.seqlen_k:
-        blocks = query_blocks(call.mask, first_place, bounds, GROUP, start_n, BLOCK_M, BLOCK_N)
+        blocks = query_blocks(call.mask, first_place, bounds, GROUP, start_n, BLOCK_M, BLOCK_N, RUN * BLOCK_M)
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
             at = (sequence * nheads_q + head) * n_tiles + tile
             place = with_head(first_place, head)
@@ -105,9 +105,12 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
 
 
 def visits(
-    problem: Problem, block_m: int, block_n: int, *, by_query: bool, heads: int = NHEADS, grid: bool = False
+    problem: Problem, block_m: int, block_n: int, *, by_query: bool, heads: int = NHEADS, grid: bool = False, run: int = 1
 ) -> list[Visit]:
-    """For each tile of the first heads of all sequences what it visits; with `grid`, for queries, of a grid too."""
+    """For each tile of the first heads of all sequences what it visits; with `grid`, for queries, of a grid too.
+
+    Full blocks come in runs of `run`.
+    """
     shape = problem.shape
     n_m, n_n = -(-shape.max_seqlen_q // block_m), -(-shape.max_seqlen_k // block_n)
     size, n_tiles, n_others = (block_m, n_m, n_n) if by_query else (block_n, n_n, n_m)
@@ -121,13 +124,13 @@ def visits(
     if n > 0 and by_query:
         write_key_blocks[(n,)](
             counts, starts, shown, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_m, n_grid, **sizes,
-            MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
+            RUN=run, MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
     elif n > 0:
         group = min(GROUP, heads)
         write_query_blocks[(n // group,)](
             counts, starts, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_n, **sizes,
-            GROUP=group, MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
+            GROUP=group, RUN=run, MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
         )  # fmt: skip
     found = []
     for i, (n_full, n_boundary) in enumerate(counts.tolist()):
@@ -148,13 +151,14 @@ def check_visits(
     sharp: bool,
     heads: int,
     what: str,
+    run: int = 1,
 ) -> None:
     """Full blocks are fully visible, and what is not visited is hidden; with `sharp`, nothing is visited in vain.
 
     `dense_of` a sequence is the mask that defines what it sees, ``(nheads or 1, seqlen_q, seqlen_k)``.
     """
     size, step = (block_m, block_n) if by_query else (block_n, block_m)
-    for visit in visits(problem, block_m, block_n, by_query=by_query, heads=heads, grid=by_query):
+    for visit in visits(problem, block_m, block_n, by_query=by_query, heads=heads, grid=by_query, run=run):
         dense = dense_of(visit.sequence)
         dense = dense[visit.head if dense.shape[0] > 1 else 0]
         dense = dense if by_query else dense.mT
@@ -167,6 +171,8 @@ def check_visits(
             inside = slice(max(block, 0), max(block + step, 0))
             assert not visited[inside].any(), f"{at}: visited twice"
             visited[inside] = True
+        assert len(visit.full) % run == 0, f"{at}: a run is not complete"
+        assert visit.full == [visit.full[0] + i * step for i in range(len(visit.full))], f"{at}: a run has gaps"
         for block in visit.full:
             assert 0 <= block <= n_others - step, f"{at}: full block {block} reaches out"
             assert rows[:, block : block + step].all(), f"{at}: full block {block} has hidden pairs"
@@ -192,7 +198,7 @@ def check_visits(
                 assert seen[max(block, 0) : block + step].any(), f"{at}: block {block} is visited in vain"
             if by_query or visit.start + size <= dense.shape[0]:
                 n_all = int(rows.all(0).sum())
-                assert len(visit.full) >= n_all // step - 1, f"{at}: {n_all} in a row are fully visible"
+                assert len(visit.full) >= (n_all // (step * run) - 1) * run, f"{at}: {n_all} in a row are fully visible"
 
 
 LENGTHS = (
@@ -213,8 +219,8 @@ def valid_keys(padding: str, seqlen_k: int, generator: torch.Generator) -> Tenso
 
 
 @pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
-@pytest.mark.parametrize(("block_m", "block_n"), TILES)
-def test_blocks(block_m, block_n, by_query):
+@pytest.mark.parametrize(("block_m", "block_n", "run"), [*((*tile, 1) for tile in TILES), (32, 16, 2), (16, 16, 4)])
+def test_blocks(block_m, block_n, run, by_query):
     """Causal masks and padding, of every kind with every other."""
     generator = torch.Generator().manual_seed(block_m * block_n)
     paddings = (None, "right", "left", "left, whole tiles", "uneven", "none valid")
@@ -230,7 +236,7 @@ def test_blocks(block_m, block_n, by_query):
         dense = mask.dense(seqlen_q, seqlen_k)[0]
         check_visits(
             problem_of(mask.to(DEVICE), 1, seqlen_q, seqlen_k), lambda _, dense=dense: dense, block_m, block_n,
-            by_query=by_query, sharp=not boolean and padding != "uneven", heads=1,
+            by_query=by_query, sharp=not boolean and padding != "uneven", heads=1, run=run,
             what=f"seqlen {seqlen_q}, {seqlen_k}, causal={causal}, padding={padding}, boolean={boolean}",
         )  # fmt: skip
         if padding == "none valid" or (padding == "left, whole tiles" and not by_query):

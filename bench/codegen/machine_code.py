@@ -122,6 +122,8 @@ def product_loops(instructions: list[Instruction]) -> list[list[Instruction]]:
         products, at_least = [x.address for x in instructions if x.opcode.startswith(FMA)], FMAS_OF_A_PRODUCT
     loops = {(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address}
     with_product = [(a, b) for a, b in loops if sum(a <= address <= b for address in products) >= at_least]
+    # A wait for data may lie behind the loop that waits, and jump back into its middle.
+    with_product = [(a, b) for a, b in with_product if not any(c < a <= d < b for c, d in with_product)]
     innermost = [x for x in with_product if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in with_product)]
     return [[x for x in instructions if a <= x.address <= b] for a, b in sorted(innermost)]
 

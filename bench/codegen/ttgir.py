@@ -14,10 +14,14 @@ PRODUCTS = ("ttng.warp_group_dot", "tt.dot")
 TRANSPOSES = ("ttg.memdesc_trans", "tt.trans")
 
 
+# What a value is computed from: neither, a product, or one that was transposed since.
+OTHER, PRODUCT, TRANSPOSED = range(3)
+
+
 def transposed_products(ttgir: str) -> int:
-    """How many transposes are applied to what was computed from a product."""
+    """How many products multiply by what was computed from a product, and transposed."""
     lines = [re.sub(r"\s*loc\(.*\)$", "", line).strip() for line in ttgir.splitlines()]
-    carried: dict[int, frozenset[int]] = {}  # line of a loop -> which of its values come from a product
+    carried: dict[int, dict[int, int]] = {}  # line of a loop -> origins of the values that it carries around
     while True:
         found, now = _walk(lines, carried)
         if now == carried:
@@ -25,16 +29,13 @@ def transposed_products(ttgir: str) -> int:
         carried = now
 
 
-def _walk(lines: list[str], carried: dict[int, frozenset[int]]) -> tuple[int, dict[int, frozenset[int]]]:
+def _walk(lines: list[str], carried: dict[int, dict[int, int]]) -> tuple[int, dict[int, dict[int, int]]]:
     """One pass in program order. What a loop carries around is known after the pass, hence for the next one."""
-    tainted: set[str] = set()  # values computed from a product
+    origins: dict[str, int] = {}
     buffers: dict[str, str] = {}  # view of shared memory -> the memory
     regions: list[tuple[int, str]] = []  # open braces: line, name of the results
-    now = dict(carried)
+    now = {number: dict(values) for number, values in carried.items()}
     found = 0
-
-    def mark(name: str, is_tainted: bool) -> None:
-        (tainted.add if is_tainted else tainted.discard)(name)
 
     for number, line in enumerate(lines):
         if line.startswith("}") and regions:
@@ -46,29 +47,33 @@ def _walk(lines: list[str], carried: dict[int, frozenset[int]]) -> tuple[int, di
         name, _, count = result.partition(":")
         opcode = operation.split(" ", 1)[0]
         operands = VALUE.findall(_without_types(operation))
-        is_tainted = [x in tainted or buffers.get(x) in tainted for x in operands]
+        given = [max(origins.get(x, OTHER), origins.get(buffers.get(x, x), OTHER)) for x in operands]
         if opcode == "scf.for":
-            mark(operands[0], False)  # names are used again elsewhere, here for the counter of the loop
+            origins[operands[0]] = OTHER  # names are used again elsewhere, here for the counter of the loop
             arguments = re.findall(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)", operation.partition("iter_args")[2])
             for index, (argument, start) in enumerate(arguments):
-                mark(argument, start in tainted or index in carried.get(number, ()))
+                origins[argument] = max(origins.get(start, OTHER), carried.get(number, {}).get(index, OTHER))
         elif opcode == "scf.yield" and regions:
             opened_at, results = regions[-1]
-            now[opened_at] = now.get(opened_at, frozenset()) | {i for i, x in enumerate(is_tainted) if x}
-            for index in range(len(operands)):
-                mark(f"{results}#{index}" if len(operands) > 1 else results, index in now[opened_at])
+            values = now.setdefault(opened_at, {})
+            for index, origin in enumerate(given):
+                values[index] = max(origin, values.get(index, OTHER))
+                origins[f"{results}#{index}" if len(operands) > 1 else results] = values[index]
         elif opcode == "ttng.warp_group_dot_wait" and count:  # hands its operands on
-            for index, x in enumerate(is_tainted):
-                mark(f"{name}#{index}", x)
+            for index, origin in enumerate(given):
+                origins[f"{name}#{index}"] = origin
                 buffers[f"{name}#{index}"] = buffers.get(operands[index], operands[index])
         elif opcode == "ttg.local_store":
-            mark(buffers.get(operands[1], operands[1]), is_tainted[0])
+            origins[buffers.get(operands[1], operands[1])] = given[0]
         elif name:
+            origin = PRODUCT if opcode in PRODUCTS else max(given, default=OTHER)
+            if opcode in TRANSPOSES and origin != OTHER:
+                origin = TRANSPOSED
             for index in range(int(count or 1)):
-                mark(f"{name}#{index}" if count else name, opcode in PRODUCTS or any(is_tainted))
+                origins[f"{name}#{index}" if count else name] = origin
             if opcode.startswith("ttg.memdesc") and operands:
                 buffers[name] = buffers.get(operands[0], operands[0])
-        found += opcode in TRANSPOSES and is_tainted[0]
+        found += opcode in PRODUCTS and TRANSPOSED in given[:2]
         if line.endswith("{"):
             regions.append((number, name))
     return found, now
