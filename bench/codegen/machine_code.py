@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.codegen.loops import Loop, loop_of
+
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
 TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
 FMA = ("FFMA",)
@@ -20,7 +22,8 @@ class MachineCode:
     """Figures of one kernel.
 
     `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
-    multiply tiles, in program order, and `loop_spills` the instructions in them that spill or fetch again.
+    multiply tiles, in program order, `loop_spills` the instructions in them that spill or fetch again, and `loops` what
+    each of them does; empty for AMD.
     """
 
     registers: int
@@ -30,6 +33,7 @@ class MachineCode:
     loop_instructions: tuple[int, ...]
     loop_spills: int
     serialized_wgmma: bool
+    loops: tuple[Loop, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Instruction:
     address: int
     opcode: str
     target: int | None = None
+    operands: str = ""
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -62,6 +67,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         loop_instructions=tuple(map(len, loops)),
         loop_spills=sum(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma="serializ" in ptxas_log,
+        loops=tuple(map(loop_of, loops)),
     )
 
 
@@ -94,7 +100,7 @@ def sass_instructions(sass: str) -> list[Instruction]:
     for match in map(pattern.search, sass.splitlines()):
         if match:
             target = re.search(r"0x([0-9a-f]+)\s*$", match[3]) if match[2].startswith("BRA") else None
-            found.append(Instruction(int(match[1], 16), match[2], int(target[1], 16) if target else None))
+            found.append(Instruction(int(match[1], 16), match[2], int(target[1], 16) if target else None, match[3]))
     return found
 
 
