@@ -1,4 +1,4 @@
-"""How long a kernel takes for a problem at best: its loops, how often each runs, and programs that fill the GPU in turns.
+"""How long a kernel takes for a problem at best: how often its loops run, and programs that fill the GPU in turns.
 
 Which blocks of a tile are full and which are on the boundary is counted as kernels/masking.py does for a causal mask
 aligned to the end. Also here: what a separate rotation of the keys costs, and from when on it pays.
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def operations(self) -> float:
-        """Of the forward as they are usually counted: 4 head_dim for each pair, and half of that under a causal mask."""
+        """Of the forward as they are usually counted: 4 head_dim for each pair, under a causal mask half of that."""
         pairs = self.batch * self.nheads_q * self.seqlen_q * self.seqlen_k
         return 4 * self.head_dim * pairs / (2 if self.causal else 1)
 
@@ -90,11 +90,11 @@ def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
         any_from, all_from = (
             min(max(key - shift, 0), problem.seqlen_q) if problem.causal else 0 for key in (start, last)
         )
-        if last - start + 1 < kernel.block_n:
-            all_from = problem.seqlen_q  # a tile beyond the last key has no full block
-        some = -(-problem.seqlen_q // kernel.block_m) - any_from // kernel.block_m
-        full = max(problem.seqlen_q // kernel.block_m - -(-all_from // kernel.block_m), 0)
-        yield problem.group * full, problem.group * (some - full)
+        # Blocks of queries count from the last one.
+        whole = last - start + 1 == kernel.block_n
+        full = (problem.seqlen_q - all_from) // kernel.block_m if whole else 0
+        rest = problem.seqlen_q - full * kernel.block_m - any_from
+        yield problem.group * full, problem.group * -(-rest // kernel.block_m)
 
 
 def estimate(kernel: Kernel, problem: Problem, machine: Machine) -> Estimate:

@@ -1,4 +1,4 @@
-"""What one multiprocessor does in a clock, from public documents. The model in bench/codegen/model.py takes nothing else.
+"""What one multiprocessor does in a clock, from public documents: all that bench/codegen/model.py knows of a GPU.
 
 A multiprocessor has four schedulers, each with its own registers, pipes and tensor core. Figures of a pipe are clocks
 that one warp instruction keeps the pipe of its scheduler busy: 32 lanes over the results a clock that the CUDA C++
@@ -23,9 +23,11 @@ class Machine:
         hertz: what the clock is under load; an assumption, which scales every TFLOP/s alike.
         wgmma_macs, mma_macs: multiply-adds of 16-bit numbers, by the instructions of warp groups and of warps.
         pipes: clocks of a warp instruction by its kind; others take an issue slot only.
+        latencies: clocks until the result of an instruction, by its kind, where the assembler leaves it to scoreboards;
+            "memory" is the L2 cache, `hbm_latency` what lies behind it.
         shared_bytes: of shared memory.
-        l2_bytes: from the L2 cache to each multiprocessor, with all of them reading.
-        l2_latency: clocks until data of the L2 cache arrive; `hbm_latency` those of memory.
+        l2_bytes: from the L2 cache to each multiprocessor, with all of them reading all the time.
+        port_bytes: from the L2 cache to one multiprocessor, at any time.
         hbm_bytes_per_second: of memory.
     """
 
@@ -34,9 +36,10 @@ class Machine:
     wgmma_macs: float
     mma_macs: float
     pipes: dict[str, int]
+    latencies: dict[str, int]
     shared_bytes: int
     l2_bytes: float
-    l2_latency: int
+    port_bytes: int
     hbm_latency: int
     hbm_bytes_per_second: float
 
@@ -53,18 +56,21 @@ class Machine:
 MACHINES: dict[Arch, Machine] = {
     # H200 SXM. 989.4 TFLOP/s dense at 1.83 GHz are 4096 operations a clock of each of 132 multiprocessors (NVIDIA H100
     # white paper). Instructions of single warps reach 0.629 of that on average (Luo et al., "Benchmarking and
-    # Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499, which also has the latencies). L2: 9.7 TB/s
-    # measured on an H200 at up to 1.98 GHz (github.com/te42kyfo/gpu-benches, gpu-l2-cache/h200.txt). Memory: 4.3 TB/s
-    # by a copy kernel, of 4.8 nominal.
+    # Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499, which also has the latencies of memories; those
+    # of shuffles, special functions and mma are assumed: Jia et al., arXiv:1804.06826, measured about as much on older
+    # GPUs). L2: 9.7 TB/s on an H200, if it ran at 1.98 GHz (github.com/te42kyfo/gpu-benches, gpu-l2-cache/h200.txt); a
+    # smaller H100 has shown 5.5 TB/s (chipsandcheese.com, "Nvidia's H100: Funny L2, and Tons of Bandwidth"). The port
+    # is assumed to be as wide as in the generations before. Memory: 4.3 TB/s by a copy kernel, of 4.8 nominal.
     "sm_90": Machine(
         multiprocessors=132,
         hertz=1.755e9,
         wgmma_macs=2048,
         mma_macs=0.629 * 2048,
         pipes={"fma": 1, "imad": 2, "alu": 2, "mufu": 8, "shuffle": 4},
+        latencies={"shared": 29, "memory": 263, "shuffle": 23, "mufu": 20, "mma": 32},
         shared_bytes=128,
         l2_bytes=37,
-        l2_latency=263,
+        port_bytes=64,
         hbm_latency=479,
         hbm_bytes_per_second=4.3e12,
     ),
@@ -76,9 +82,10 @@ MACHINES: dict[Arch, Machine] = {
         wgmma_macs=0,
         mma_macs=1024,
         pipes={"fma": 2, "imad": 2, "alu": 2, "mufu": 8, "shuffle": 4},
+        latencies={"shared": 29, "memory": 262, "shuffle": 23, "mufu": 20, "mma": 33},
         shared_bytes=128,
         l2_bytes=35,
-        l2_latency=262,
+        port_bytes=64,
         hbm_latency=466,
         hbm_bytes_per_second=1.73e12,
     ),

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from bench.codegen.machine_code import Instruction
 
-Kind = Literal["issue", "fma", "imad", "alu", "mufu", "shuffle", "wgmma", "mma", "wait", "barrier", "tma"]
+Kind = Literal[
+    "issue", "fma", "imad", "alu", "mufu", "shuffle", "wgmma", "mma", "wait", "barrier", "tma", "commit", "arrived"
+]
 
 LANES = 32
 WARP_GROUP = 4  # warps, one on each scheduler
@@ -25,10 +27,29 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "HSETP2", "FFMA2"), "fma"),
     **dict.fromkeys(("IMAD", "IDP"), "imad"),
     **dict.fromkeys(("FMNMX", "FSETP", "FSEL", "F2FP", "IADD3", "LOP3", "ISETP", "SEL", "PRMT", "SHF", "LEA"), "alu"),
-    **dict.fromkeys(("VIADD", "VIMNMX", "VIADDMNMX", "PLOP3", "P2R", "IMNMX", "IABS", "MOV", "SGXT", "BMSK", "FCHK", "I2FP"), "alu"),
+    **dict.fromkeys(
+        ("VIADD", "VIMNMX", "VIADDMNMX", "PLOP3", "P2R", "IMNMX", "IABS", "MOV", "SGXT", "BMSK", "FCHK", "I2FP"), "alu"
+    ),
     **dict.fromkeys(("MUFU", "I2F", "F2I", "POPC", "FLO", "BREV"), "mufu"),
     **dict.fromkeys(("SHFL", "REDUX", "MATCH"), "shuffle"),
 }
+
+
+class Order(NamedTuple):
+    """When the next instruction of a warp may follow.
+
+    The 21 bits of every instruction from Volta on (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via
+    Microbenchmarking", arXiv:1804.06826, section 2.1): clocks until the next one, and for what takes how long nobody
+    knows, six scoreboards that an instruction occupies until it has its result, or has read its operands.
+    """
+
+    stall: int = 1
+    result: int | None = None
+    operands: int | None = None
+    needs: tuple[int, ...] = ()
+
+
+FREE = Order()
 
 
 @dataclass(frozen=True)
@@ -41,8 +62,9 @@ class Step:
         wide: of 32-bit operands, which take twice as long.
         shared_bytes: of shared memory that it reads or writes; what a warp group reads once counts a quarter.
         memory_bytes: that it fetches from beyond shared memory.
-        commits: whether it ends a group of wgmma, which a wait can wait for.
-        pending: groups that may still run after a wait.
+        commits: whether it ends a group of wgmma, which a wait can wait for; "commit" does so for a group of copies.
+        pending: groups that may still run after a "wait" for wgmma, or be on their way after "arrived" for copies.
+        order: what the assembler wrote into the instruction for the hardware to keep to.
     """
 
     kind: Kind
@@ -52,6 +74,7 @@ class Step:
     memory_bytes: int = 0
     commits: bool = False
     pending: int = 0
+    order: Order = FREE
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,18 @@ def _reads_a(step: Step) -> bool:
 
 def loop_of(instructions: list[Instruction]) -> Loop:
     """The steps of the instructions of a loop for an NVIDIA target."""
-    return Loop(tuple(map(_step, instructions)))
+    return Loop(tuple(replace(_step(x), order=_order(x.encoding)) for x in instructions))
+
+
+def _order(encoding: int | None) -> Order:
+    if encoding is None:
+        return FREE
+    bits = encoding >> 105
+
+    def scoreboard(at: int) -> int | None:
+        return None if bits >> at & 7 == 7 else bits >> at & 7
+
+    return Order(max(bits & 15, 1), scoreboard(5), scoreboard(8), tuple(i for i in range(6) if bits >> 11 + i & 1))
 
 
 def _step(instruction: Instruction) -> Step:
@@ -134,6 +168,10 @@ def _step(instruction: Instruction) -> Step:
         return Step("wait", pending=int(operands.split(",")[1], 16))
     if name == "BAR" and "SYNC" in modifiers and _whole_program(operands):
         return Step("barrier")
+    if name == "LDGDEPBAR":
+        return Step("commit", commits=True)
+    if opcode.startswith("DEPBAR.LE"):
+        return Step("arrived", pending=int(operands.split(",")[1], 16))
     if name == "UTMALDG":
         return Step("tma")
     moved = LANES * _width(modifiers)

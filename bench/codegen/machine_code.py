@@ -38,12 +38,16 @@ class MachineCode:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, and where it branches to; addresses are those of the disassembly, or just count."""
+    """An instruction, and where it branches to; addresses are those of the disassembly, or just count.
+
+    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits.
+    """
 
     address: int
     opcode: str
     target: int | None = None
     operands: str = ""
+    encoding: int | None = None
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -95,12 +99,13 @@ def of_amdgcn(assembly: str) -> MachineCode:
 
 def sass_instructions(sass: str) -> list[Instruction]:
     """The instructions of a disassembly by cuobjdump."""
-    pattern = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
+    encoding = r"(?:\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/)?"
+    pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*);{encoding}")
     found = []
-    for match in map(pattern.search, sass.splitlines()):
-        if match:
-            target = re.search(r"0x([0-9a-f]+)\s*$", match[3]) if match[2].startswith("BRA") else None
-            found.append(Instruction(int(match[1], 16), match[2], int(target[1], 16) if target else None, match[3]))
+    for address, opcode, operands, low, high in pattern.findall(sass):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
+        bits = int(high + low, 16) if low else None
+        found.append(Instruction(int(address, 16), opcode, int(target[1], 16) if target else None, operands, bits))
     return found
 
 

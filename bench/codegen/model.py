@@ -3,8 +3,9 @@
 One scheduler of a multiprocessor is played through, step by step, with its warps of every program that fits (the four
 are alike). A warp issues in order, one instruction a clock for all warps; an instruction also needs its pipe
 (bench/codegen/hardware.py). wgmma runs on its own until the warp waits for it, behind what other warps asked for; a
-barrier holds the warps of its program. What comes out is a bound: latencies of single instructions, bank conflicts,
-misses of the L2 cache, launches and clocks that fall with power are not seen.
+barrier holds the warps of its program, and copies arrive after the latency of the L2 cache. A warp keeps to the order
+that the assembler wrote into the instructions. What comes out is a bound: conflicts of banks, misses of the L2 cache,
+TMA that comes late, launches, and clocks that fall with power are not seen.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Bound:
         return "waits", first
 
 
-def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, stages: int, fetched_bytes: int = 0) -> Bound:
+def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, fetched_bytes: int = 0) -> Bound:
     """Of a loop that programs of `warps` warps run, `ctas` at a time.
 
     `fetched_bytes` are those of one iteration of a program that TMA fetches: the instructions do not tell.
@@ -58,14 +59,7 @@ def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, stages: int, f
     if ctas < 1 or warps % SCHEDULERS:
         raise ValueError(f"warps, ctas: got {warps}, {ctas}, allowed are multiples of {SCHEDULERS}, and at least 1")
     resources = resources_of(loop, machine, warps, fetched_bytes)
-    alone = _played(loop, machine, warps // SCHEDULERS, 1)
-    together = _played(loop, machine, warps // SCHEDULERS, ctas) if ctas > 1 else alone
-    # What is fetched arrives after the latency, in time for the iteration that many stages later.
-    if stages > 1 and loop.copies:
-        alone = max(alone, machine.l2_latency / (stages - 1))
-    else:
-        alone += machine.l2_latency
-    clocks = max(together, alone / ctas, *resources.values())
+    clocks = max(_played(loop, machine, warps // SCHEDULERS, ctas), *resources.values())
     return Bound(clocks, resources, clocks * ctas)
 
 
@@ -93,21 +87,31 @@ def _tensor_clocks(step: Step, machine: Machine) -> float:
 
 @dataclass
 class _Warp:
-    """One warp on its way: which program it belongs to, the next step, and when its groups of wgmma end."""
+    """One warp on its way: its program, the next step, and when what it has begun will be done."""
 
     program: int
     at: int = 0
-    running: deque[float] = field(default_factory=deque)
+    products: deque[float] = field(default_factory=deque)  # groups of wgmma
+    copies: deque[float] = field(default_factory=deque)  # groups of copies into shared memory
+    copying: float = 0.0  # the last copy, of no group yet
+    scoreboards: dict[int, float] = field(default_factory=dict)
+
+    def ready(self, step: Step) -> float:
+        """When nothing that the step waits for is left to be done."""
+        times = [self.scoreboards.get(i, 0.0) for i in step.order.needs]
+        groups = {"wait": self.products, "arrived": self.copies}.get(step.kind, ())
+        if len(groups) > step.pending:
+            times.append(groups[-1 - step.pending])
+        return max(times, default=0.0)
 
 
 def _played(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
     """Clocks per iteration and program, of one scheduler with `warps` warps of each of `ctas` programs."""
     steps = loop.steps
-    everyone = [_Warp(program) for program in range(ctas) for _ in range(warps)]
     turns = itertools.count()  # of two warps that are ready, the one that has waited longer goes first
-    ready = [(0.0, next(turns), warp) for warp in everyone]
+    ready = [(0.0, next(turns), _Warp(program)) for program in range(ctas) for _ in range(warps)]
     free: dict[str, float] = {}  # when a pipe is
-    waiting: dict[int, list[_Warp]] = {program: [] for program in range(ctas)}  # at a barrier
+    held: dict[int, list[_Warp]] = {program: [] for program in range(ctas)}  # at a barrier
     ended = {WARM_UP: 0.0, WARM_UP + MEASURED: 0.0}  # when the last warp had run that many iterations
 
     def later(time: float, warp: _Warp) -> None:
@@ -116,46 +120,60 @@ def _played(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
     while ready:
         now, _, warp = heapq.heappop(ready)
         step = steps[warp.at % len(steps)]
-        pipe, clocks = _pipe(step, machine)
-        start = max(now, free.get("issue", 0.0), 0.0 if step.kind == "wgmma" else free.get(pipe, 0.0))
-        if step.kind == "wait" and len(warp.running) > step.pending:
-            start = max(start, warp.running[-1 - step.pending])
+        start = max(now, free.get("issue", 0.0), warp.ready(step))
+        if step.kind in machine.pipes or step.kind == "mma":
+            start = max(start, free.get(step.kind, 0.0))
         if start > now:
             later(start, warp)
             continue
         free["issue"] = now + 1
-        if step.kind == "wgmma":
-            free[pipe] = max(now, free.get(pipe, 0.0)) + clocks
-            if step.commits:
-                warp.running.append(free[pipe])
-        elif step.kind == "wait":
-            while len(warp.running) > step.pending:
-                warp.running.popleft()
-        elif clocks:
-            free[pipe] = now + clocks
+        _begin(step, warp, now, free, machine)
         warp.at += 1
         iterations, rest = divmod(warp.at, len(steps))
         if not rest and iterations in ended:
             ended[iterations] = max(ended[iterations], now + 1)
         if iterations == WARM_UP + MEASURED:
             continue
-        if step.kind == "barrier":
-            held = waiting[warp.program]
-            held.append(warp)
-            if len(held) == warps:
-                for each in held:
-                    later(now + 1, each)
-                held.clear()
-        else:
-            later(now + 1, warp)
+        if step.kind != "barrier":
+            later(now + step.order.stall, warp)
+            continue
+        held[warp.program].append(warp)
+        if len(held[warp.program]) == warps:
+            for each in held[warp.program]:
+                later(now + step.order.stall, each)
+            held[warp.program].clear()
     return (ended[WARM_UP + MEASURED] - ended[WARM_UP]) / (MEASURED * ctas)
 
 
-def _pipe(step: Step, machine: Machine) -> tuple[str, float]:
-    """Which pipe a step keeps busy, and for how long."""
+def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine: Machine) -> None:
+    """Keep the pipes of a step busy, and note when it will be done."""
+
+    def occupy(pipe: str, clocks: float) -> float:
+        free[pipe] = max(now, free.get(pipe, 0.0)) + clocks
+        return free[pipe]
+
+    done, latency = now, machine.latencies.get(step.kind, 0)
     if step.macs:
         # Operands that come from shared memory may take longer than their product.
-        return "tensor", max(_tensor_clocks(step, machine), SCHEDULERS * step.shared_bytes / machine.shared_bytes)
-    if step.shared_bytes:
-        return "shared", SCHEDULERS * step.shared_bytes / machine.shared_bytes
-    return step.kind, machine.pipes.get(step.kind, 0)
+        clocks = max(_tensor_clocks(step, machine), SCHEDULERS * step.shared_bytes / machine.shared_bytes)
+        done = occupy(step.kind, clocks)
+    elif step.kind in machine.pipes:
+        done = occupy(step.kind, machine.pipes[step.kind])
+    elif step.shared_bytes and not step.memory_bytes:
+        done = occupy("shared", SCHEDULERS * step.shared_bytes / machine.shared_bytes)
+        latency = machine.latencies["shared"]
+    read = done
+    if step.memory_bytes:
+        done = occupy("port", SCHEDULERS * step.memory_bytes / machine.port_bytes)
+        latency = machine.latencies["memory"]
+    done += latency
+    if step.memory_bytes and step.shared_bytes:
+        warp.copying = max(warp.copying, done)
+    elif step.kind == "commit":
+        warp.copies.append(max(warp.copying, now))
+    elif step.kind == "wgmma" and step.commits:
+        warp.products.append(done)
+    if step.order.result is not None and step.kind != "commit":
+        warp.scoreboards[step.order.result] = max(warp.scoreboards.get(step.order.result, 0.0), done)
+    if step.order.operands is not None:
+        warp.scoreboards[step.order.operands] = max(warp.scoreboards.get(step.order.operands, 0.0), read)
