@@ -158,6 +158,19 @@ def test_narrow_products_wait_for_shared_memory() -> None:
     assert found.clocks == pytest.approx(8 * 20, rel=0.02)
 
 
+def test_operands_of_32_bits_take_twice_as_long() -> None:
+    narrow = Step("wgmma", macs=16 * 64 * 8, wide=True, shared_bytes=1024, commits=True)
+    assert resources_of(loop(narrow), H200, warps=4)["tensor"] == 32
+    assert resources_of(loop(Step("mma", macs=2048)), H200, warps=4)["tensor"] == pytest.approx(4 / 0.629)
+
+
+def test_warps_share_the_clocks_of_a_scheduler() -> None:
+    """Two warps. The products of one are done at 128, those of the other at 256; 400 instructions follow in all, of
+    which the first issues 128 by then: the last at 256 + 272."""
+    steps = loop([PRODUCT] * 4, WAIT, [Step("issue")] * 200, Step("barrier"))
+    assert bound(steps, H200, warps=8, ctas=1).clocks == pytest.approx(528, rel=0.04)
+
+
 def test_what_limits_changes_with_the_counts() -> None:
     def limiter(n_mufu: int, n_alu: int) -> str:
         steps = loop([PRODUCT] * 4, [Step("mufu")] * n_mufu, [Step("alu")] * n_alu, WAIT)
