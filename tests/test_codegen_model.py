@@ -219,6 +219,18 @@ def test_a_scoreboard_delays_who_needs_the_result() -> None:
     assert late == 4 + H200.latencies["shuffle"] + 1
 
 
+def test_narrow_loads_are_near() -> None:
+    """128 bytes through the port are 2 clocks, 512 are 8."""
+    used = Step("fma", order=Order(needs=(2,)))
+
+    def clocks(n_bytes: int) -> float:
+        ask = Step("issue", memory_bytes=n_bytes, order=Order(result=2))
+        return bound(loop(ask, used), H200, warps=4, ctas=1).clocks
+
+    assert clocks(128) == 4 * 2 + 41 + 1
+    assert clocks(512) == 4 * 8 + 263 + 1
+
+
 def test_copies_are_waited_for() -> None:
     """4 KiB of each of four warps through 64 bytes a clock are 256 clocks, and the latency; or asked for in time."""
     copies = [Step("issue", shared_bytes=512, memory_bytes=512)] * 8

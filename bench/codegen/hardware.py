@@ -24,7 +24,7 @@ class Machine:
         wgmma_macs, mma_macs: multiply-adds of 16-bit numbers, by the instructions of warp groups and of warps.
         pipes: clocks of a warp instruction by its kind; others take an issue slot only.
         latencies: clocks until the result of an instruction, by its kind, where the assembler leaves it to scoreboards;
-            "memory" is the L2 cache, `hbm_latency` what lies behind it.
+            "memory" is the L2 cache, "near" the cache of the multiprocessor, `hbm_latency` what lies behind both.
         shared_bytes: of shared memory.
         l2_bytes: from the L2 cache to each multiprocessor, with all of them reading all the time.
         port_bytes: from the L2 cache to one multiprocessor, at any time.
@@ -67,7 +67,7 @@ MACHINES: dict[Arch, Machine] = {
         wgmma_macs=2048,
         mma_macs=0.629 * 2048,
         pipes={"fma": 1, "imad": 2, "alu": 2, "mufu": 8, "shuffle": 4},
-        latencies={"shared": 29, "memory": 263, "shuffle": 23, "mufu": 20, "mma": 32},
+        latencies={"shared": 29, "near": 41, "memory": 263, "shuffle": 23, "mufu": 20, "mma": 32},
         shared_bytes=128,
         l2_bytes=37,
         port_bytes=64,
@@ -82,7 +82,7 @@ MACHINES: dict[Arch, Machine] = {
         wgmma_macs=0,
         mma_macs=1024,
         pipes={"fma": 2, "imad": 2, "alu": 2, "mufu": 8, "shuffle": 4},
-        latencies={"shared": 29, "memory": 262, "shuffle": 23, "mufu": 20, "mma": 33},
+        latencies={"shared": 29, "near": 38, "memory": 262, "shuffle": 23, "mufu": 20, "mma": 33},
         shared_bytes=128,
         l2_bytes=35,
         port_bytes=64,

@@ -16,9 +16,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from bench.codegen.hardware import SCHEDULERS, Machine
-from bench.codegen.loops import Loop, Step
+from bench.codegen.loops import LANES, Loop, Step
 
 WARM_UP, MEASURED = 4, 12  # iterations
+WIDEST = LANES * 16  # bytes that one instruction can load
 SATURATED = 0.95  # a resource that is busy for longer than this share of the time is the limit
 
 
@@ -165,7 +166,9 @@ def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine:
     read = done
     if step.memory_bytes:
         done = occupy("port", SCHEDULERS * step.memory_bytes / machine.port_bytes)
-        latency = machine.latencies["memory"]
+        # Narrow loads, of masks and biases, find what their neighbours have fetched.
+        narrow = not step.shared_bytes and step.memory_bytes < WIDEST
+        latency = machine.latencies["near" if narrow else "memory"]
     done += latency
     if step.memory_bytes and step.shared_bytes:
         warp.copying = max(warp.copying, done)
