@@ -100,7 +100,7 @@ from fusedattn.kernels.configs import Entry, KernelConfigs, TileConfig
 bad = TileConfig(128, 128, 4, 2)
 kernels = KernelConfigs(bad, bad, bad)
 configs.TABLE["sm_90"][2][128] = Entry(kernels, kernels)
-case = compilations.Case("sm_90", "bf16", 128, ("plain",), ("attention_fwd",), inference=False)
+case = compilations.Case("sm_90", "bf16", 128, ("plain",), ("attention_fwd",), inference=())
 [report] = compilations.compile_case(case)
 print(report.tile, report.faults)
 """
@@ -119,7 +119,7 @@ from unittest.mock import patch
 from bench.codegen import compilations
 from fusedattn.kernels import attention_fwd
 arguments = attention_fwd.launch_arguments
-case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), inference=False)
+case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), inference=())
 with patch.object(attention_fwd, "launch_arguments", lambda *x: arguments(*x) | {"HAS_BIAS": False}):
     print(compilations.compile_case(case)[0].faults)
 def forgetful(*x):

@@ -7,9 +7,11 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
@@ -49,8 +51,8 @@ QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
 class Case:
     """Calls of attention() that share a compiler process: one (target, dtype, head_dim), several feature sets.
 
-    Empty `kernels` are all. With `inference`, the heaviest features without gradients too: in 16 bits, that forward
-    is another kernel.
+    Empty `kernels` are all. `inference` names those of the features that are called without gradients too: in 16 bits,
+    that forward is another kernel. `config` replaces the table's for every kernel.
     """
 
     target: configs.Arch
@@ -58,7 +60,8 @@ class Case:
     head_dim: int
     features: tuple[str, ...]
     kernels: tuple[str, ...]
-    inference: bool
+    inference: tuple[str, ...]
+    config: configs.TileConfig | None = None
 
 
 def cases(
@@ -80,7 +83,7 @@ def cases(
             planned |= {head_dim: planned.get(head_dim, ()) + its_features for head_dim in its_head_dims}
         for head_dim in head_dims or planned:
             names = tuple(features) or planned.get(head_dim, HEAVIEST)
-            yield Case(target, dtype, head_dim, names, tuple(kernels), inference=not quick)
+            yield Case(target, dtype, head_dim, names, tuple(kernels), inference=() if quick else HEAVIEST)
 
 
 def compile_all(selected: list[Case], jobs: int) -> list[Report]:
@@ -103,13 +106,23 @@ def compile_case(case: Case) -> list[Report]:
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        with launches.compiling(case.target, case.kernels) as found:
+        with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
                 features = launches.FEATURES[name]
                 launches.call(case.head_dim, DTYPES[case.dtype], features, training=True)
-                if case.inference and name in HEAVIEST:
+                if name in case.inference:
                     launches.call(case.head_dim, DTYPES[case.dtype], features, training=False)
         return [_report(case, launch) for launch in found]
+
+
+@contextmanager
+def _configured(config: configs.TileConfig | None) -> Iterator[None]:
+    """Inside, every launch has this config, if there is one."""
+    if config is None:
+        yield
+    else:
+        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, config, config)):
+            yield
 
 
 def _report(case: Case, launch: launches.Launch) -> Report:
@@ -131,7 +144,7 @@ def _report(case: Case, launch: launches.Launch) -> Report:
     metadata = launch.compiled.metadata
     return replace(
         report,
-        **asdict(code),
+        **vars(code),
         shared_bytes=metadata.shared,
         ctas_per_sm=ctas_per_sm(
             case.target, code.registers, metadata.shared, metadata.num_warps, getattr(metadata, "tmem_size", None) or 0

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.codegen.loops import Loop, loop_of
+
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
 TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
 FMA = ("FFMA",)
@@ -20,7 +22,8 @@ class MachineCode:
     """Figures of one kernel.
 
     `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
-    multiply tiles, in program order, and `loop_spills` the instructions in them that spill or fetch again.
+    multiply tiles, in program order, `loop_spills` the instructions in them that spill or fetch again, and `loops` what
+    each of them does; empty for AMD.
     """
 
     registers: int
@@ -30,15 +33,21 @@ class MachineCode:
     loop_instructions: tuple[int, ...]
     loop_spills: int
     serialized_wgmma: bool
+    loops: tuple[Loop, ...] = ()
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, and where it branches to; addresses are those of the disassembly, or just count."""
+    """An instruction, and where it branches to; addresses are those of the disassembly, or just count.
+
+    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits.
+    """
 
     address: int
     opcode: str
     target: int | None = None
+    operands: str = ""
+    encoding: int | None = None
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -62,6 +71,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         loop_instructions=tuple(map(len, loops)),
         loop_spills=sum(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma="serializ" in ptxas_log,
+        loops=tuple(map(loop_of, loops)),
     )
 
 
@@ -89,12 +99,13 @@ def of_amdgcn(assembly: str) -> MachineCode:
 
 def sass_instructions(sass: str) -> list[Instruction]:
     """The instructions of a disassembly by cuobjdump."""
-    pattern = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
+    encoding = r"(?:\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/)?"
+    pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*);{encoding}")
     found = []
-    for match in map(pattern.search, sass.splitlines()):
-        if match:
-            target = re.search(r"0x([0-9a-f]+)\s*$", match[3]) if match[2].startswith("BRA") else None
-            found.append(Instruction(int(match[1], 16), match[2], int(target[1], 16) if target else None))
+    for address, opcode, operands, low, high in pattern.findall(sass):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
+        bits = int(high + low, 16) if low else None
+        found.append(Instruction(int(address, 16), opcode, int(target[1], 16) if target else None, operands, bits))
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from bench.codegen.loops import Loop
 from fusedattn.kernels.configs import SHARED_MEMORY
 
 
@@ -31,6 +32,7 @@ class Report:
     loop_instructions: tuple[int, ...] = ()
     loop_spills: int = 0
     serialized_wgmma: bool = False
+    loops: tuple[Loop, ...] = ()
     transposed_products: int = 0
 
     @property
@@ -69,8 +71,8 @@ class Report:
         return faults
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"faults": self.faults}
+        """For JSON, without the steps of the loops."""
+        return asdict(replace(self, loops=())) | {"faults": self.faults}
 
 
 HEADER = (

@@ -1,0 +1,138 @@
+"""How long a kernel takes for a problem at best: how often its loops run, and programs that fill the GPU in turns.
+
+Which blocks of a tile are full and which are on the boundary is counted as kernels/masking.py does for a causal mask
+aligned to the end. Also here: what a separate rotation of the keys costs, and from when on it pays.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.codegen.hardware import Machine
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of attention(); `group` query heads share each of `nheads_kv` heads of keys."""
+
+    batch: int
+    nheads_kv: int
+    group: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool = False
+    itemsize: int = 2
+
+    @property
+    def nheads_q(self) -> int:
+        """Heads of queries."""
+        return self.nheads_kv * self.group
+
+    @property
+    def operations(self) -> float:
+        """Of the forward as they are usually counted: 4 head_dim for each pair, under a causal mask half of that."""
+        pairs = self.batch * self.nheads_q * self.seqlen_q * self.seqlen_k
+        return 4 * self.head_dim * pairs / (2 if self.causal else 1)
+
+    @property
+    def bytes(self) -> int:
+        """Of q, k, v and out, each moved once."""
+        rows = self.nheads_q * 2 * self.seqlen_q + self.nheads_kv * 2 * self.seqlen_k
+        return self.batch * rows * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the model found of one config.
+
+    Attributes:
+        block_m, block_n: queries and keys of a tile.
+        ctas: programs on a multiprocessor at a time.
+        full_clocks, boundary_clocks: from one iteration of a program to its next, with all `ctas` there.
+        by_keys: a program owns a tile of keys and walks over queries, those of all heads of its group.
+    """
+
+    block_m: int
+    block_n: int
+    ctas: int
+    full_clocks: float
+    boundary_clocks: float
+    by_keys: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds at best, full waves of programs, and the share of the time for which a place is taken."""
+
+    seconds: float
+    waves: float
+    filled: float
+
+
+def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
+    """(full, boundary) iterations of the program of each tile, in order of the tiles."""
+    shift = problem.seqlen_k - problem.seqlen_q  # query r sees keys up to r + shift
+    if not kernel.by_keys:
+        for start in range(0, problem.seqlen_q, kernel.block_m):
+            last = min(start + kernel.block_m, problem.seqlen_q) - 1
+            seen_by_all, seen_by_any = (
+                min(max(row + shift + 1, 0), problem.seqlen_k) if problem.causal else problem.seqlen_k
+                for row in (start, last)
+            )
+            full = seen_by_all // kernel.block_n
+            yield full, -(-seen_by_any // kernel.block_n) - full
+        return
+    for start in range(0, problem.seqlen_k, kernel.block_n):
+        last = min(start + kernel.block_n, problem.seqlen_k) - 1
+        any_from, all_from = (
+            min(max(key - shift, 0), problem.seqlen_q) if problem.causal else 0 for key in (start, last)
+        )
+        # Blocks of queries count from the last one.
+        whole = last - start + 1 == kernel.block_n
+        full = (problem.seqlen_q - all_from) // kernel.block_m if whole else 0
+        rest = problem.seqlen_q - full * kernel.block_m - any_from
+        yield problem.group * full, problem.group * -(-rest // kernel.block_m)
+
+
+def estimate(kernel: Kernel, problem: Problem, machine: Machine) -> Estimate:
+    """Of one launch. Each place on the GPU takes the next program when it is done, in the order of the launch.
+
+    A program waits for memory twice besides its iterations: for its own tile, and for its result.
+    """
+    heads = problem.batch * (problem.nheads_kv if kernel.by_keys else problem.nheads_q)
+    tiles = [
+        2 * machine.hbm_latency + full * kernel.full_clocks + boundary * kernel.boundary_clocks
+        for full, boundary in blocks(kernel, problem)
+    ]
+    if problem.causal and not kernel.by_keys:
+        tiles.reverse()  # the longest first
+    places = machine.multiprocessors * kernel.ctas
+    done = [0.0] * places
+    for _ in range(heads):
+        for clocks in tiles:
+            heapq.heappush(done, heapq.heappop(done) + clocks)
+    busy, end = heads * sum(tiles), max(done)
+    seconds = max(machine.seconds(end), problem.bytes / machine.hbm_bytes_per_second)
+    return Estimate(seconds, heads * len(tiles) / places, busy / (places * end) if end else 1.0)
+
+
+def rotation_seconds(problem: Problem, machine: Machine) -> float:
+    """To read and write the keys once, which is what rotating them in a kernel of their own takes at best."""
+    rows = problem.batch * problem.nheads_kv * problem.seqlen_k
+    return 2 * rows * problem.head_dim * problem.itemsize / machine.hbm_bytes_per_second
+
+
+def rotation_break_even(
+    block_m: int, block_n: int, extra_clocks: float, head_dim: int, machine: Machine, itemsize: int = 2
+) -> float:
+    """seqlen_q * group from which on rotating the keys once is faster than `extra_clocks` in each iteration.
+
+    In place, each block of keys is turned once for each tile of queries, on one multiprocessor; in a kernel of its own,
+    once, at the speed of memory.
+    """
+    once = 2 * block_n * head_dim * itemsize / machine.hbm_bytes_per_second
+    each = machine.seconds(extra_clocks) / machine.multiprocessors
+    return block_m * once / each

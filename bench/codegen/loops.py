@@ -1,0 +1,204 @@
+"""What one warp does in an iteration of a loop, from its disassembly, as far as the model asks.
+
+Each instruction becomes a :class:`Step`: which pipe it needs, what it multiplies and moves, and whether the warp waits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from bench.codegen.machine_code import Instruction
+
+Kind = Literal[
+    "issue", "fma", "imad", "alu", "mufu", "shuffle", "wgmma", "mma", "wait", "barrier", "tma", "commit", "arrived"
+]
+
+LANES = 32
+WARP_GROUP = 4  # warps, one on each scheduler
+OPERAND_BYTES = 32  # of a row of an operand of a matrix instruction, along the axis that is summed over
+
+# First part of the opcode -> kind. Opcodes in neither table take an issue slot: control, the uniform datapath, memory.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "HSETP2", "FFMA2"), "fma"),
+    **dict.fromkeys(("IMAD", "IDP"), "imad"),
+    **dict.fromkeys(("FMNMX", "FSETP", "FSEL", "F2FP", "IADD3", "LOP3", "ISETP", "SEL", "PRMT", "SHF", "LEA"), "alu"),
+    **dict.fromkeys(
+        ("VIADD", "VIMNMX", "VIADDMNMX", "PLOP3", "P2R", "IMNMX", "IABS", "MOV", "SGXT", "BMSK", "FCHK", "I2FP"), "alu"
+    ),
+    **dict.fromkeys(("MUFU", "I2F", "F2I", "POPC", "FLO", "BREV"), "mufu"),
+    **dict.fromkeys(("SHFL", "REDUX", "MATCH"), "shuffle"),
+}
+
+
+class Order(NamedTuple):
+    """When the next instruction of a warp may follow.
+
+    The 21 bits of every instruction from Volta on (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via
+    Microbenchmarking", arXiv:1804.06826, section 2.1): clocks until the next one, and for what takes how long nobody
+    knows, six scoreboards that an instruction occupies until it has its result, or has read its operands.
+    """
+
+    stall: int = 1
+    result: int | None = None
+    operands: int | None = None
+    needs: tuple[int, ...] = ()
+
+
+FREE = Order()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction of a warp.
+
+    Attributes:
+        kind: the pipe, or what it waits for.
+        macs: multiply-adds of a matrix instruction, this warp's part of it.
+        wide: of 32-bit operands, which take twice as long.
+        shared_bytes: of shared memory that it reads or writes; what a warp group reads once counts a quarter.
+        memory_bytes: that it fetches from beyond shared memory.
+        commits: whether it ends a group of wgmma, which a wait can wait for; "commit" does so for a group of copies.
+        pending: groups that may still run after a "wait" for wgmma, or be on their way after "arrived" for copies.
+        order: what the assembler wrote into the instruction for the hardware to keep to.
+    """
+
+    kind: Kind
+    macs: int = 0
+    wide: bool = False
+    shared_bytes: float = 0
+    memory_bytes: int = 0
+    commits: bool = False
+    pending: int = 0
+    order: Order = FREE
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The steps of one iteration, in program order."""
+
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Steps by kind."""
+        return Counter(step.kind for step in self.steps)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one warp, by matrix instructions."""
+        return sum(step.macs for step in self.steps)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it fetches ahead into shared memory, so that an iteration need not wait for what it asks for."""
+        return any(step.kind == "tma" or (step.memory_bytes and step.shared_bytes) for step in self.steps)
+
+    @property
+    def overlapped(self) -> float:
+        """Share of the steps that come while wgmma of this warp may be running."""
+        n, running = 0, 0
+        for _ in range(2):  # what the last iteration left running runs in the next
+            n = 0
+            for step in self.steps:
+                if step.kind == "wait":
+                    running = min(running, step.pending)
+                elif step.kind == "wgmma":
+                    running += step.commits
+                n += running > 0
+        return n / len(self.steps)
+
+    @property
+    def style(self) -> str:
+        """How it multiplies and fetches, in a few words."""
+        if self.counts["wgmma"]:
+            from_registers = sum(step.kind == "wgmma" and not _reads_a(step) for step in self.steps)
+            product = f"wgmma {from_registers}/{self.counts['wgmma']} from registers"
+        else:
+            product = "mma" if self.counts["mma"] else "fma"
+        fetch = "TMA" if self.counts["tma"] else "cp.async" if self.copies else "loads"
+        return f"{product}, {fetch}"
+
+
+def _reads_a(step: Step) -> bool:
+    """Whether the left operand of a wgmma comes from shared memory, like the right one always."""
+    n = step.macs * (2 if step.wide else 1) // (16 * 16)
+    return step.shared_bytes > n * OPERAND_BYTES / WARP_GROUP
+
+
+def loop_of(instructions: list[Instruction]) -> Loop:
+    """The steps of the instructions of a loop for an NVIDIA target."""
+    return Loop(tuple(replace(_step(x), order=_order(x.encoding)) for x in instructions))
+
+
+def _order(encoding: int | None) -> Order:
+    if encoding is None:
+        return FREE
+    bits = encoding >> 105
+
+    def scoreboard(at: int) -> int | None:
+        return None if bits >> at & 7 == 7 else bits >> at & 7
+
+    return Order(max(bits & 15, 1), scoreboard(5), scoreboard(8), tuple(i for i in range(6) if bits >> 11 + i & 1))
+
+
+def _step(instruction: Instruction) -> Step:
+    opcode, operands = instruction.opcode, instruction.operands
+    name, *modifiers = opcode.split(".")
+    if name == "HGMMA":
+        shape = re.search(r"64x(\d+)x(\d+)", opcode)
+        if shape is None:
+            raise ValueError(f"opcode: got {opcode}, allowed are HGMMA with a shape such as 64x64x16")
+        n, k = int(shape[1]), int(shape[2])
+        right = n * OPERAND_BYTES / WARP_GROUP  # the warp group reads it once
+        left = 16 * OPERAND_BYTES if operands.split(",")[1].strip().startswith("gdesc") else 0
+        return Step(
+            "wgmma", 16 * n * k, "TF32" in modifiers, left + right, commits=re.search(r"\bgsb0\b", operands) is not None
+        )
+    if name == "HMMA":
+        shape = re.search(r"\.16(8)(\d+)", opcode)
+        if shape is None:
+            raise ValueError(f"opcode: got {opcode}, allowed are HMMA with a shape such as 16816")
+        return Step("mma", 16 * int(shape[1]) * int(shape[2]), "TF32" in modifiers)
+    if opcode.startswith("WARPGROUP.DEPBAR"):
+        return Step("wait", pending=int(operands.split(",")[1], 16))
+    if name == "BAR" and "SYNC" in modifiers and _whole_program(operands):
+        return Step("barrier")
+    if name == "LDGDEPBAR":
+        return Step("commit", commits=True)
+    if opcode.startswith("DEPBAR.LE"):
+        return Step("arrived", pending=int(operands.split(",")[1], 16))
+    if name == "UTMALDG":
+        return Step("tma")
+    moved = LANES * _width(modifiers)
+    if name in ("LDS", "STS", "ATOMS") and not operands.strip().startswith("RZ"):  # LDS RZ orders, and reads nothing
+        return Step("issue", shared_bytes=moved)
+    if name in ("LDSM", "STSM"):
+        return Step("issue", shared_bytes=8 * 16 * int(modifiers[-1]) if modifiers[-1].isdigit() else 8 * 16)
+    if name == "LDGSTS":
+        return Step("issue", shared_bytes=moved, memory_bytes=moved)
+    if name == "LDG":
+        return Step("issue", memory_bytes=moved)
+    return Step(KINDS.get(name, "issue"))
+
+
+def _whole_program(operands: str) -> bool:
+    """Whether a barrier holds more than one warp group; its second operand counts threads, and none means all."""
+    _, *threads = (operand.strip() for operand in operands.split(","))
+    if not threads or not threads[0].startswith("0x"):
+        return True
+    return int(threads[0], 16) > WARP_GROUP * LANES
+
+
+def _width(modifiers: list[str]) -> int:
+    """Bytes of one lane."""
+    for modifier in modifiers:
+        if modifier in ("128", "64"):
+            return int(modifier) // 8
+        if modifier in ("U16", "S16", "U8", "S8"):
+            return int(modifier[1:]) // 8
+    return 4

@@ -1,0 +1,280 @@
+"""The table of predictions in docs/performance.md: what limits each kernel, and how fast it could be at best.
+
+    python -m bench.codegen.predictions [--target sm_90] [--head-dim 128] [--features plain] [--tile 128x64,8,3]
+                                        [--update]
+
+compiles the kernels, without a GPU, and prints the tables; --update writes them to the page. --tile tries a config that
+is not the table's: queries x keys, warps, stages. The figures are those of bench/codegen/model.py and estimate.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
+
+import triton
+
+from bench.codegen import compilations
+from bench.codegen.estimate import Kernel, Problem, estimate, rotation_break_even, rotation_seconds
+from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
+from bench.codegen.launches import FEATURES
+from bench.codegen.loops import LANES
+from bench.codegen.model import Bound, bound
+from bench.codegen.report import Report
+from bench.page import with_block
+from fusedattn.kernels.configs import Arch, TileConfig
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+COMMAND = "python -m bench.codegen.predictions"
+PREDICTED = ("plain", "causal+rope", "bias", "all")
+
+# Operations of a pair of a query and a key and one feature: of the products that the kernel has to do.
+OPERATIONS = {"attention_fwd": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
+# What the innermost loops with products are, by how many a kernel has.
+LOOPS = {
+    "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+    "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
+    "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+}
+TOKENS, FEATURES_IN_ALL, SEQLENS = 16384, 2048, (1024, 2048, 4096, 8192, 16384)
+SHOWN = ("plain", "causal+rope")
+ROTATION_STEPS = 4  # widen, multiply, multiply and add, round: without loads, and without shared memory in between
+RESOURCES = ("tensor", "mufu", "alu", "issue", "shared", "L2")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one kernel: the bound of each of its loops, by what it is."""
+
+    report: Report
+    bounds: dict[str, Bound]
+    machine: Machine
+
+    @property
+    def main(self) -> str:
+        """The loop that most blocks run; kernels that read a mask for each pair have but the one for boundaries."""
+        return "full" if "full" in self.bounds else "boundary"
+
+    @property
+    def flops(self) -> float:
+        """Operations a second of the main loop, at best."""
+        return self._operations / self.machine.seconds(self.bounds[self.main].clocks) * self.machine.multiprocessors
+
+    @property
+    def kernel(self) -> Kernel:
+        """For estimates; without a loop for full blocks, that for boundaries does them too."""
+        config = self.report.config
+        return Kernel(
+            config["BLOCK_M"],
+            config["BLOCK_N"],
+            self.report.ctas_per_sm,
+            self.bounds[self.main].program_clocks,
+            self.bounds["boundary"].program_clocks,
+            by_keys=self.report.kernel == "attention_bwd_dkdv",
+        )
+
+    @property
+    def _operations(self) -> int:
+        config = self.report.config
+        return OPERATIONS[self.report.kernel] * config["BLOCK_M"] * config["BLOCK_N"] * self.report.head_dim
+
+    @property
+    def repeated(self) -> float:
+        """Multiply-adds that the main loop does, over those that it has to do; 0 without matrix instructions."""
+        names = LOOPS[self.report.kernel][len(self.report.loops)]
+        macs = self.report.loops[names.index(self.main)].macs * self.report.config["num_warps"]
+        return 2 * macs / self._operations
+
+
+def predict(report: Report) -> Prediction:
+    """What the model says of a compiled attention kernel.
+
+    Raises:
+        NotImplementedError: the number of its loops is none that a kernel of this name is known to have.
+    """
+    names = LOOPS[report.kernel].get(len(report.loops))
+    if names is None:
+        allowed = " or ".join(map(str, LOOPS[report.kernel]))
+        raise NotImplementedError(f"loops of {report.key}: got {len(report.loops)}, allowed {allowed}")
+    config = report.config
+    machine = MACHINES[report.target]  # type: ignore[index]
+    itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
+    walked = config["BLOCK_M" if report.kernel == "attention_bwd_dkdv" else "BLOCK_N"]
+    bounds = {
+        name: bound(
+            loop,
+            machine,
+            warps=config["num_warps"],
+            ctas=report.ctas_per_sm,
+            fetched_bytes=2 * walked * report.head_dim * itemsize if loop.counts["tma"] else 0,
+        )
+        for name, loop in zip(names, report.loops, strict=True)
+    }
+    return Prediction(report, bounds, machine)
+
+
+def table(predictions: list[Prediction]) -> Iterator[str]:
+    """Lines of Markdown: those of a kernel together, the fastest first."""
+    columns = (
+        *("rank", "kernel", "head_dim", "features", "tile", "main loop", "CTAs", "TFLOP/s at best", "limit", "next"),
+        *("clocks", *RESOURCES, "products", "boundary"),
+    )
+    yield from _lines(columns)
+    for kernel in OPERATIONS:
+        of_kernel = sorted((x for x in predictions if x.report.kernel == kernel), key=lambda x: -x.flops)
+        for rank, prediction in enumerate(of_kernel, 1):
+            yield from _lines(_cells(prediction, rank), header=False)
+
+
+def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
+    cells = list(cells)
+    yield f"| {' | '.join(map(str, cells))} |"
+    if header:
+        yield "|" + " --- |" * len(cells)
+
+
+def _cells(x: Prediction, rank: int) -> list[object]:
+    found, report = x.bounds[x.main], x.report
+    loop = report.loops[LOOPS[report.kernel][len(report.loops)].index(x.main)]
+    return [
+        rank,
+        report.kernel,
+        report.head_dim,
+        report.features,
+        report.tile,
+        f"{loop.style}, {loop.overlapped:.0%} beside wgmma" if loop.counts["wgmma"] else loop.style,
+        report.ctas_per_sm,
+        f"{x.flops / 1e12:.0f}",
+        *found.limiters,
+        f"{found.clocks:.0f}",
+        *(f"{found.resources[name]:.0f}" for name in RESOURCES),
+        f"{x.repeated:.2f}",
+        f"{x.bounds['boundary'].clocks:.0f}",
+    ]
+
+
+def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
+    """Lines of Markdown: whole calls, with and without a causal mask, of 16 heads of 128 features or as many in all."""
+    yield from _lines(
+        (
+            *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
+            *("backward: TFLOP/s at best", "share of dk and dv", "rotating k, of the forward"),
+        )
+    )
+    for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
+        of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
+        if features not in SHOWN or {x.report.kernel for x in of_call} != set(OPERATIONS):
+            continue
+        for seqlen in SEQLENS:
+            nheads = FEATURES_IN_ALL // head_dim
+            problem = Problem(TOKENS // seqlen, nheads, 1, seqlen, seqlen, head_dim, causal=features != "plain")
+            found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
+            forward = found.pop("attention_fwd")
+            backward = sum(x.seconds for x in found.values())
+            yield from _lines(
+                (
+                    *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
+                    *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
+                    f"{2.5 * problem.operations / backward / 1e12:.0f}",
+                    f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
+                    f"{rotation_seconds(problem, machine) / forward.seconds:.1%}" if "rope" in features else "",
+                ),
+                header=False,
+            )
+
+
+def _called(x: Prediction) -> str:
+    """The features of the call: what the forward keeps for the backward is none of them."""
+    return "+".join(name for name in x.report.features.split("+") if name != "rest") or "plain"
+
+
+def figures(predictions: list[Prediction], target: Arch) -> str:
+    """The part of the page."""
+    machine = MACHINES[target]
+    training = [x for x in predictions if x.report.kernel != "attention_fwd" or "rest" in x.report.features.split("+")]
+    lines = [
+        f"{target} with {machine.multiprocessors} multiprocessors at {machine.hertz / 1e9:.3f} GHz (at most "
+        f"{machine.peak / 1e12:.0f} TFLOP/s), Triton {triton.__version__}, bfloat16. One tile of each kernel, in "
+        "clocks of a multiprocessor:",
+        "",
+        *table(predictions),
+        "",
+        f"Whole calls in training, of {TOKENS} tokens and heads with {FEATURES_IN_ALL} features in all:",
+        "",
+        *problems(training, machine),
+        "",
+        *rotations(predictions, machine),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
+    """A sentence for each head_dim: up to where rotating k in the loop of the forward could pay."""
+    for x in predictions:
+        if x.report.kernel == "attention_fwd" and x.report.features == "plain":
+            tile = x.kernel
+            least = tile.block_n * x.report.head_dim * ROTATION_STEPS / LANES / SCHEDULERS
+            rows = rotation_break_even(tile.block_m, tile.block_n, least, x.report.head_dim, machine)
+            yield (
+                f"- head_dim {x.report.head_dim}: rotating k in the loop of the forward, at {ROTATION_STEPS} "
+                f"instructions for each element and nothing else, costs more than a kernel that rotates it once from "
+                f"seqlen_q * group = {rows:.0f} on."
+            )
+
+
+def compiled(
+    target: Arch, head_dims: list[int], features: list[str], jobs: int, tile: TileConfig | None = None
+) -> list[Report]:
+    """The attention kernels in bfloat16, and the forward without gradients or features too."""
+    cases = [
+        compilations.Case(target, "bf16", head_dim, tuple(features), tuple(OPERATIONS), ("plain",), tile)
+        for head_dim in head_dims
+    ]
+    return compilations.compile_all(cases, jobs)
+
+
+def tile_config(text: str) -> TileConfig:
+    """Of "128x64,8,3": queries x keys, warps, stages."""
+    match = re.fullmatch(r"(\d+)x(\d+),(\d+),(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is e.g. 128x64,8,3")
+    return TileConfig(*map(int, match.groups()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables, or write them; exit code 1 where a kernel does not compile, or does not fit."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", choices=list(MACHINES), default="sm_90")
+    parser.add_argument("--head-dim", action="append", type=int, default=[], help="default: 64, 128 and 256")
+    parser.add_argument("--features", action="append", choices=list(FEATURES), default=[], help="default: four of them")
+    parser.add_argument("--tile", type=tile_config, help="a config for every kernel, instead of the table's")
+    parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
+    parser.add_argument("--update", action="store_true", help=f"write them to {DOCUMENT.name}")
+    options = parser.parse_args(arguments)
+    reports = compiled(
+        options.target,
+        options.head_dim or list(compilations.HEAD_DIMS),
+        options.features or list(PREDICTED),
+        options.jobs,
+        options.tile,
+    )
+    left_out = [report for report in reports if report.error or not report.ctas_per_sm]
+    for report in left_out:
+        print(f"{report.key} {report.tile}: {report.error or 'does not fit on a multiprocessor'}", file=sys.stderr)
+    text = figures([predict(report) for report in reports if report not in left_out], options.target)
+    if options.update:
+        DOCUMENT.write_text(with_block(DOCUMENT.read_text(), text, COMMAND))
+    else:
+        print(text)
+    return int(bool(left_out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
