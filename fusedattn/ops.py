@@ -202,7 +202,7 @@ def attention_fwd(
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     with _on_device_of(q):
         problem = _problem(q, k, v, constants, bias, relative, sinks, slopes, learned)
-        if problem.rotation_k is not None and k.numel() > 0:
+        if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
             k = rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
         results = kernel.Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
         kernel.launch(q, k, v, results, problem)

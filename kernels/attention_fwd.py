@@ -6,7 +6,7 @@ walks over the key blocks that the tile may see. What happens to scores on the w
 
     q       (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
     out     (batch, nheads_q, seqlen_q, head_dim_v)   likewise
-    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; already rotated
+    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; rotated, unless few queries see it: then here
     v       (batch, nheads_kv, seqlen_k, head_dim_v)  likewise
     sinks   (nheads_q,)                               float32, or None: a logit whose weight has no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
@@ -57,6 +57,19 @@ class Results(NamedTuple):
     rest: Any
 
 
+@triton.jit
+def _turned(k_tile, rotation, place, start_n, n_positions, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
+    """A tile of keys, rotated here where it did not come rotated."""
+    if rotation.ROTARY_DIM > 0:
+        turned = rotate_tile(
+            k_tile, rotation, start_n, place.seqlen_k, place.batch, place.first_k, 0, n_positions, False,
+            BLOCK, BLOCK_D, ACC,
+        )  # fmt: skip
+        return round_to(turned, k_tile.dtype)
+    else:
+        return k_tile
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_fwd(
     q,
@@ -68,6 +81,7 @@ def attention_fwd(
     results,
     call,
     rotation,
+    rotation_k,
     nheads_q,
     nheads_kv,
     seqlen_q,
@@ -139,6 +153,7 @@ def attention_fwd(
         if blocks.n_full > 0:
             keys = (first_full + offs_n)[None, :]
             k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, first_full, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = _turned(k_tile, rotation_k, place, first_full, n_positions, BLOCK_N, BLOCK_D, ACC)
             scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
             scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
             p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
@@ -149,6 +164,7 @@ def attention_fwd(
             for start_n in range(first_full + BLOCK_N, stop_full, BLOCK_N):
                 keys = (start_n + offs_n)[None, :]
                 k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+                k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
                 scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
                 v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
                 p = of_bits(p, v_tile.dtype)
@@ -170,6 +186,7 @@ def attention_fwd(
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
             k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
             scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
             scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
             p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
@@ -189,6 +206,7 @@ def attention_fwd(
         keys = (start_n + edge_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
         k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
+        k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, EDGE, BLOCK_D, ACC)
         scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
@@ -213,6 +231,7 @@ def attention_fwd(
             keys = (start_n + edge_n)[None, :]
             key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
             k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
+            k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, EDGE, BLOCK_D, ACC)
             v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
             v_tile, poisoned = split_poison(v_tile, ACC)
             pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
@@ -284,6 +303,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest)),
         problem.call,
         rotation_arguments(problem.rotation_q),
+        rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, n_tiles),
         EDGE=min(config.EDGE, config.BLOCK_N),

@@ -33,6 +33,11 @@ SHARED_MEMORY: dict[Arch, int] = {
     "gfx942": 64 * 1024,
 }
 
+# Up to so many queries, times heads that share a KV head, keys are rotated in registers, once for each tile of queries,
+# and not by a kernel of their own, which reads and writes them all. Where both cost the same by the models of
+# docs/performance.md and its sources: 441 to 883.
+ROTATION_IN_PLACE = 440
+
 # How much of the level-2 cache the heads that run side by side may fill: about half of it.
 L2_BYTES: dict[Arch, int] = {
     "sm_80": 20 * 2**20,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusedattn.kernels import configs
-from fusedattn.kernels.configs import L2_BYTES, LAUNCH_OPTIONS, KernelConfigs, TileConfig
+from fusedattn.kernels.configs import L2_BYTES, LAUNCH_OPTIONS, ROTATION_IN_PLACE, KernelConfigs, TileConfig
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation
@@ -40,6 +40,12 @@ class Problem:
     def softmax_scale(self) -> float:
         """What is left to scale in the softmax: modified scores have been scaled before."""
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
+
+    @property
+    def rotates_in_place(self) -> bool:
+        """Whether the forward turns keys as it loads them, rather than read what was turned and stored before it."""
+        group = self.shape.nheads_q // self.shape.nheads_kv
+        return self.rotation_k is not None and self.shape.max_seqlen_q * group <= ROTATION_IN_PLACE
 
 
 def _heads_together(problem: Problem, q: torch.Tensor, row_bytes: int, of_keys: bool) -> int:

@@ -41,6 +41,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "causal+rope": frozenset({"causal", "rope"}),
     "all but boolean": frozenset({"causal", "padding", "rope", "positions"}),
     "all": frozenset({"causal", "padding", "boolean", "rope", "positions"}),
+    "few queries": frozenset({"causal", "rope", "few queries"}),
     "ranges": frozenset({"causal", "window", "prefix", "documents", "padding"}),
     "blocks": frozenset({"causal", "layout", "mask function"}),
     "bias": frozenset({"causal", "padding", "bias"}),
@@ -56,6 +57,7 @@ FEATURES: dict[str, frozenset[str]] = {
 # Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
 # row stride of a boolean mask; what depends on head_dim is a multiple of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
+FEW_QUERIES = 16
 LAYOUT_BLOCK, REACH = 128, 32
 
 
@@ -199,7 +201,8 @@ def call(
     head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True, head_dim_v: int | None = None
 ) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
-    shape_q, shape_k = (BATCH, NHEADS_Q, SEQLEN_Q, head_dim), (BATCH, NHEADS_KV, SEQLEN_K, head_dim)
+    seqlen_q = FEW_QUERIES if "few queries" in features else SEQLEN_Q
+    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, SEQLEN_K, head_dim)
     shape_v = (*shape_k[:3], head_dim_v or head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]
