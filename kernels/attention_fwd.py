@@ -291,7 +291,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
 
     There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
     """
-    config = problem.configs.fwd
+    config = problem.configs.fwd.turning() if problem.rotates_in_place else problem.configs.fwd
     n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
     attention_fwd[(n_tiles * problem.shape.nheads_q * problem.shape.n_sequences,)](
         heads(q),

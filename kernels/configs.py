@@ -80,6 +80,10 @@ class TileConfig:
         )
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
+    def turning(self) -> TileConfig:
+        """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
+        return self if self.style == "pointers" else replace(self, style="descriptors", num_stages=min(self.num_stages, 2))
+
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
 
@@ -215,11 +219,19 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
     "sm_90": {
         2: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
+                streamed=KernelConfigs(
+                    fwd=_T(128, 64, 8, 3, "pipelined"),
+                    dkdv=_T(64, 128, 8, 3, "descriptors"),
+                    dq=_T(128, 128, 8, 3, "descriptors"),
+                ),
                 dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
+                streamed=KernelConfigs(
+                    fwd=_T(128, 64, 8, 3, "pipelined"),
+                    dkdv=_T(32, 128, 8, 2, "descriptors", 32),
+                    dq=_T(128, 64, 8, 3, "descriptors", 32),
+                ),
                 dense=KernelConfigs(fwd=_T(128, 32, 8, 3), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
@@ -337,8 +349,10 @@ EXACT_ROWS: dict[int, TileConfig] = {
     512: _T(16, 16, 8, 1),
 }
 
-# Small tiles, so that small inputs still take several blocks and ragged ones.
-INTERPRETER = KernelConfigs(fwd=TileConfig(32, 32, 4, 1, "pipelined", 16), dkdv=TileConfig(16, 32, 4, 1), dq=TileConfig(32, 16, 4, 1))
+# Small tiles, so that small inputs still take several blocks and ragged ones, in the styles of the newest targets.
+INTERPRETER = KernelConfigs(
+    fwd=_T(32, 16, 4, 1, "pipelined"), dkdv=_T(16, 32, 4, 1, "descriptors"), dq=_T(32, 16, 4, 1, "descriptors")
+)
 
 
 def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:

@@ -85,7 +85,6 @@ NAMES = {
     "INDEX": "learned-args",
     "slopes": "alibi",
     "valid": "padding",
-    "cos": "rope",
     "key_lists": "layout",
     "q": "documents",
     "seed": "dropout",
@@ -106,7 +105,7 @@ IMPLIED = {
     ),
     *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
-    *("words", "special"),
+    *("words", "special", "PIPELINED"),
 }
 
 
@@ -124,7 +123,8 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         elif (
             value is True or isinstance(value, Tensor) or callable(value) or (name == "softcap" and value is not None)
         ) and name not in IMPLIED:
-            yield f"{owner}-function" if name == "FUNCTION" else NAMES.get(name, name.lower())
+            of_owner = {"FUNCTION": f"{owner}-function", "cos": "rope-of-keys" if owner == "rotation_k" else "rope"}
+            yield of_owner.get(name) or NAMES.get(name, name.lower())
 
 
 @dataclass(frozen=True)
