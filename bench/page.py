@@ -1,12 +1,19 @@
-"""A page of the documentation that has a place for generated figures, between two comments."""
+"""A page of the documentation that has places for generated figures, between two comments each."""
 
 import re
 
-FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
+def with_block(page: str, figures: str, source: str = "") -> str:
+    """The page with `figures`, Markdown, in the place whose first comment is ``figures: <source>...``.
 
-def with_block(page: str, figures: str) -> str:
-    """The page with `figures`, Markdown, between its comments; ValueError where it has none."""
-    if not FIGURES.search(page):
-        raise ValueError("page: got none of the comments 'figures: ...' and 'end of figures' to write between")
-    return FIGURES.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)
+    Raises:
+        ValueError: the page has no such place, or several.
+    """
+    place = re.compile(rf"(<!-- figures: {re.escape(source)}[^\n]*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+    found = len(place.findall(page))
+    if found != 1:
+        raise ValueError(
+            f"page: got {found} pairs of the comments 'figures: {source}...' and 'end of figures' to write between, "
+            "allowed is one"
+        )
+    return place.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)
