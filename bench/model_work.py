@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fusedattn
 from bench.timing import SetUp
 from bench.work import OWN, Contestant, Work
+from fusedattn import fuse
 from fusedattn.cases import Case
 from fusedattn.masks import Mask, as_mask
 from fusedattn.peers import Peer
@@ -111,7 +111,7 @@ class ModelWork(Work):
             return Contestant(set_up, lambda: _loss(called, ids, self.precision))
 
         forms: dict[str, Callable[[GPTModel], torch.nn.Module]] = {
-            OWN: fusedattn.fuse,
+            OWN: fuse,
             "sdpa": _with_torch_attention,
             "textbook": lambda model: model,
         }

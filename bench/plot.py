@@ -20,8 +20,9 @@ from bench.work import OWN, is_own
 
 COLUMNS = 3  # panels side by side
 PANEL = (4.6, 5.0)  # inches
-CEILING = "#8a8a8a"
-COLORS = ("#0b6e6e", "#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
+LETTER = 0.085  # inches, of a legend
+CEILING, OURS = "#8a8a8a", "#0b6e6e"
+COLORS = ("#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
 MARKERS = "os^Dvp*X"
 STYLE: Any = {
     "font.size": 10,
@@ -58,8 +59,10 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
     names = results.contestants([row for rows in panels.values() for row in rows])
     with matplotlib.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-        # Room above for the title of one panel, and below for the legend.
-        size = (max(8.0, PANEL[0] * n_columns), PANEL[1] * n_rows + 1.0 + 0.2 * -(-len(names) // n_columns))
+        width = max(8.0, PANEL[0] * n_columns)
+        legend_columns = max(1, int(width / (0.8 + LETTER * max(map(len, names)))))
+        legend_rows = -(-(len(names) + 1) // legend_columns)
+        size = (width, PANEL[1] * n_rows + 1.0 + 0.22 * legend_rows)
         figure = Figure(figsize=size, dpi=110, layout=layout)
         FigureCanvasAgg(figure)
         figure.suptitle(f"{suite}: {page}\n{_device(report)}", x=0.01, ha="left", fontsize=10)
@@ -72,14 +75,16 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
             _draw_speedup(below, rows)
         if shown:
             order = [name for name in (*names, "ceiling") if name in shown]
-            figure.legend([shown[n] for n in order], order, loc="outside lower center", ncols=min(4, len(order)))
+            figure.legend(
+                [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
+            )
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:
     """Lines by name, with bars from quartile to quartile."""
     shown: dict[str, Line2D] = {}
-    for i, name in enumerate(names):
+    for name in names:
         found = [(row["x"], row, row["contestants"][name]) for row in rows if "ms" in row["contestants"].get(name, {})]
         if not found:
             continue
@@ -90,13 +95,9 @@ def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], name
             [x for x, _, _ in found],
             rates,
             errors,
-            color=COLORS[i % len(COLORS)],
-            marker=MARKERS[i // len(COLORS) % len(MARKERS)],
-            linestyle="-" if is_own(name) else (0, (5, 1.5)),
-            linewidth=2.2 if is_own(name) else 1.4,
+            **_look(name, names),
             markersize=5,
             capsize=2,
-            zorder=3 if is_own(name) else 2,
         )
         shown[name] = bars.lines[0]
     ceiling = _ceiling(report, rows[0])
@@ -110,10 +111,20 @@ def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], name
     return shown
 
 
+def _look(name: str, names: list[str]) -> dict[str, Any]:
+    """Ours in one colour and in front; the others in all others, and again with another marker."""
+    alike = [other for other in names if is_own(other) == is_own(name)]
+    i = alike.index(name)
+    if is_own(name):
+        return {"color": OURS, "marker": MARKERS[i], "linestyle": "-", "linewidth": 2.2, "zorder": 3}
+    marker = MARKERS[i // len(COLORS) % len(MARKERS)]
+    return {"color": COLORS[i % len(COLORS)], "marker": marker, "linestyle": (0, (5, 1.5)), "linewidth": 1.4}
+
+
 def _draw_speedup(axes: Axes, rows: list[Report]) -> None:
     found = [(row["x"], row["speedup"]) for row in rows if row["speedup"] is not None]
     if found:
-        axes.plot(*zip(*found, strict=True), "o-", color=COLORS[0], linewidth=1.8, markersize=4)
+        axes.plot(*zip(*found, strict=True), "o-", color=OURS, linewidth=1.8, markersize=4)
     axes.axhline(1.0, color=CEILING, linewidth=1)
     axes.set(xlabel=rows[0]["x_name"], ylabel=f"{OWN} /\nbest other")
     axes.set_ylim(bottom=0, top=max([1.2, *(1.15 * speedup for _, speedup in found)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def headline(report: Report) -> str:
 
 
 def by_page(report: Report) -> dict[tuple[str, str], dict[str, list[Report]]]:
-    """Results by suite and page, then by panel, in the order of x; pages in the order in which suites have them."""
+    """Results by suite and page, the most important page first, then by panel and in the order of x."""
     from bench.suites import SUITES
 
     order = list(SUITES)
@@ -83,10 +84,15 @@ def by_page(report: Report) -> dict[tuple[str, str], dict[str, list[Report]]]:
     found: dict[tuple[str, str], dict[str, list[Report]]] = {}
     for row in rows:
         found.setdefault((row["suite"], row["page"]), {}).setdefault(row["panel"], []).append(row)
-    for panels in found.values():
-        for results in panels.values():
-            results.sort(key=lambda row: row["x"])
-    return found
+    return {
+        page: {panel: sorted(panels[panel], key=lambda row: row["x"]) for panel in sorted(panels, key=_by_number)}
+        for page, panels in found.items()
+    }
+
+
+def _by_number(text: str) -> list[tuple[int, str]]:
+    """A key that sorts "batch 8" before "batch 32"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def contestants(rows: list[Report]) -> list[str]:
