@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from fusedattn.cases import Case
+from fusedattn import attention, testing
+from fusedattn.cases import Case, make_inputs
 from fusedattn.cli import check
 from fusedattn.support import Backend
+from fusedattn.testing import Ratios
 
 # The budget is one for kernels. torch's own function on a CPU uses several times of it, in float32 most; what is wrong,
 # thousands.
@@ -43,6 +45,7 @@ class Gate:
         if case not in self.used:
             try:
                 ratios = check.measure(case, self.backend, self.device)
+                ratios["out without gradients"] = self._without_gradients(case)
             except Exception as error:  # a kernel that does not run is not correct either
                 self.failures[_described(case)] = f"{type(error).__name__}: {error}"
                 self.used[case] = float("inf")
@@ -52,6 +55,13 @@ class Gate:
                 if wrong:
                     self.failures[_described(case)] = f"of the error budget {', '.join(wrong)}"
         return self.used[case] <= self.limit
+
+    def _without_gradients(self, case: Case) -> Ratios:
+        """Of out where nothing asks for a gradient, as the forward is timed; that may be another kernel."""
+        inputs = make_inputs(case, self.device)
+        with torch.no_grad():
+            out = attention(inputs.q, inputs.k, inputs.v, backend=self.backend, **inputs.options)
+        return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
 
     def report(self) -> dict[str, Any]:
         """The verdict as JSON; green where something was checked and nothing failed."""

@@ -108,19 +108,19 @@ def _measure_all(
                     measure(work, device, peers, gate, report["ceilings"], rounds, shuffle, budget)
                 )
                 progress.advance(task)
-                _write(path, report, gate, chosen, began, device)
+                _write(path, report, gate, chosen, began)
         except OutOfTimeError:
             console.print("the budget is spent")
         except KeyboardInterrupt:
             console.print("interrupted")
-    _write(path, report, gate, chosen, began, device)
+    report["state_after"] = environment.state(device)
+    _write(path, report, gate, chosen, began)
     return report
 
 
-def _write(path: Path, report: Report, gate: Gate, chosen: list[Work], began: float, device: torch.device) -> None:
+def _write(path: Path, report: Report, gate: Gate, chosen: list[Work], began: float) -> None:
     done = {row["name"] for row in report["results"]}
     report["correctness"] = gate.report()
     report["not_measured"] = [work.name for work in chosen if work.name not in done]
     report["seconds"] = round(time.monotonic() - began, 1)
-    report["state_after"] = environment.state(device)
     results.write(path, report)

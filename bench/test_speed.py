@@ -5,6 +5,8 @@ What is timed is what ``python -m bench run --quick`` times, on a GPU until that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,15 @@ from bench.work import OWN, Work
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("forward", "backward", "decode")
 WORKS = [work for work in suites.works(list(NAMES), suites.scale_for(DEVICE, quick=True)) if work.priority == 0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a CPU, as in ``--quick``: threads that wait for each other cost more than such small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("contestant", [OWN, "torch.sdpa-flash", "torch.sdpa-math"])

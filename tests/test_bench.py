@@ -232,6 +232,15 @@ def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPa
     assert all("causal=bottom_right" in name for name in gate.failures)
 
 
+def test_a_forward_without_gradients_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another kernel."""
+    monkeypatch.setattr("bench.gate.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
+    gate = Gate(CPU)
+    assert not gate.passes(WORK.cases())
+    (failure,) = gate.failures.values()
+    assert failure.startswith("of the error budget out without gradients uses")
+
+
 def test_the_gate_is_green_for_what_is_right_and_absent_checks_are_not_green() -> None:
     gate = Gate(CPU)
     assert gate.report()["ok"] is False
@@ -326,10 +335,11 @@ def test_models_compute_the_same_and_train(task: Any) -> None:
     assert row["amount"] == (12 if task == "training" else 6)
 
 
-def test_launches_are_counted_each() -> None:
-    row = measured(LaunchWork(PLACE, 0, SMALL, "called", True), {})
-    own = row["contestants"]["fusedattn"]
-    assert own["rate"] == pytest.approx(1e3 / own["ms"]["median"])
+def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 in 40 ms are 2 ms each, and 500 a second."""
+    monkeypatch.setattr(LaunchWork, "stopwatch", lambda *_: lambda timed: 40.0)
+    own = measured(LaunchWork(PLACE, 0, SMALL, "called", True), {})["contestants"]["fusedattn"]
+    assert (own["ms"]["median"], own["rate"]) == (2.0, 500.0)
     graph = measured(LaunchWork(PLACE, 0, SMALL, "CUDA graph", True), {})
     assert all("CUDA graphs are of a GPU" in found["reason"] for found in graph["contestants"].values())
 
