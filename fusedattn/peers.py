@@ -107,9 +107,7 @@ def _sdpa(
             raise NotImplementedError(_reasons(caught) or str(error)) from error
 
 
-def _added(
-    bias: Bias, mask: Mask, allowed: Tensor | None, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
-) -> Tensor:
+def _added(bias: Bias, mask: Mask, allowed: Tensor | None, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
     """A bias as ``attn_mask``, with -inf where a mask does not allow; of one that learns nothing, made once."""
 
     def make() -> Tensor:
