@@ -58,13 +58,13 @@ soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, a
 
 gpu: gpu-check ## on a machine with a GPU: tests, then timings; runs $(PYTHON) as it is, installs nothing
 	@"$(PYTHON)" -m pytest $(PYTEST_WORKERS) --maxfail=0 --durations=10 tests
-	@"$(PYTHON)" -m bench.first_timing
+	@"$(PYTHON)" -m bench run $(ARGS)
 
 sanitize: gpu-check ## on a machine with an NVIDIA GPU: memcheck, racecheck, initcheck, synccheck; installs nothing
 	@"$(PYTHON)" -m tests.sanitize
 
-bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/
-	@"$(PYTHON)" -m bench.first_timing $(ARGS)
+bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/, e.g. ARGS="--budget 600"
+	@"$(PYTHON)" -m bench run $(ARGS)
 
 clean: ## remove caches and build outputs (.venv and .triton stay; delete them to install afresh)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,14 +1,19 @@
-"""A page of the documentation that has places for generated figures, each between two comments."""
+"""A page of the documentation that has places for generated figures, between two comments each."""
 
 import re
 
 
-def with_block(page: str, figures: str, writer: str = "") -> str:
-    """The page with `figures`, Markdown, between the comments of `writer`, the command that their text begins with.
+def with_block(page: str, figures: str, source: str = "") -> str:
+    """The page with `figures`, Markdown, in the place whose first comment is ``figures: <source>...``.
 
-    ValueError where the page has none.
+    Raises:
+        ValueError: the page has no such place, or several.
     """
-    block = re.compile(rf"(<!-- figures: {re.escape(writer)}.*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-    if not block.search(page):
-        raise ValueError(f"page: got none of the comments 'figures: {writer}...' and 'end of figures' to write between")
-    return block.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)
+    place = re.compile(rf"(<!-- figures: {re.escape(source)}[^\n]*? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+    found = len(place.findall(page))
+    if found != 1:
+        raise ValueError(
+            f"page: got {found} pairs of the comments 'figures: {source}...' and 'end of figures' to write between, "
+            "allowed is one"
+        )
+    return place.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)

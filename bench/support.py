@@ -26,7 +26,7 @@ def table() -> Iterator[str]:
 
 def document(text: str) -> str:
     """`text` with the table between its comments."""
-    return with_block(text, "\n".join(table()) + "\n")
+    return with_block(text, "\n".join(table()) + "\n", "python -m bench.support")
 
 
 if __name__ == "__main__":

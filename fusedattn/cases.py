@@ -149,16 +149,22 @@ def results_of(inputs: Inputs) -> tuple[str, ...]:
     return ("out", "lse", *(f"d{name}" for name in inputs.leaves))
 
 
-def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: bool = False) -> Inputs:
     """Normally distributed inputs of a case, the same on every device.
+
+    Args:
+        case: the problem.
+        device: where the tensors shall be.
+        drawn_there: draw the large tensors on the device, which is quick; they are then others than on a CPU.
 
     Raises:
         ModuleNotFoundError: the case has a function of masks or scores, and Triton is not installed.
     """
     generator = torch.Generator().manual_seed(case.seed)
+    large = torch.Generator(device).manual_seed(case.seed) if drawn_there else generator
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, case.dtype)
+        return torch.randn(*shape, generator=large, device=large.device).to(device, case.dtype)
 
     head_dim_v = case.head_dim_v or case.head_dim
     q = normal(case.batch, case.nheads_q, case.seqlen_q, case.head_dim)
@@ -171,7 +177,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     if case.offset:
         k, v = (x + case.offset * normal(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
         dlse = torch.zeros_like(dlse)  # its part in dq would hide what does not cancel there
-    bias = _make_bias(case, generator)
+    bias = _make_bias(case, large)
     score_mod = _make_score_mod(case, generator)
     sinks = torch.randn(case.nheads_q, generator=generator).to(case.bias_dtype or case.dtype) if case.sinks else None
     dropout_seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator) if case.dropout_p else None
@@ -247,8 +253,10 @@ def _make_documents(case: Case, generator: torch.Generator) -> Mask:
 
 
 def _make_bias(case: Case, generator: torch.Generator) -> Bias | None:
+    device = generator.device
+
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.bias_dtype or case.dtype)
+        return torch.randn(shape, generator=generator, device=device).to(case.bias_dtype or case.dtype)
 
     batch, nheads, seqlen_q, seqlen_k = case.batch, case.nheads_q, case.seqlen_q, case.seqlen_k
     parts = []
@@ -263,12 +271,13 @@ def _make_bias(case: Case, generator: torch.Generator) -> Bias | None:
         }
         x = normal(*shapes[case.bias])
         if case.bias_inf:
-            x = x.masked_fill(torch.rand(x.shape, generator=generator) < 0.1, -math.inf)
+            x = x.masked_fill(torch.rand(x.shape, generator=generator, device=device) < 0.1, -math.inf)
         parts.append(biases.tensor(x))
     if case.alibi:
-        slopes = biases.alibi_slopes(max(nheads, 1))[:nheads].to(torch.promote_types(case.dtype, torch.float32))
+        slopes = biases.alibi_slopes(max(nheads, 1))[:nheads]
+        slopes = slopes.to(device, torch.promote_types(case.dtype, torch.float32))
         if case.alibi == "per_batch":
-            slopes = slopes * (0.5 + torch.rand(batch, 1, generator=generator))
+            slopes = slopes * (0.5 + torch.rand(batch, 1, generator=generator, device=device))
         parts.append(biases.alibi(slopes))
     if case.relative is not None:
         rows = (1, nheads, 1) if case.relative == "per_head" else (batch, nheads, seqlen_q)

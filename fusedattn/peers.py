@@ -94,8 +94,7 @@ def _sdpa(
             lambda: mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, device=q.device),
         )
     if bias is not None:
-        added = bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-        attn_mask = added if attn_mask is None else torch.where(attn_mask, added, -math.inf)
+        attn_mask = _added(bias, mask, attn_mask, seqlen_q, seqlen_k, q.dtype)
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel([backend]):
         warnings.simplefilter("always")
         try:
@@ -106,6 +105,22 @@ def _sdpa(
             if not str(error).startswith(("No available kernel", "No viable backend")):
                 raise
             raise NotImplementedError(_reasons(caught) or str(error)) from error
+
+
+def _added(bias: Bias, mask: Mask, allowed: Tensor | None, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+    """A bias as ``attn_mask``, with -inf where a mask does not allow; of one that learns nothing, made once."""
+
+    def make() -> Tensor:
+        if bias.tensor is not None and len(bias.tensors()) == 1 and bias.tensor.dtype == dtype:
+            added = bias.tensor[(None,) * (4 - bias.tensor.dim())]
+        else:
+            added = bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        return added if allowed is None else torch.where(allowed, added, -math.inf)
+
+    if any(x.requires_grad for x in bias.tensors().values()):
+        return make()
+    shape = None if allowed is None else allowed.shape
+    return _once(bias, ("added", mask, shape, seqlen_q, seqlen_k, dtype), make)
 
 
 def _refuse(function: str, dropout_p: float, **options: object) -> None:
@@ -264,12 +279,12 @@ def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.devi
     )
 
 
-_MADE: WeakKeyDictionary[Mask, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[Mask | Bias, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
-def _once(mask: Mask, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` makes of a mask, kept for as long as the mask: people make theirs once, too."""
-    made = _MADE.setdefault(mask, {})
+def _once(owner: Mask | Bias, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` makes of a mask or bias, kept for as long as that: people make theirs once, too."""
+    made = _MADE.setdefault(owner, {})
     if key not in made:
         made[key] = make()
     return made[key]

@@ -1,0 +1,102 @@
+"""``python -m bench``: time the package beside others, plot and tabulate the results, compare two of them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusedattn.cli.errors import CommandError
+
+RESULTS = Path("bench/results")
+
+_RUN = """\
+Measure work of named suites, the most important first, and write a JSON file to
+DIR/<device>/<date>-<commit>.json, also when the time is up before the end.
+
+Before anything is timed, small problems of its kind must be within the error
+budget, and the others must agree with fusedattn on the problem itself. The exit
+status is 1 where fusedattn is wrong; its results are then refused by plot and
+table.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """``options.run(options)`` runs the command."""
+    from bench.suites import SUITES
+
+    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition(": ")[2])
+    commands = parser.add_subparsers(dest="command", title="commands", required=True)
+
+    run = commands.add_parser(
+        "run", help="measure", description=_RUN, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    run.add_argument("--suite", action="append", choices=SUITES, help="repeat it for several (default: all)")
+    run.add_argument("--filter", metavar="SUBSTRING", default="", help="only work with this in its name")
+    run.add_argument("--list", action="store_true", help="print priorities and names of the work, and measure nothing")
+    run.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    run.add_argument("--quick", action="store_true", help="a little of everything, in sizes for a CPU")
+    run.add_argument(
+        "--against", metavar="FUNCTION", action="append", default=[],
+        help="beside these only: torch.sdpa-flash, flex, ..., or package.module:function; repeat it for several",
+    )  # fmt: skip
+    run.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
+    run.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
+    run.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
+    run.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
+
+    plot = commands.add_parser("plot", help="draw a result file: one SVG for each suite and page")
+    plot.add_argument("results", metavar="FILE", type=Path)
+    plot.add_argument("--out", metavar="DIR", type=Path, help="default: a folder beside the file")
+    plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: %(default)s")
+
+    compare = commands.add_parser("compare", help="two result files, case by case")
+    compare.add_argument("a", metavar="A", type=Path)
+    compare.add_argument("b", metavar="B", type=Path)
+
+    table = commands.add_parser("table", help="write results into docs/performance.md and README.md")
+    table.add_argument("results", metavar="FILE", type=Path, nargs="+", help="at most one of a GPU and one of a CPU")
+
+    for name, command in commands.choices.items():
+        command.set_defaults(run=_later(name))
+    return parser
+
+
+def _later(name: str):
+    """A command's module, with all that it imports, loads when that command runs."""
+
+    def run(options: argparse.Namespace) -> int:
+        missing = [package for package in ("rich", "matplotlib") if importlib.util.find_spec(package) is None]
+        if missing:
+            raise CommandError(f"{', '.join(missing)}: not installed; pip install 'fusedattn[bench]'")
+        return importlib.import_module(f"bench.{name}").run(options)
+
+    return run
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed are positive numbers")
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except CommandError as error:
+        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

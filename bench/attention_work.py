@@ -1,0 +1,126 @@
+"""Attention alone, forward, backward or both, ours and that of others, on the same tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import counts, functions
+from bench.counts import Direction
+from bench.timing import SetUp, Timed
+from bench.work import OWN, Contestant, Work
+from fusedattn import attention, masks
+from fusedattn.cases import Case, Inputs, make_inputs
+from fusedattn.peers import Peer
+
+# Small enough to be checked in float64, in several tiles: lengths that tiles divide, and that none does.
+CHECKED_LENGTHS = (384, 333)
+CHECKED_CACHE = 4133  # keys of a single query
+CHECKED_WINDOW = 100
+
+
+@dataclass(frozen=True)
+class AttentionWork(Work):
+    """`padded` is the share of every sequence that is padding, on the right."""
+
+    case: Case
+    direction: Direction = "forward"
+    padded: float = 0.0
+    compiled: bool = True  # whether contestants that need torch.compile take part
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one query: what is read counts then, not what is computed."""
+        return self.case.seqlen_q == 1
+
+    @property
+    def unit(self) -> str:
+        return "GB/s" if self.is_decode else "TFLOP/s"
+
+    @property
+    def amount(self) -> float:
+        if self.is_decode:
+            return counts.bytes_read_and_written(self.case) / 1e9
+        return counts.flops(self.case, self.direction) / 1e12
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.case.dtype
+
+    def cases(self) -> list[Case]:
+        """The same problem with few heads and short sequences."""
+        case = self.case
+        ratio = case.nheads_q // case.nheads_kv
+        small = replace(case, name="", batch=2, nheads_q=2 * ratio, nheads_kv=2)
+        if self.padded:
+            small = replace(small, padding="right")
+        if case.window is not None:
+            left, right = (None if x is None else min(x, CHECKED_WINDOW) for x in case.window)
+            small = replace(small, window=(left, right))
+        if self.is_decode:
+            return [replace(small, seqlen_k=min(case.seqlen_k, CHECKED_CACHE))]
+        lengths = dict.fromkeys(min(n, case.seqlen_q) for n in CHECKED_LENGTHS)
+        return [replace(small, seqlen_q=n, seqlen_k=n) for n in lengths]
+
+    def inputs(self, device: torch.device) -> Inputs:
+        """Tensors that lie in memory as models have them: a cache by heads, all else by tokens, then heads."""
+        found = make_inputs(self.case, device, drawn_there=True)
+        if not self.is_decode:
+            by_token = {
+                n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in found.leaves.items() if n in "qkv"
+            }
+            dout = found.dout.transpose(1, 2).contiguous().transpose(1, 2)
+            found = replace(found.with_leaves(found.leaves | by_token), dout=dout)
+        if self.padded:
+            n_real = round((1.0 - self.padded) * self.case.seqlen_k)
+            real = torch.arange(self.case.seqlen_k, device=device) < n_real
+            found = replace(found, mask=found.mask & masks.padding(real.expand(self.case.batch, -1).contiguous()))
+        return found
+
+    def contestants(self, device: torch.device, functions_: Mapping[str, Peer]) -> dict[str, Callable[[], Contestant]]:
+        inputs = self.inputs(device)
+        others = functions.for_case(self.case, functions_, compiled=self.compiled)
+        every: dict[str, Peer] = {OWN: attention, **others}
+        return {name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()}
+
+
+def _prepare(function: Peer, inputs: Inputs, direction: Direction) -> Contestant:
+    return Contestant(_set_up(function, inputs, direction), lambda: _answer(function, inputs))
+
+
+def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:
+    if direction == "forward":
+        return lambda: lambda: _forward(function, inputs)
+    # Slopes of ALiBi are constants to those who use it; a bias is learned.
+    learned = {name for name in inputs.leaves if name in ("q", "k", "v", "bias", "relative")}
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    wanted = [leaves[name] for name in leaves if name in learned]
+
+    def forward() -> Tensor:
+        return function(x.q, x.k, x.v, **x.options)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), wanted, x.dout)
+
+    def backward() -> Timed:
+        out = forward()
+        return lambda: torch.autograd.grad(out, wanted, x.dout)
+
+    return backward if direction == "backward" else lambda: both
+
+
+@torch.no_grad()
+def _forward(function: Peer, inputs: Inputs) -> Any:
+    return function(inputs.q, inputs.k, inputs.v, **inputs.options)
+
+
+def _answer(function: Peer, inputs: Inputs) -> Tensor:
+    """The output, computed from copies of q and k, which a contestant may write over."""
+    copies = {name: inputs.leaves[name].clone(memory_format=torch.preserve_format) for name in ("q", "k")}
+    return _forward(function, inputs.with_leaves(inputs.leaves | copies))

@@ -1,0 +1,83 @@
+"""Nothing is timed that is not correct: the error budget, on small problems of the kind that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from fusedattn import attention, testing
+from fusedattn.cases import Case, make_inputs
+from fusedattn.cli import check
+from fusedattn.support import Backend
+from fusedattn.testing import Ratios
+
+# The budget is one for kernels. torch's own function on a CPU uses several times of it, in float32 most; what is wrong,
+# thousands.
+LIMITS: dict[Backend, float] = {"triton": 1.0, "torch": 10.0}
+
+
+@dataclass
+class Gate:
+    """Checks each case once, on the device and by the backend that is timed there, and keeps the verdict."""
+
+    device: torch.device
+    used: dict[Case, float] = field(default_factory=dict)  # the share of the budget, of the tensor that uses most
+    failures: dict[str, str] = field(default_factory=dict)  # by case or work, what is wrong with it
+
+    @property
+    def backend(self) -> Backend:
+        """The default of the device."""
+        return "triton" if self.device.type == "cuda" else "torch"
+
+    @property
+    def limit(self) -> float:
+        """The share of the budget that may be used."""
+        return LIMITS[self.backend]
+
+    def passes(self, cases: Iterable[Case]) -> bool:
+        """Whether out, lse and all gradients of these cases are within the limit."""
+        return all(self._passes(case) for case in cases)
+
+    def _passes(self, case: Case) -> bool:
+        if case not in self.used:
+            try:
+                ratios = check.measure(case, self.backend, self.device)
+                ratios["out without gradients"] = self._without_gradients(case)
+            except Exception as error:  # a kernel that does not run is not correct either
+                self.failures[_described(case)] = f"{type(error).__name__}: {error}"
+                self.used[case] = float("inf")
+            else:
+                self.used[case] = max(ratio.used for ratio in ratios.values())
+                wrong = [f"{name} uses {r.used:.0%}" for name, r in ratios.items() if not r.used <= self.limit]
+                if wrong:
+                    self.failures[_described(case)] = f"of the error budget {', '.join(wrong)}"
+        return self.used[case] <= self.limit
+
+    def _without_gradients(self, case: Case) -> Ratios:
+        """Of out where nothing asks for a gradient, as the forward is timed; that may be another kernel."""
+        inputs = make_inputs(case, self.device)
+        with torch.no_grad():
+            out = attention(inputs.q, inputs.k, inputs.v, backend=self.backend, **inputs.options)
+        return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
+
+    def report(self) -> dict[str, Any]:
+        """The verdict as JSON; green where something was checked and nothing failed."""
+        finite = [used for used in self.used.values() if used != float("inf")]
+        return {
+            "ok": bool(self.used) and not self.failures,
+            "cases": len(self.used),
+            "backend": self.backend,
+            "limit": self.limit,
+            "most_used": max(finite, default=None),
+            "failures": self.failures,
+        }
+
+
+def _described(case: Case) -> str:
+    """What is not as in every case."""
+    usual = Case()
+    parts = {f.name: getattr(case, f.name) for f in fields(case)}
+    return ", ".join(f"{name}={x}" for name, x in parts.items() if x != getattr(usual, name))

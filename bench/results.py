@@ -1,0 +1,100 @@
+"""Result files: written while a run goes on; read by ``plot``, ``table``, ``compare``; refused where not green."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fusedattn.cli.errors import CommandError
+
+FORMAT = 1
+
+Report = dict[str, Any]
+
+
+def write(path: Path, report: Report) -> None:
+    """Replace the file in one step, so that a run that is killed leaves what it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".json.new")
+    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def read(path: Path) -> Report:
+    """A report.
+
+    Raises:
+        CommandError: no such file, or no report of this format.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: {error}") from error
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        raise CommandError(f"{path}: got no report of python -m bench run, format {FORMAT}")
+    return report
+
+
+def read_green(path: Path) -> Report:
+    """A report whose correctness check found nothing wrong.
+
+    Raises:
+        CommandError: as :func:`read`; or the verdict is red, or absent.
+    """
+    report = read(path)
+    verdict = report.get("correctness")
+    if not verdict:
+        raise CommandError(f"{path}: refused, because correctness was not checked")
+    if not verdict["ok"]:
+        what = "; ".join(f"{name}: {text}" for name, text in verdict["failures"].items()) or "nothing was checked"
+        raise CommandError(f"{path}: refused, because the correctness check is red: {what}")
+    return report
+
+
+def read_committed(path: Path) -> Report:
+    """A green report of a commit that others can check out.
+
+    Raises:
+        CommandError: as :func:`read_green`; or the files differed from the commit, or it is unknown.
+    """
+    report = read_green(path)
+    if report["environment"]["commit"] == "unknown" or report["environment"]["dirty"]:
+        raise CommandError(f"{path}: refused, because it was measured on changes that are in no known commit")
+    return report
+
+
+def headline(report: Report) -> str:
+    """One line: the device, versions and commit."""
+    environment = report["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    changed = " with changes" if environment["dirty"] else ""
+    return (
+        f"{environment['device']}; {versions}; commit {environment['commit'][:10]}{changed}; {report['started'][:10]}"
+    )
+
+
+def by_page(report: Report) -> dict[tuple[str, str], dict[str, list[Report]]]:
+    """Results by suite and page, the most important page first, then by panel and in the order of x."""
+    from bench.suites import SUITES
+
+    order = list(SUITES)
+    rows = sorted(report["results"], key=lambda row: (order.index(row["suite"]), row["priority"]))
+    found: dict[tuple[str, str], dict[str, list[Report]]] = {}
+    for row in rows:
+        found.setdefault((row["suite"], row["page"]), {}).setdefault(row["panel"], []).append(row)
+    return {
+        page: {panel: sorted(panels[panel], key=lambda row: row["x"]) for panel in sorted(panels, key=_by_number)}
+        for page, panels in found.items()
+    }
+
+
+def _by_number(text: str) -> list[tuple[int, str]]:
+    """A key that sorts "batch 8" before "batch 32"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def contestants(rows: list[Report]) -> list[str]:
+    """The names in all of these results, in the order in which they first come."""
+    return list(dict.fromkeys(name for row in rows for name in row["contestants"]))

@@ -1,0 +1,126 @@
+"""``python -m bench run``: measure, show, and write a result file."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench import ceilings, environment, functions, results, suites, terminal
+from bench.gate import Gate
+from bench.measuring import measure
+from bench.results import Report
+from bench.timing import Budget, OutOfTimeError, Rounds
+from bench.work import Work
+from fusedattn.cli import machine
+from fusedattn.cli.errors import CommandError
+from fusedattn.peers import FLEX_COMPILATIONS, Peer
+from fusedattn.support import interpreting
+
+QUICK = Rounds(least=3, most=5, seconds=0.2)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0, or 1 where something is not correct."""
+    device = machine.choose_device(options.device)
+    if interpreting():
+        raise CommandError("TRITON_INTERPRET: got 1, but the interpreter's times say nothing")
+    if options.quick and device.type == "cpu":
+        torch.set_num_threads(1)  # threads that wait for each other cost more than such small work
+    scale = suites.scale_for(device, quick=options.quick)
+    chosen = [w for w in suites.works(options.suite or list(suites.SUITES), scale) if _matches(w, options.filter)]
+    if not chosen:
+        raise CommandError(f"--filter: got {options.filter!r}, which is in the name of no work; --list shows them")
+    if options.list:
+        print("\n".join(f"{work.priority} {work.name}" for work in chosen))
+        return 0
+    budget = Budget(options.budget)
+    console = terminal.console()
+    path = _path(options.out, device, options.commit)
+    report = _measure_all(chosen, device, _functions(options.against), options, budget, console, path)
+    terminal.print_results(console, report)
+    verdict = report["correctness"]
+    console.print(f"{len(report['results'])} of {len(chosen)} measured, written to {path}", markup=False)
+    for name, text in verdict["failures"].items():
+        console.print(f"not correct: {name}: {text}", markup=False, style="red")
+    return 0 if not verdict["failures"] else 1
+
+
+def _matches(work: Work, text: str) -> bool:
+    return text.lower() in work.name.lower()
+
+
+def _functions(names: list[str]) -> dict[str, Peer]:
+    try:
+        return functions.choose(names)
+    except Exception as error:  # importing a module of the user's can raise anything
+        raise CommandError(f"--against: {error}") from error
+
+
+def _path(out: Path, device: torch.device, commit: str | None) -> Path:
+    """Of a new file: a second run of a day and commit gets a number."""
+    found = environment.describe(device, commit)["commit"][:10]
+    stem = f"{datetime.date.today().isoformat()}-{found}"
+    folder = out / environment.folder(device)
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+    return next(path for name in names if not (path := folder / f"{name}.json").exists())
+
+
+def _measure_all(
+    chosen: list[Work],
+    device: torch.device,
+    peers: dict[str, Peer],
+    options: argparse.Namespace,
+    budget: Budget,
+    console: Console,
+    path: Path,
+) -> Report:
+    """The report, written after every piece of work; complete, or what there was when the time was up."""
+    # Beyond the limit Dynamo runs a function as it is, without a word.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = FLEX_COMPILATIONS
+    began, gate, shuffle = time.monotonic(), Gate(device), random.Random(options.seed)
+    rounds = QUICK if options.quick else Rounds()
+    report: dict[str, Any] = {
+        "format": results.FORMAT,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": {name: x for name, x in vars(options).items() if isinstance(x, str | int | float | list)},
+        "environment": environment.describe(device, options.commit),
+        "state_before": environment.state(device),
+        "ceilings": {},
+        "not_installed": functions.missing(),
+        "results": [],
+    }
+    with terminal.progress(console) as progress:
+        task = progress.add_task("ceilings", total=len(chosen))
+        try:
+            dtypes = [work.dtype for work in chosen if work.unit == "TFLOP/s"]
+            report["ceilings"] = ceilings.measure(device, dtypes, rounds, shuffle, budget)
+            for work in chosen:
+                progress.update(task, description=work.name)
+                report["results"].append(
+                    measure(work, device, peers, gate, report["ceilings"], rounds, shuffle, budget)
+                )
+                progress.advance(task)
+                _write(path, report, gate, chosen, began)
+        except OutOfTimeError:
+            console.print("the budget is spent")
+        except KeyboardInterrupt:
+            console.print("interrupted")
+    report["state_after"] = environment.state(device)
+    _write(path, report, gate, chosen, began)
+    return report
+
+
+def _write(path: Path, report: Report, gate: Gate, chosen: list[Work], began: float) -> None:
+    done = {row["name"] for row in report["results"]}
+    report["correctness"] = gate.report()
+    report["not_measured"] = [work.name for work in chosen if work.name not in done]
+    report["seconds"] = round(time.monotonic() - began, 1)
+    results.write(path, report)

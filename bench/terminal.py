@@ -1,0 +1,96 @@
+"""What a run shows: a line that moves while it measures, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench import results
+from bench.results import Report
+
+
+def console() -> Console:
+    """For people; without colours where it is not a terminal."""
+    return Console(highlight=False)
+
+
+def progress(console: Console) -> Progress:
+    """A bar, and what is being measured."""
+    return Progress(
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
+
+
+def print_results(console: Console, report: Report) -> None:
+    """A table for each panel, and under those of a suite the reasons of what could not run."""
+    for suite in dict.fromkeys(row["suite"] for row in report["results"]):
+        pages = {page: panels for (name, page), panels in results.by_page(report).items() if name == suite}
+        for page, panels in pages.items():
+            for panel, rows in panels.items():
+                console.print(f"{suite}: {page}, {panel}", style="bold", markup=False)
+                console.print(_table(rows))
+        rows = [row for row in report["results"] if row["suite"] == suite]
+        for text in reasons(rows):
+            console.print(text, markup=False, style="dim")
+        console.print()
+
+
+def _table(rows: list[Report]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in (rows[0]["x_name"], "fusedattn", "spread", rows[0]["unit"], "ceiling", "speedup", "of"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), 8))
+    table.add_column("best other", overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Report) -> Iterable[str]:
+    """In the order of the columns."""
+    yield f"{row['x']:,g}"
+    own = row["contestants"].get(row["best_own"])
+    if own is None:
+        yield from ("none", "", "", "")
+    else:
+        yield milliseconds(own["ms"]["median"])
+        yield f"{quartile_range(own['ms']):.0%}"
+        yield number(own["rate"])
+        yield "" if row["of_ceiling"] is None else f"{row['of_ceiling']:.0%}"
+    peer = row["contestants"].get(row["best_peer"])
+    yield "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    yield "" if peer is None else milliseconds(peer["ms"]["median"])
+    yield row["best_peer"] or "none"
+
+
+def reasons(rows: list[Report]) -> list[str]:
+    """Each reason once, with the contestant and how many of the results it concerns."""
+    counted: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for name, found in row["contestants"].items():
+            if "reason" in found:
+                counted[name, found["reason"]] = counted.get((name, found["reason"]), 0) + 1
+    return [f"{name}: {text} ({n} of {len(rows)})" for (name, text), n in counted.items()]
+
+
+def quartile_range(ms: dict[str, Any]) -> float:
+    """The distance of the quartiles over the median."""
+    return (ms["q3"] - ms["q1"]) / ms["median"] if ms["median"] else 0.0
+
+
+def milliseconds(ms: float) -> str:
+    """In a unit that fits."""
+    return f"{number(1e3 * ms)} us" if ms < 1.0 else f"{number(ms)} ms" if ms < 1e3 else f"{number(ms / 1e3)} s"
+
+
+def number(x: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:#.3g}"

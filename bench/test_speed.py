@@ -1,0 +1,48 @@
+"""A few of the cases under pytest-benchmark: ``pytest bench --benchmark-enable``; the tests do not collect this file.
+
+What is timed is what ``python -m bench run --quick`` times, on a GPU until that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench import functions, suites
+from bench.attention_work import AttentionWork
+from bench.timing import synchronize
+from bench.work import OWN, Work
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAMES = ("forward", "backward", "decode")
+WORKS = [work for work in suites.works(list(NAMES), suites.scale_for(DEVICE, quick=True)) if work.priority == 0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a CPU, as in ``--quick``: threads that wait for each other cost more than such small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("contestant", [OWN, "torch.sdpa-flash", "torch.sdpa-math"])
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
+def test_speed(benchmark, work: Work, contestant: str) -> None:
+    assert isinstance(work, AttentionWork)
+    try:
+        found = work.contestants(DEVICE, functions.choose([]))[contestant]()
+        timed = found.set_up()
+        timed()
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+    def timed_to_the_end() -> None:
+        timed()
+        synchronize(DEVICE)
+
+    benchmark.group = work.name
+    benchmark(timed_to_the_end)

@@ -1,0 +1,145 @@
+"""Stopwatches, and the rounds in which contestants take turns."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Timed = Callable[[], object]
+SetUp = Callable[[], Timed]  # does, untimed, what comes before; returns what is timed
+
+# More than the L2 cache of any GPU. The GPU is busy with writing it while the host queues up what is timed; once would
+# be too short for a backward on a fast one.
+FLUSH_BYTES, FLUSHES = 2**30, 4
+
+
+class OutOfTimeError(Exception):
+    """The budget was spent before there was enough to report."""
+
+
+class Stopwatch(Protocol):
+    """Times one run, in milliseconds."""
+
+    def __call__(self, timed: Timed) -> float: ...
+
+
+class DeviceStopwatch:
+    """Time on the GPU between two CUDA events, from an L2 cache that holds nothing of the inputs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, timed: Timed) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.flush.device)
+        for _ in range(FLUSHES):
+            self.flush.zero_()
+        begin.record()
+        timed()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+class HostStopwatch:
+    """Time on the host. On a GPU: until the call returns, or, with `wait`, until the GPU is done too."""
+
+    def __init__(
+        self, device: torch.device, *, wait: bool = True, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.device, self.wait, self.clock = device, wait, clock
+
+    def __call__(self, timed: Timed) -> float:
+        synchronize(self.device)
+        start = self.clock()
+        timed()
+        if self.wait:
+            synchronize(self.device)
+        return 1e3 * (self.clock() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Budget:
+    """Seconds that may be spent; None for as many as it takes."""
+
+    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.end = None if seconds is None else clock() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the time is up."""
+        return self.end is not None and self.clock() >= self.end
+
+    def check(self) -> None:
+        """Raise OutOfTimeError where the time is up."""
+        if self.is_spent:
+            raise OutOfTimeError
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often: at least `least` times, and then until `most` or for `seconds`, whichever comes first."""
+
+    least: int = 10
+    most: int = 50
+    seconds: float = 2.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of `n` samples."""
+
+    median: float
+    q1: float
+    q3: float
+    n: int
+
+
+def spread(samples: list[float]) -> Spread:
+    """Of one sample or more; quartiles by linear interpolation between the samples."""
+    if len(samples) == 1:
+        return Spread(samples[0], samples[0], samples[0], 1)
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return Spread(median, q1, q3, len(samples))
+
+
+def interleaved(
+    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, shuffle: random.Random, budget: Budget
+) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    """Samples of each run, in milliseconds, and what a run raised, which then takes no further turn.
+
+    In every round each run has one turn, in an order drawn anew, so that drifting clocks and what the run before left
+    behind hit all alike.
+
+    Raises:
+        OutOfTimeError: the budget is spent before the least number of rounds.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    failures: dict[str, Exception] = {}
+    began = budget.clock()
+    for done in range(rounds.most):
+        if done >= rounds.least and (budget.is_spent or budget.clock() - began >= rounds.seconds):
+            break
+        order = list(samples)
+        shuffle.shuffle(order)
+        for name in order:
+            if done < rounds.least:
+                budget.check()
+            try:
+                samples[name].append(stopwatch(runs[name]()))
+            except Exception as error:  # memory that others left no room for, say
+                failures[name] = error.with_traceback(None)  # whose frames hold tensors
+                del samples[name]
+    return samples, failures
