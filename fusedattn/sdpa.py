@@ -6,13 +6,17 @@ NaN or Inf behind a mask. Gradients are torch's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fusedattn import reference
+from fusedattn import indices, pieces, reference
 from fusedattn.biases import Bias
 from fusedattn.constants import Options
+from fusedattn.cuts import cut, paste
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 
@@ -40,34 +44,123 @@ def attention(
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
-    enable_gqa = False
-    if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
-        enable_gqa = True
+    if not _can_plan(q, k, v, *mask.tensors().values()):
+        return _unread(q, k, v, mask, added, scale)
+    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    if head_dim == head_dim_v or _is_differentiated(q, k, v, added):
+        return _in_pieces(q, k, v, mask, added, scale)
+    # torch's fast kernel takes one head_dim; the other one has derivatives of derivatives, which this has not.
+    q, k, v = (F.pad(x, (0, max(head_dim, head_dim_v) - x.shape[3])) for x in (q, k, v))
+    out = _in_pieces(q, k, v, mask, added, scale)
+    return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
+
+
+def _can_plan(*tensors: Tensor) -> bool:
+    """Whether to look at these, and then run a plan, which has no forward-mode derivative."""
+    if forward_ad._current_level >= 0:
+        return False
+    return all(x.device.type == "cpu" and reference.is_readable(x) for x in tensors)
+
+
+def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
+    """A call for each piece of the plan, which leaves out most of what the mask hides."""
+    shape = pieces.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    mask = pieces.readily(mask, shape)
+    if added is not None and added.requires_grad:
+        groups = pieces.whole(mask, shape)
+    else:
+        groups = pieces.plan(mask, shape, diagonals=added is None)
+    parts = [(batches, piece) for batches, own in groups for piece in own]
+    boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
+    bands: dict[tuple[int, int, int], Tensor] = {}
+    outs = []
+    for (batches, piece), queries, keys, values in zip(
+        parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True
+    ):
+        if added is None and piece.hidden in ("nothing", "later"):
+            outs.append(_call(queries, keys, values, scale=scale, is_causal=piece.hidden == "later"))
+            continue
+        if piece.hidden == "band":
+            place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
+            if place not in bands:
+                bands[place] = _visible(Mask(mask.bands), batches, piece, shape)
+            visible = bands[place]
+        else:
+            visible = _visible(mask, batches, piece, shape)
+        outs.append(_masked(queries, keys, values, visible, _part(added, batches, piece), scale))
+    return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+
+
+def _visible(mask: Mask, batches: range, piece: pieces.Piece, shape: pieces.Shape) -> Tensor:
+    """Bool, broadcastable to the scores of a piece."""
+    rows, keys = _slice(piece.rows), _slice(piece.keys)
+    mask = pieces.of_batches(mask, batches)
+    if mask.allowed is not None:  # all there is
+        return indices.part_of(mask.allowed, rows, keys)
+    if mask.valid is not None and piece.hidden == "keys":
+        return mask.valid[:, None, None, keys]
+    return mask.dense(shape.seqlen_q, shape.seqlen_k, rows=rows, keys=keys)
+
+
+def _part(added: Tensor | None, batches: range, piece: pieces.Piece) -> Tensor | None:
+    """Of what is added to all scores, that of a piece."""
+    if added is None:
+        return None
+    own = added[_slice(batches)] if added.shape[0] > 1 else added
+    return indices.part_of(own, _slice(piece.rows), _slice(piece.keys))
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _unread(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
+    """The same in one call, without looking at a value."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if added is None and mask.only_bands:
         lower, upper = mask.band(seqlen_q, seqlen_k)
         if lower is None and upper in (None, 0):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=upper is not None, scale=scale, enable_gqa=enable_gqa
-            )
-
+            return _call(q, k, v, is_causal=upper is not None, scale=scale)
     visible = mask.dense(seqlen_q, seqlen_k, batch=q.shape[0], nheads=q.shape[1], device=q.device)
-    if shown is not None:
-        visible = visible & shown
-    if not reference.is_readable(q):
-        # Keys hidden from every query, at least, are made harmless without looking at them.
-        hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    if added is not None:
+        visible = visible & (added != -torch.inf)
+    # Keys hidden from every query, at least, are made harmless.
+    hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
+    return _masked(q, k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0), visible, added, scale)
 
-    # A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the
-    # zero gradient that it gets back makes all of its gradients exactly 0.
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """With 0 for a row that may attend to nothing.
+
+    It attends to everything instead, and its output is then replaced by 0: the zero gradient that it gets back makes
+    all of its gradients exactly 0.
+    """
+    if added is not None:
+        visible = visible & (added != -torch.inf)
     empty = ~visible.any(dim=-1, keepdim=True)
-    q = q.masked_fill(empty, 0.0)
-    attn_mask = visible | empty
+    some_empty = not reference.is_readable(empty) or bool(empty.any())
+    attn_mask = visible
+    if some_empty:
+        q, attn_mask = q.masked_fill(empty, 0.0), visible | empty
     if added is not None:
         # In float32 at least, as in 16 bits a large negative bias would become -inf.
         attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=enable_gqa)
-    return out.masked_fill(empty, 0.0)
+    out = _call(q, k, v, attn_mask=attn_mask, scale=scale)
+    return out.masked_fill(empty, 0.0) if some_empty else out
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    enable_gqa = False
+    if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
+        enable_gqa = True
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of one of these may be asked for."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    some = any(x is not None and (x.requires_grad or wrapped(x)) for x in tensors)
+    return some and torch.is_grad_enabled()
 
 
 def rows_overlap(x: Tensor) -> bool:
