@@ -34,54 +34,48 @@ def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int]) -
     return whole
 
 
+# With setup_context, which torch.func asks for, each call would take as long as one of attention over 100 tokens.
 class _Cut(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, boxes: tuple[Box, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, boxes: tuple[Box, ...]) -> tuple[Tensor, ...]:
+        ctx.boxes, ctx.shape, ctx.by_token = boxes, tuple(x.shape), x.stride(1) < x.stride(2)
         return tuple(_part(x, box) for box in boxes)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.boxes = inputs
-        ctx.shape, ctx.by_token = tuple(x.shape), x.stride(1) < x.stride(2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole = _Paste.apply(ctx.boxes, ctx.shape, ctx.by_token, *grads)  # type: ignore[no-untyped-call]
-        return whole, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        paste = _Paste.apply if torch.is_grad_enabled() else _pasted
+        return paste(ctx.boxes, ctx.shape, ctx.by_token, *grads), None
 
 
 class _Paste(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
-        batch, nheads, seqlen, head_dim = shape
-        overlap = _overlap(boxes)
-        dtype = parts[0].dtype
-        # Sums of many parts are not rounded to 16 bits again and again.
-        wide = torch.promote_types(dtype, torch.float32) if overlap else dtype
-        new = parts[0].new_zeros if overlap or not _covers(boxes, batch, seqlen) else parts[0].new_empty
-        if by_token:
-            whole = new(batch, seqlen, nheads, head_dim, dtype=wide).transpose(1, 2)
-        else:
-            whole = new(shape, dtype=wide)
-        for part, box in zip(parts, boxes, strict=True):
-            if overlap:
-                _part(whole, box).add_(part)
-            else:
-                _part(whole, box).copy_(part)
-        return whole.to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.boxes = inputs[0]
+    def forward(ctx: Any, boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+        ctx.boxes = boxes
+        return _pasted(boxes, shape, by_token, *parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = _Cut.apply(grad, ctx.boxes)  # type: ignore[no-untyped-call]
-        return None, None, None, *parts
+        return None, None, None, *cut(grad, ctx.boxes)
+
+
+def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+    batch, nheads, seqlen, head_dim = shape
+    overlap = _overlap(boxes)
+    dtype = parts[0].dtype
+    # Sums of many parts are not rounded to 16 bits again and again.
+    wide = torch.promote_types(dtype, torch.float32) if overlap else dtype
+    new = parts[0].new_zeros if overlap or not _covers(boxes, batch, seqlen) else parts[0].new_empty
+    if by_token:
+        whole = new((batch, seqlen, nheads, head_dim), dtype=wide).transpose(1, 2)
+    else:
+        whole = new(shape, dtype=wide)
+    for part, box in zip(parts, boxes, strict=True):
+        own = _part(whole, box)
+        if overlap:
+            own.add_(part)
+        else:
+            own.copy_(part)
+    return whole.to(dtype)
 
 
 def _part(x: Tensor, box: Box) -> Tensor:

@@ -18,6 +18,9 @@ from fusedattn.masks import Documents, Mask, Prefix
 # What a call of torch's function costs besides its scores, forward and backward, in scores of one head.
 CALL = 20_000
 
+# So few scores are not worth a plan.
+FEW = 2 * CALL
+
 # Fewer queries than this are multiplied in smaller tiles, which takes longer for each score.
 FULL_TILE, SMALL_TILES = 192, 1.1
 
@@ -94,7 +97,7 @@ def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
     if mask.only_bands:
         found = band._replace(nheads=shape.batch * shape.nheads).pieces(Piece(rows, keys, "nothing"))
         return [Group(batches, found)] if found else at_once
-    if shape.batch * shape.nheads * len(rows) * len(keys) <= CALL:
+    if shape.batch * shape.nheads * len(rows) * len(keys) <= FEW:
         return at_once
     plans = [at_once]
     if mask.allowed is not None:

@@ -6,6 +6,7 @@ NaN or Inf behind a mask. Gradients are torch's own.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,11 +41,12 @@ def attention(
     shown = None if added is None else added != -torch.inf
     finite_bias = () if added is None or shown is None else (added.where(shown, 0.0),)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if not _finite(rotated_q, rotated_k, v, *finite_bias):
+    readable = all(map(reference.is_readable, (q, k, v, *mask.tensors().values())))
+    if readable and not _finite(rotated_q, rotated_k, v, *finite_bias):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
-    if not _can_plan(q, k, v, *mask.tensors().values()):
+    if not readable or q.device.type != "cpu" or _is_transformed(q, k, v):
         return _unread(q, k, v, mask, added, scale)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     if head_dim == head_dim_v or _is_differentiated(q, k, v, added):
@@ -55,11 +57,10 @@ def attention(
     return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
 
 
-def _can_plan(*tensors: Tensor) -> bool:
-    """Whether to look at these, and then run a plan, which has no forward-mode derivative."""
-    if forward_ad._current_level >= 0:
-        return False
-    return all(x.device.type == "cpu" and reference.is_readable(x) for x in tensors)
+def _is_transformed(*tensors: Tensor) -> bool:
+    """Whether forward-mode derivatives or those of torch.func may be asked for, which a plan does not have."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return forward_ad._current_level >= 0 or any(map(wrapped, tensors))
 
 
 def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
@@ -158,9 +159,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:
     """Whether a gradient of one of these may be asked for."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    some = any(x is not None and (x.requires_grad or wrapped(x)) for x in tensors)
-    return some and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def rows_overlap(x: Tensor) -> bool:
@@ -174,7 +173,8 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are finite; taken for granted where there are none to look at."""
-    if not all(map(reference.is_readable, tensors)):
-        return True
-    return all(bool(torch.isfinite(bound)) for x in tensors for bound in torch.aminmax(x.detach()))
+    """Whether all values are."""
+    with torch.no_grad():
+        # A sum of what is not finite is not finite either; that of finite numbers may overflow.
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+        return math.isfinite(sum(sums)) or all(bool(torch.isfinite(x).all()) for x in tensors)
