@@ -19,7 +19,7 @@ from fusedattn.masks import Documents, Mask, Prefix
 CALL = 20_000
 
 # So few scores are not worth a plan.
-FEW = 2 * CALL
+FEW = 5 * CALL
 
 # Fewer queries than this are multiplied in smaller tiles, which takes longer for each score.
 FULL_TILE, SMALL_TILES = 192, 1.1

@@ -41,20 +41,27 @@ def attention(
     shown = None if added is None else added != -torch.inf
     finite_bias = () if added is None or shown is None else (added.where(shown, 0.0),)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    readable = all(map(reference.is_readable, (q, k, v, *mask.tensors().values())))
+    readable = all(map(reference.is_readable, (q, k, v, *finite_bias, *mask.tensors().values())))
     if readable and not _finite(rotated_q, rotated_k, v, *finite_bias):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
-    if not readable or q.device.type != "cpu" or _is_transformed(q, k, v):
-        return _unread(q, k, v, mask, added, scale)
+    can_plan = readable and q.device.type == "cpu" and not _is_transformed(q, k, v)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
-    if head_dim == head_dim_v or _is_differentiated(q, k, v, added):
-        return _in_pieces(q, k, v, mask, added, scale)
+    if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
+        return _run(q, k, v, mask, added, scale, can_plan)
     # torch's fast kernel takes one head_dim; the other one has derivatives of derivatives, which this has not.
     q, k, v = (F.pad(x, (0, max(head_dim, head_dim_v) - x.shape[3])) for x in (q, k, v))
-    out = _in_pieces(q, k, v, mask, added, scale)
+    out = _run(q, k, v, mask, added, scale, can_plan)
     return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool) -> Tensor:
+    if added is None and mask.only_bands:
+        lower, upper = mask.band(q.shape[2], k.shape[2])
+        if lower is None and upper in (None, 0):
+            return _call(q, k, v, is_causal=upper is not None, scale=scale)
+    return (_in_pieces if can_plan else _at_once)(q, k, v, mask, added, scale)
 
 
 def _is_transformed(*tensors: Tensor) -> bool:
@@ -115,19 +122,16 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
-def _unread(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
-    """The same in one call, without looking at a value."""
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    if added is None and mask.only_bands:
-        lower, upper = mask.band(seqlen_q, seqlen_k)
-        if lower is None and upper in (None, 0):
-            return _call(q, k, v, is_causal=upper is not None, scale=scale)
-    visible = mask.dense(seqlen_q, seqlen_k, batch=q.shape[0], nheads=q.shape[1], device=q.device)
+def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
+    """In one call, without looking at the mask."""
+    visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if added is not None:
         visible = visible & (added != -torch.inf)
-    # Keys hidden from every query, at least, are made harmless.
-    hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
-    return _masked(q, k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0), visible, added, scale)
+    if not reference.is_readable(q):
+        # Keys hidden from every query, at least, are made harmless.
+        hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    return _masked(q, k, v, visible, added, scale)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | None, scale: float) -> Tensor:
