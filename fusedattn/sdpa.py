@@ -18,7 +18,7 @@ from fusedattn import indices, pieces, reference
 from fusedattn.biases import Bias
 from fusedattn.constants import Options
 from fusedattn.cuts import cut, paste
-from fusedattn.masks import Mask
+from fusedattn.masks import Mask, boolean
 from fusedattn.rope import Rope
 
 
@@ -36,14 +36,18 @@ def attention(
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
+    # In float32 at least, as in 16 bits a large negative bias would become -inf.
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
-    shown = None if added is None else added != -torch.inf
-    finite_bias = () if added is None or shown is None else (added.where(shown, 0.0),)
+    readable = all(map(reference.is_readable, (q, k, v, *mask.tensors().values(), *([] if added is None else [added]))))
+    lowest = highest = 0.0
+    if added is not None:
+        lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    readable = all(map(reference.is_readable, (q, k, v, *finite_bias, *mask.tensors().values())))
-    if readable and not _finite(rotated_q, rotated_k, v, *finite_bias):
+    if readable and not (highest < math.inf and _finite(rotated_q, rotated_k, v)):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
+    if added is not None and lowest == -math.inf:
+        mask = mask & boolean(added != -math.inf)
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(q, k, v)
@@ -85,8 +89,10 @@ def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None
     for (batches, piece), queries, keys, values in zip(
         parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True
     ):
-        if added is None and piece.hidden in ("nothing", "later"):
-            outs.append(_call(queries, keys, values, scale=scale, is_causal=piece.hidden == "later"))
+        own = _part(added, batches, piece)
+        if piece.hidden in ("nothing", "later"):
+            is_causal = piece.hidden == "later"
+            outs.append(_call(queries, keys, values, attn_mask=own, is_causal=is_causal, scale=scale))
             continue
         if piece.hidden == "band":
             place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
@@ -95,7 +101,7 @@ def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None
             visible = bands[place]
         else:
             visible = _visible(mask, batches, piece, shape)
-        outs.append(_masked(queries, keys, values, visible, _part(added, batches, piece), scale))
+        outs.append(_masked(queries, keys, values, visible, own, scale))
     return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
 
 
@@ -125,8 +131,6 @@ def _slice(numbers: range) -> slice:
 def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
     """In one call, without looking at the mask."""
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
-    if added is not None:
-        visible = visible & (added != -torch.inf)
     if not reference.is_readable(q):
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
@@ -140,15 +144,12 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | No
     It attends to everything instead, and its output is then replaced by 0: the zero gradient that it gets back makes
     all of its gradients exactly 0.
     """
-    if added is not None:
-        visible = visible & (added != -torch.inf)
     empty = ~visible.any(dim=-1, keepdim=True)
     some_empty = not reference.is_readable(empty) or bool(empty.any())
     attn_mask = visible
     if some_empty:
         q, attn_mask = q.masked_fill(empty, 0.0), visible | empty
     if added is not None:
-        # In float32 at least, as in 16 bits a large negative bias would become -inf.
         attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
     out = _call(q, k, v, attn_mask=attn_mask, scale=scale)
     return out.masked_fill(empty, 0.0) if some_empty else out
@@ -174,6 +175,12 @@ def rows_overlap(x: Tensor) -> bool:
 def _apart(x: Tensor) -> Tensor:
     """``x``, copied if its rows overlap: torch's CPU kernel returns wrong numbers for such views."""
     return x.contiguous() if rows_overlap(x) else x
+
+
+def _bounds(x: Tensor) -> tuple[float, float]:
+    """The least and the greatest value; NaN if there is one."""
+    low, high = torch.aminmax(x.detach())
+    return low.item(), high.item()
 
 
 def _finite(*tensors: Tensor) -> bool:
