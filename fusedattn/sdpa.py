@@ -39,7 +39,8 @@ def attention(
     # In float32 at least, as in 16 bits a large negative bias would become -inf.
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
-    readable = all(map(reference.is_readable, (q, k, v, *mask.tensors().values(), *([] if added is None else [added]))))
+    given = [q, k, v] if added is None else [q, k, v, added]
+    readable = all(map(reference.is_readable, (*given, *mask.tensors().values())))
     lowest = highest = 0.0
     if added is not None:
         lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
@@ -50,7 +51,7 @@ def attention(
         mask = mask & boolean(added != -math.inf)
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
-    can_plan = readable and q.device.type == "cpu" and not _is_transformed(q, k, v)
+    can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
         return _run(q, k, v, mask, added, scale, can_plan)
@@ -61,6 +62,7 @@ def attention(
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool) -> Tensor:
+    """The output; `added` to the scores is finite where `mask` shows a pair."""
     if added is None and mask.only_bands:
         lower, upper = mask.band(q.shape[2], k.shape[2])
         if lower is None and upper in (None, 0):

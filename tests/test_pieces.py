@@ -280,7 +280,7 @@ def test_cuts_and_their_gradients():
             lambda x, b=boxes: cut(x, b),
             lambda x, b=boxes: paste([y.sin() for y in cut(x, b)], b, x.shape),
         ):
-            assert torch.autograd.gradcheck(function, x)
-            assert torch.autograd.gradgradcheck(function, x)
+            assert torch.autograd.gradcheck(function, x, fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, x, fast_mode=True)
         (grad,) = torch.autograd.grad([y.sum() for y in cut(x, boxes)], x)
         assert grad.stride() == x.stride()
