@@ -69,9 +69,9 @@ class Group(NamedTuple):
 
 def readily(mask: Mask, shape: Shape) -> Mask:
     """The same mask with all that is not made of ranges in ``allowed``, and nothing there that is of keys alone."""
-    if mask.layout is None and mask.function is None and mask.allowed is None:
-        return mask
-    if mask.layout is None and mask.function is None and mask.allowed is not None:
+    if mask.layout is None and mask.function is None:
+        if mask.allowed is None:
+            return mask
         allowed = mask.allowed[(None,) * (4 - mask.allowed.dim())]
         if allowed.shape[1:3] == (1, 1):
             valid = allowed[:, 0, 0].expand(shape.batch, shape.seqlen_k)

@@ -58,6 +58,7 @@ def structures(n: int, m: int) -> dict[str, Mask]:
     found["documents, causal"] = found["documents"] & masks.causal()
     found["documents, mixed"] = masks.documents(torch.randint(0, 3, (B, n)), torch.randint(0, 3, (B, m)))
     found["documents, prefix"] = found["documents"] & found["prefix, bottom_right"] & masks.window(5, 2)
+    found["prefix, narrower"] = found["prefix, bottom_right"] & masks.causal("top_left")
     found["boolean"] = masks.boolean(torch.rand(B, 4, n, m) < 0.6)
     found["boolean, causal"] = masks.boolean(masks.causal().dense(n, m)) & masks.window(6, 2)
     found["boolean of keys"] = masks.boolean(torch.rand(B, 1, 1, m) < 0.6) & masks.causal()
