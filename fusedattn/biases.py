@@ -104,9 +104,10 @@ class Bias:
             for x in tensors:
                 dtype = torch.promote_types(dtype, x.dtype)
         device = tensors[0].device if tensors else None
-        dense = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
-        if self.tensor is not None:
-            dense = dense + indices.part_of(self.tensor, rows, keys).to(dtype)
+        if self.tensor is None:
+            dense = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+        else:
+            dense = indices.part_of(self.tensor, rows, keys).to(dtype)
         if self.slopes is None and self.relative is None:
             return dense
         shift = seqlen_k - seqlen_q if lengths is None else (lengths[1] - lengths[0])[:, None, None, None]

@@ -126,8 +126,8 @@ def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tens
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether Python can branch on the values of ``x``: not under a compiler, in ``torch.func.vmap``, without data."""
-    if torch.compiler.is_compiling() or x.is_meta:
+    """Whether Python can branch on values of ``x``: not under a compiler or tracer, in ``torch.func.vmap``, without."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta:
         return False
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):

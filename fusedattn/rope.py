@@ -238,7 +238,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interl
     else:
         a, b = rotary.split(half, dim=-1)
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def _rows(table: Tensor, positions: Tensor) -> Tensor:

@@ -6,14 +6,19 @@ NaN or Inf behind a mask. Gradients are torch's own.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fusedattn import reference
+from fusedattn import indices, pieces, reference
 from fusedattn.biases import Bias
 from fusedattn.constants import Options
-from fusedattn.masks import Mask
+from fusedattn.cuts import cut, paste
+from fusedattn.masks import Mask, boolean
 from fusedattn.rope import Rope
 
 
@@ -31,43 +36,137 @@ def attention(
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
+    # In float32 at least, as in 16 bits a large negative bias would become -inf.
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
-    shown = None if added is None else added != -torch.inf
-    finite_bias = () if added is None or shown is None else (added.where(shown, 0.0),)
+    given = [q, k, v] if added is None else [q, k, v, added]
+    readable = all(map(reference.is_readable, (*given, *mask.tensors().values())))
+    lowest = highest = 0.0
+    if added is not None:
+        lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
     # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if not _finite(rotated_q, rotated_k, v, *finite_bias):
+    if readable and not (highest < math.inf and _finite(rotated_q, rotated_k, v)):
         return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
+    if added is not None and lowest == -math.inf:
+        mask = mask & boolean(added != -math.inf)
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
+    can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
+    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
+        return _run(q, k, v, mask, added, scale, can_plan)
+    # torch's fast kernel takes one head_dim; the other one has derivatives of derivatives, which this has not.
+    q, k, v = (F.pad(x, (0, max(head_dim, head_dim_v) - x.shape[3])) for x in (q, k, v))
+    out = _run(q, k, v, mask, added, scale, can_plan)
+    return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool) -> Tensor:
+    """The output; `added` to the scores is finite where `mask` shows a pair."""
+    if added is None and mask.only_bands:
+        lower, upper = mask.band(q.shape[2], k.shape[2])
+        if lower is None and upper in (None, 0):
+            return _call(q, k, v, is_causal=upper is not None, scale=scale)
+    return (_in_pieces if can_plan else _at_once)(q, k, v, mask, added, scale)
+
+
+def _is_transformed(*tensors: Tensor) -> bool:
+    """Whether forward-mode derivatives or those of torch.func may be asked for, which a plan does not have."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return forward_ad._current_level >= 0 or any(map(wrapped, tensors))
+
+
+def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
+    """A call for each piece of the plan, which leaves out most of what the mask hides."""
+    shape = pieces.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    mask = pieces.readily(mask, shape)
+    if added is not None and added.requires_grad:
+        groups = pieces.whole(mask, shape)
+    else:
+        groups = pieces.plan(mask, shape, diagonals=added is None)
+    parts = [(batches, piece) for batches, own in groups for piece in own]
+    boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
+    bands: dict[tuple[int, int, int], Tensor] = {}
+    outs = []
+    for (batches, piece), queries, keys, values in zip(
+        parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True
+    ):
+        own = _part(added, batches, piece)
+        if piece.hidden in ("nothing", "later"):
+            is_causal = piece.hidden == "later"
+            outs.append(_call(queries, keys, values, attn_mask=own, is_causal=is_causal, scale=scale))
+            continue
+        if piece.hidden == "band":
+            place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
+            if place not in bands:
+                bands[place] = _visible(Mask(mask.bands), batches, piece, shape)
+            visible = bands[place]
+        else:
+            visible = _visible(mask, batches, piece, shape)
+        outs.append(_masked(queries, keys, values, visible, own, scale))
+    return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+
+
+def _visible(mask: Mask, batches: range, piece: pieces.Piece, shape: pieces.Shape) -> Tensor:
+    """Bool, broadcastable to the scores of a piece."""
+    rows, keys = _slice(piece.rows), _slice(piece.keys)
+    mask = pieces.of_batches(mask, batches)
+    if mask.allowed is not None:  # all there is
+        return indices.part_of(mask.allowed, rows, keys)
+    if mask.valid is not None and piece.hidden == "keys":
+        return mask.valid[:, None, None, keys]
+    return mask.dense(shape.seqlen_q, shape.seqlen_k, rows=rows, keys=keys)
+
+
+def _part(added: Tensor | None, batches: range, piece: pieces.Piece) -> Tensor | None:
+    """Of what is added to all scores, that of a piece."""
+    if added is None:
+        return None
+    own = added[_slice(batches)] if added.shape[0] > 1 else added
+    return indices.part_of(own, _slice(piece.rows), _slice(piece.keys))
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
+    """In one call, without looking at the mask."""
+    visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
+    if not reference.is_readable(q):
+        # Keys hidden from every query, at least, are made harmless.
+        hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    return _masked(q, k, v, visible, added, scale)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """With 0 for a row that may attend to nothing.
+
+    It attends to everything instead, and its output is then replaced by 0: the zero gradient that it gets back makes
+    all of its gradients exactly 0.
+    """
+    empty = ~visible.any(dim=-1, keepdim=True)
+    some_empty = not reference.is_readable(empty) or bool(empty.any())
+    attn_mask = visible
+    if some_empty:
+        q, attn_mask = q.masked_fill(empty, 0.0), visible | empty
+    if added is not None:
+        attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
+    out = _call(q, k, v, attn_mask=attn_mask, scale=scale)
+    return out.masked_fill(empty, 0.0) if some_empty else out
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     enable_gqa = False
     if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
         enable_gqa = True
-    if added is None and mask.only_bands:
-        lower, upper = mask.band(seqlen_q, seqlen_k)
-        if lower is None and upper in (None, 0):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=upper is not None, scale=scale, enable_gqa=enable_gqa
-            )
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
-    visible = mask.dense(seqlen_q, seqlen_k, batch=q.shape[0], nheads=q.shape[1], device=q.device)
-    if shown is not None:
-        visible = visible & shown
-    if not reference.is_readable(q):
-        # Keys hidden from every query, at least, are made harmless without looking at them.
-        hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
-    # A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the
-    # zero gradient that it gets back makes all of its gradients exactly 0.
-    empty = ~visible.any(dim=-1, keepdim=True)
-    q = q.masked_fill(empty, 0.0)
-    attn_mask = visible | empty
-    if added is not None:
-        # In float32 at least, as in 16 bits a large negative bias would become -inf.
-        attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=enable_gqa)
-    return out.masked_fill(empty, 0.0)
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of one of these may be asked for."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def rows_overlap(x: Tensor) -> bool:
@@ -80,8 +179,15 @@ def _apart(x: Tensor) -> Tensor:
     return x.contiguous() if rows_overlap(x) else x
 
 
+def _bounds(x: Tensor) -> tuple[float, float]:
+    """The least and the greatest value; NaN if there is one."""
+    low, high = torch.aminmax(x.detach())
+    return low.item(), high.item()
+
+
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are finite; taken for granted where there are none to look at."""
-    if not all(map(reference.is_readable, tensors)):
-        return True
-    return all(bool(torch.isfinite(bound)) for x in tensors for bound in torch.aminmax(x.detach()))
+    """Whether all values are."""
+    with torch.no_grad():
+        # A sum of what is not finite is not finite either; that of finite numbers may overflow.
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+        return math.isfinite(sum(sums)) or all(bool(torch.isfinite(x).all()) for x in tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -244,9 +245,20 @@ def test_rows_that_see_nothing(kind, dtype, backend):
 def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind):
     """Some of them give NaN for a row that is masked altogether; the torch backend asks none for such a row."""
 
-    def naive(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, enable_gqa: bool) -> Tensor:
+    def naive(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        enable_gqa: bool,
+        attn_mask: Any = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return (scale * q @ k.mT).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+        seen = masks.causal("top_left") if is_causal else masks.full()
+        visible = seen.dense(q.shape[2], k.shape[2], device=q.device) if attn_mask is None else attn_mask
+        return (scale * q @ k.mT).masked_fill(~visible, -math.inf).softmax(-1) @ v
 
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", naive)
     inputs = with_empty_rows(kind)

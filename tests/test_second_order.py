@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from fusedattn import Rope, attention, attention_varlen, masks, reference
+from fusedattn import Rope, attention, attention_varlen, masks, pieces, reference
 from fusedattn.testing import Case, make_inputs
 from tests.conftest import INTERPRETING, triton_attention
 
@@ -114,6 +114,19 @@ def test_vmap_of_the_torch_backend(options):
     torch.testing.assert_close(vmap(call)(x), torch.stack([call(y) for y in x]))
     torch.testing.assert_close(vmap(of_sum)(x), torch.stack([of_sum(y) for y in x]))
     torch.testing.assert_close(grad(lambda x: vmap(call)(x).square().sum())(x), vmap(of_sum)(x))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batches_of_gradients_of_the_torch_backend(monkeypatch):
+    """As torch.autograd.functional.jacobian(vectorize=True) takes them, of what is computed in several pieces."""
+    monkeypatch.setattr(pieces, "CALL", 1)
+    q, k, v = (x.requires_grad_() for x in qkv(9, 9))
+    monkeypatch.setattr(pieces, "BLOCKS", (3,))
+    out = attention(q, k, v, mask=masks.window(2, 1), backend="torch")
+    douts = torch.randn(2, *out.shape, dtype=out.dtype)
+    got = torch.autograd.grad(out, (q, k, v), douts, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+    torch.testing.assert_close(list(got), [torch.stack(x) for x in zip(*expected, strict=True)])
 
 
 @pytest.mark.parametrize("transform", [hessian, lambda f: jacrev(jacrev(f)), lambda f: jacrev(jacfwd(f))])

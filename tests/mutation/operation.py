@@ -30,7 +30,7 @@ PREPARE, OPS, FUSED, CONSTANTS = (
     "fusedattn/constants.py",
 )
 VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
-NESTED = "fusedattn/nested.py"
+NESTED, PLAN, CUTS = "fusedattn/nested.py", "fusedattn/pieces.py", "fusedattn/cuts.py"
 FUNCTIONS, CONFIGS = "fusedattn/functions.py", "kernels/configs.py"
 
 NESTED_TENSORS = "tests/test_varlen.py -k nested"
@@ -42,6 +42,7 @@ BY_ITSELF = "tests/test_compile.py -k by_itself"
 SCALES = "tests/test_attention.py -k scales"
 TORCH = "tests/test_attention.py -k torch"
 MASKING = "tests/test_masking.py"
+PIECES = "tests/test_pieces.py"
 FEATURES = "tests/test_gradcheck.py -k of_a_feature"
 QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
 
@@ -174,13 +175,36 @@ TORCH_BACKEND = (
     Fault(SDPA, "if lower is None and upper in (None, 0):", "if lower is None and (upper is None or upper >= 0):", "torch backend: top-left for bottom-right", TORCH),
     Fault(SDPA, "if lower is None and upper in (None, 0):", "if upper in (None, 0):", "torch backend: the left side of a window lost", TORCH),
     Fault(SDPA, "if added is None and mask.only_bands:", "if mask.only_bands:", "bias silently off", TORCH),
-    Fault(SDPA, "attn_mask = visible | empty", "attn_mask = visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
+    Fault(SDPA, "q.masked_fill(empty, 0.0), visible | empty", "q.masked_fill(empty, 0.0), visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
     Fault(SDPA, "torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))", "added", "torch backend: a bias takes the place of the mask", TORCH),
     Fault(SDPA, "return out.masked_fill(empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
     Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
-    Fault(SDPA, "return all(bool(torch.isfinite(bound)) for x in tensors", "return True or all(bool(torch.isfinite(bound)) for x in tensors", "torch backend: 0 times a hidden NaN", MASKING),
-    Fault(SDPA, "v, *finite_bias)", "v)", "torch backend: a NaN in a bias", TORCH),
+    Fault(SDPA, "return math.isfinite(sum(sums)) or", "return True or", "torch backend: 0 times a hidden NaN", MASKING),
+    Fault(SDPA, "not (highest < math.inf and _finite(", "not (_finite(", "torch backend: a NaN in a bias", TORCH),
+    Fault(SDPA, "is_causal = piece.hidden == \"later\"", "is_causal = False", "pieces: a diagonal forgotten", PIECES),
+    Fault(SDPA, "piece.keys.start - piece.rows.start", "0", "pieces: the band of another place", PIECES),
+    Fault(SDPA, "if mask.valid is not None and piece.hidden == \"keys\":", "if mask.valid is not None:", "pieces: nothing but padding beside padding", PIECES),
+    Fault(SDPA, "or any(map(wrapped, tensors))", "", "pieces: torch.func in the midst of a plan", PIECES),
+    Fault(SDPA, "if added is not None and added.requires_grad:", "if False:", "pieces: a bias with a gradient in parts", PIECES, equivalent="slower, but as right"),
+    Fault(PLAN, "max(rows.start, keys.start - upper)", "max(rows.start, keys.start - upper + 1)", "pieces: the first query that sees something", PIECES),
+    Fault(PLAN, "min(rows.stop, keys.stop - lower)", "min(rows.stop, keys.stop - lower - 1)", "pieces: the last query that sees something", PIECES),
+    Fault(PLAN, "max(keys.start, start + lower)", "max(keys.start, start + lower + 1)", "pieces: the first key of a window", PIECES),
+    Fault(PLAN, "min(keys.stop, stop + upper)", "min(keys.stop, stop + upper - 1)", "pieces: the last key of a window", PIECES),
+    Fault(PLAN, "and start + upper == first:", ":", "pieces: a diagonal that starts elsewhere", PIECES),
+    Fault(PLAN, "part.rows.start + self.upper < part.keys.stop - 1", "part.rows.start + self.upper < part.keys.stop - 2", "pieces: one later key is shown", PIECES),
+    Fault(PLAN, "part.rows.stop - 1 + self.lower > part.keys.start", "part.rows.stop - 2 + self.lower > part.keys.start", "pieces: one earlier key is shown", PIECES),
+    Fault(PLAN, "\"nothing\" if n == j - i else \"keys\"", "\"nothing\"", "pieces: gaps in the padding", PIECES),
+    Fault(PLAN, "spans[name] = range(spans[name][0].start, run.stop), \"pairs\"", "spans[name] = range(spans[name][0].start, run.stop), \"nothing\"", "pieces: what lies between two runs of a document", PIECES),
+    Fault(PLAN, "length - shift, rows.start", "length - shift + 1, rows.start", "pieces: where a prefix ends", PIECES),
+    Fault(PLAN, "upper = shift if band.upper is None else min(band.upper, shift)", "upper = shift", "pieces: a prefix without the band beside it", PIECES),
+    Fault(PLAN, "if block[..., keys.start : keys.stop].all() else", "if block[:1, :, keys.start : keys.stop].all() else", "pieces: the mask of the first head", PIECES),
+    Fault(PLAN, "range(own[0], own[-1] + 1)", "range(own[0], own[0] + 1)", "pieces: one batch of those that are alike", PIECES),
+    Fault(PLAN, "valid if mask.valid is None else mask.valid & valid", "valid", "pieces: padding lost beside a boolean of keys", PIECES),
+    Fault(CUTS, "wide = torch.promote_types(dtype, torch.float32) if overlap else dtype", "wide = dtype", "cuts: sums rounded to 16 bits again and again", PIECES),
+    Fault(CUTS, "own.add_(part)", "own.copy_(part)", "cuts: the last of parts that overlap", PIECES),
+    Fault(CUTS, "if overlap or not _covers(boxes, batch, seqlen) else", "if overlap else", "cuts: nothing where there is no part", PIECES),
+    Fault(CUTS, "a[0] == b[0] and b[1] < a[2]", "a[0] == b[0] and b[1] < a[1]", "cuts: parts that overlap pass for apart", PIECES),
     Fault(SDPA, "and not options.dropout_p", "", "dropout silently off", TORCH),
     Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.score_mod, options.sinks)", "softcap silently off", TORCH),
     Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.sinks)", "score function silently off", TORCH),

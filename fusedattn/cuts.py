@@ -1,0 +1,94 @@
+"""Parts of a tensor and the tensor of such parts: each is the gradient of the other, at any order.
+
+A slice has a gradient as large as the whole tensor, so that many of them would take time quadratic in their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Box = tuple[range, range]  # of the batch, and of the sequence
+
+
+def cut(x: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
+    """Views of ``x``, ``(batch, nheads, seqlen, head_dim)``; they may overlap."""
+    if len(boxes) == 1 and _covers(boxes, x.shape[0], x.shape[2]):
+        return (x,)
+    parts: tuple[Tensor, ...] = _Cut.apply(x, tuple(boxes))  # type: ignore[no-untyped-call]
+    return parts
+
+
+def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int]) -> Tensor:
+    """The tensor ``(batch, nheads, seqlen, head_dim)`` of these parts, the sum where they overlap, 0 elsewhere.
+
+    Its heads follow each other within a token, as those of torch's own function on a CPU do.
+    """
+    if len(boxes) == 1 and _covers(boxes, shape[0], shape[2]):
+        return parts[0]
+    whole: Tensor = _Paste.apply(tuple(boxes), tuple(shape), True, *parts)  # type: ignore[no-untyped-call]
+    return whole
+
+
+# With setup_context, which torch.func asks for, each call would take as long as one of attention over 100 tokens.
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, boxes: tuple[Box, ...]) -> tuple[Tensor, ...]:
+        ctx.boxes, ctx.shape, ctx.by_token = boxes, tuple(x.shape), x.stride(1) < x.stride(2)
+        return tuple(_part(x, box) for box in boxes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        paste = _Paste.apply if torch.is_grad_enabled() else _pasted
+        return paste(ctx.boxes, ctx.shape, ctx.by_token, *grads), None
+
+
+class _Paste(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+        ctx.boxes = boxes
+        return _pasted(boxes, shape, by_token, *parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *cut(grad, ctx.boxes)
+
+
+def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+    batch, nheads, seqlen, head_dim = shape
+    overlap = _overlap(boxes)
+    dtype = parts[0].dtype
+    # Sums of many parts are not rounded to 16 bits again and again.
+    wide = torch.promote_types(dtype, torch.float32) if overlap else dtype
+    new = parts[0].new_zeros if overlap or not _covers(boxes, batch, seqlen) else parts[0].new_empty
+    if by_token:
+        whole = new((batch, seqlen, nheads, head_dim), dtype=wide).transpose(1, 2)
+    else:
+        whole = new(shape, dtype=wide)
+    for part, box in zip(parts, boxes, strict=True):
+        own = _part(whole, box)
+        if overlap:
+            own.add_(part)
+        else:
+            own.copy_(part)
+    return whole.to(dtype)
+
+
+def _part(x: Tensor, box: Box) -> Tensor:
+    batches, tokens = box
+    return x[batches.start : batches.stop, :, tokens.start : tokens.stop]
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether some have a pair of batch and token in common; boxes of the same batches, or of quite different ones."""
+    ordered = sorted((batches.start, tokens.start, tokens.stop) for batches, tokens in boxes)
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(ordered))
+
+
+def _covers(boxes: Sequence[Box], batch: int, seqlen: int) -> bool:
+    """Whether boxes that do not overlap are all there is."""
+    return sum(len(batches) * len(tokens) for batches, tokens in boxes) == batch * seqlen

@@ -1,0 +1,289 @@
+"""Which parts of the scores are worth computing: blocks of queries, each with the range of keys that they may see.
+
+Reads the values of a mask, which must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedattn.masks import Documents, Mask, Prefix
+
+# What a call of torch's function costs besides its scores, forward and backward, in scores of one head.
+CALL = 20_000
+
+# So few scores are not worth a plan.
+FEW = 5 * CALL
+
+# Fewer queries than this are multiplied in smaller tiles, which takes longer for each score.
+FULL_TILE, SMALL_TILES = 192, 1.1
+
+BLOCKS = (128, 256)
+
+Hidden = Literal["nothing", "later", "keys", "band", "pairs"]
+
+
+class Shape(NamedTuple):
+    """Of the scores."""
+
+    batch: int
+    nheads: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Piece(NamedTuple):
+    """Queries `rows`, the range of keys outside of which they see nothing, and which of these pairs are hidden.
+
+    Attributes:
+        hidden: ``"nothing"``; ``"later"``, key ``j`` from query ``i < j``, both counted from the first of the piece;
+            ``"keys"``, some keys from all of these queries alike; ``"band"``, what the bands of the mask hide;
+            ``"pairs"``, whatever the mask hides.
+    """
+
+    rows: range
+    keys: range
+    hidden: Hidden
+
+    def cost(self, nheads: int) -> float:
+        """In scores of one head; `nheads` are those of all batches together."""
+        n_rows, n_keys = len(self.rows), len(self.keys)
+        n_scores = n_rows * n_keys
+        if self.hidden == "later":
+            n_scores -= min(n_rows, n_keys) ** 2 // 2
+        return CALL + nheads * n_scores * (SMALL_TILES if n_rows < FULL_TILE else 1.0)
+
+
+class Group(NamedTuple):
+    """Batches that are computed together, in these pieces; queries that are in none of them see nothing."""
+
+    batches: range
+    pieces: tuple[Piece, ...]
+
+
+def readily(mask: Mask, shape: Shape) -> Mask:
+    """The same mask with all that is not made of ranges in ``allowed``, and nothing there that is of keys alone."""
+    if mask.layout is None and mask.function is None:
+        if mask.allowed is None:
+            return mask
+        allowed = mask.allowed[(None,) * (4 - mask.allowed.dim())]
+        if allowed.shape[1:3] == (1, 1):
+            valid = allowed[:, 0, 0].expand(shape.batch, shape.seqlen_k)
+            return replace(mask, allowed=None, valid=valid if mask.valid is None else mask.valid & valid)
+    return Mask(allowed=mask.dense(shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads))
+
+
+def whole(mask: Mask, shape: Shape) -> list[Group]:
+    """All scores at once."""
+    of_keys = mask.valid is not None and replace(mask, valid=None).is_full
+    piece = Piece(range(shape.seqlen_q), range(shape.seqlen_k), "keys" if of_keys else "pairs")
+    return [Group(range(shape.batch), (piece,))]
+
+
+def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
+    """The cheapest known way to compute what a mask, :func:`readily` made, shows; no ``"later"`` without `diagonals`.
+
+    Has a piece even where nothing is visible at all.
+    """
+    batches, rows, keys = range(shape.batch), range(shape.seqlen_q), range(shape.seqlen_k)
+    band = _Band(*mask.band(len(rows), len(keys)), "band", shape.nheads, diagonals)
+    at_once = whole(mask, shape)
+    if mask.only_bands:
+        found = band._replace(nheads=shape.batch * shape.nheads).pieces(Piece(rows, keys, "nothing"))
+        return [Group(batches, found)] if found else at_once
+    if shape.batch * shape.nheads * len(rows) * len(keys) <= FEW:
+        return at_once
+    plans = [at_once]
+    if mask.allowed is not None:
+        entries = [_blocks(visible) for visible in mask.allowed]
+    else:
+        ranges = _ranges(mask.valid, shape)
+        if mask.documents is None and mask.prefix is None:
+            there = [own for own, _ in ranges if own] or [range(0)]
+            around = range(min(own.start for own in there), max(own.stop for own in there))
+            plans.append([Group(batches, band.pieces(Piece(rows, around, "keys")))])
+        entries = [_entry(mask, b, Piece(rows, *ranges[b]), band, shape) for b in batches]
+    if len(entries) == 1:
+        plans.append([Group(batches, entries[0])])
+    else:
+        alike = (list(of_plan) for _, of_plan in groupby(batches, key=entries.__getitem__))
+        plans.append([Group(range(own[0], own[-1] + 1), entries[own[0]]) for own in alike])
+    return min((x for x in plans if any(pieces for _, pieces in x)), key=lambda groups: _cost(groups, shape.nheads))
+
+
+def of_batches(mask: Mask, batches: range) -> Mask:
+    """That of some of the batches; of a mask that has been :func:`readily` made."""
+
+    def own(x: Tensor) -> Tensor:
+        return x[batches.start : batches.stop] if x.shape[0] > 1 else x
+
+    return Mask(
+        mask.bands,
+        None if mask.valid is None else own(mask.valid),
+        None if mask.allowed is None else own(mask.allowed),
+        None if mask.prefix is None else Prefix(own(mask.prefix.lengths), mask.prefix.align),
+        None if mask.documents is None else Documents(own(mask.documents.q), own(mask.documents.k)),
+    )
+
+
+class _Band(NamedTuple):
+    """Query ``i`` sees keys ``i + lower .. i + upper``; None for no limit.
+
+    Attributes:
+        hides: what to call the pairs outside, where they are not ``"later"``.
+        nheads: of all batches that are computed together.
+        diagonals: whether ``"later"`` is allowed.
+    """
+
+    lower: int | None
+    upper: int | None
+    hides: Hidden
+    nheads: int
+    diagonals: bool
+
+    def pieces(self, whole: Piece) -> tuple[Piece, ...]:
+        """What this band leaves of `whole`."""
+        part = self._narrowed(whole)
+        if part is None:
+            return ()
+        if part.hidden == "later" or not any(self._hidden_from(part)):
+            return (part,)
+        rows = part.rows
+        found: list[tuple[Piece, ...]] = [(part,)]
+        for size in BLOCKS:
+            starts = range(rows.start, rows.stop, size)
+            blocks = (whole._replace(rows=range(i, min(i + size, rows.stop))) for i in starts)
+            found.append(_merged(block for block in map(self._narrowed, blocks) if block is not None))
+        return min(found, key=lambda pieces: sum(piece.cost(self.nheads) for piece in pieces))
+
+    def _narrowed(self, whole: Piece) -> Piece | None:
+        """Without queries and keys that the band hides altogether, and what is hidden then; None if nothing is left."""
+        (rows, keys, hidden), lower, upper = whole, self.lower, self.upper
+        start = rows.start if upper is None else max(rows.start, keys.start - upper)
+        stop = rows.stop if lower is None else min(rows.stop, keys.stop - lower)
+        if start >= stop or (lower is not None and upper is not None and lower > upper):
+            return None
+        first = keys.start if lower is None else max(keys.start, start + lower)
+        end = keys.stop if upper is None else min(keys.stop, stop + upper)
+        if first >= end:
+            return None
+        part = Piece(range(start, stop), range(first, end), hidden)
+        earlier, later = self._hidden_from(part)
+        if not earlier and not later:
+            return part
+        if not earlier and hidden == "nothing" and self.diagonals and upper is not None and start + upper == first:
+            return part._replace(hidden="later")
+        return part._replace(hidden=self.hides if hidden == "nothing" else "pairs")
+
+    def _hidden_from(self, part: Piece) -> tuple[bool, bool]:
+        """Whether the last query does not see the first key, and whether the first query does not see the last key."""
+        return (
+            self.lower is not None and part.rows.stop - 1 + self.lower > part.keys.start,
+            self.upper is not None and part.rows.start + self.upper < part.keys.stop - 1,
+        )
+
+
+def _cost(groups: Iterable[Group], nheads: int) -> float:
+    return sum(piece.cost(len(batches) * nheads) for batches, pieces in groups for piece in pieces)
+
+
+def _ranges(valid: Tensor | None, shape: Shape) -> list[tuple[range, Hidden]]:
+    """For each batch, the range from its first to its last key that is not padding, and what is hidden within."""
+    found: list[tuple[range, Hidden]] = []
+    if valid is None:
+        return [(range(shape.seqlen_k), "nothing")] * shape.batch
+    seen = valid.to(torch.int8)
+    first, count = seen.argmax(1), seen.sum(1)
+    stop = shape.seqlen_k - seen.flip(1).argmax(1)
+    for i, j, n in torch.stack((first, stop, count)).T.tolist():
+        found.append((range(i, j) if n else range(0), "nothing" if n == j - i else "keys"))
+    return found
+
+
+def _entry(mask: Mask, batch: int, whole: Piece, band: _Band, shape: Shape) -> tuple[Piece, ...]:
+    """What one batch sees of `whole`: all its queries, and the range of its keys that are not padding."""
+    if not whole.keys:
+        return ()
+    parts = [whole]
+    if mask.documents is not None:
+        parts = _documents(mask.documents.q[batch], mask.documents.k[batch], whole, band.nheads)
+    if mask.prefix is None:
+        return tuple(piece for part in parts for piece in band.pieces(part))
+    # All queries up to the one that sees the last key of the prefix anyway see just the prefix; then it is causal.
+    length = int(mask.prefix.lengths[batch])
+    shift = shape.seqlen_k - shape.seqlen_q if mask.prefix.align == "bottom_right" else 0
+    upper = shift if band.upper is None else min(band.upper, shift)
+    causal = band._replace(upper=upper, hides="pairs")
+    found: list[Piece] = []
+    for rows, keys, hidden in parts:
+        turn = min(max(length - shift, rows.start), rows.stop)
+        in_prefix = range(keys.start, max(min(keys.stop, length), keys.start))
+        found += band.pieces(Piece(range(rows.start, turn), in_prefix, hidden))
+        found += causal.pieces(Piece(range(turn, rows.stop), keys, hidden))
+    return tuple(found)
+
+
+def _documents(ids_q: Tensor, ids_k: Tensor, whole: Piece, nheads: int) -> list[Piece]:
+    """Each run of queries of a document with the keys of that document; short ones together."""
+    spans: dict[int, tuple[range, Hidden]] = {}
+    for name, run in _runs(ids_k):
+        run = range(max(run.start, whole.keys.start), min(run.stop, whole.keys.stop))
+        if run and name in spans:
+            spans[name] = range(spans[name][0].start, run.stop), "pairs"
+        elif run:
+            spans[name] = run, whole.hidden
+    found: list[Piece] = []
+    for name, rows in _runs(ids_q):
+        if name not in spans:
+            continue
+        found.append(Piece(rows, *spans[name]))
+        while len(found) > 1:
+            (a, b), both = found[-2:], _hull(found[-2], found[-1])
+            if both.cost(nheads) > a.cost(nheads) + b.cost(nheads):
+                break
+            found[-2:] = [both]
+    return found
+
+
+def _runs(ids: Tensor) -> list[tuple[int, range]]:
+    """The stretches of equal numbers."""
+    starts = [0, *((ids[1:] != ids[:-1]).nonzero()[:, 0] + 1).tolist()]
+    return list(zip(ids[starts].tolist(), (range(i, j) for i, j in pairwise([*starts, len(ids)])), strict=True))
+
+
+def _hull(a: Piece, b: Piece) -> Piece:
+    """Both, the second behind the first, and all between."""
+    keys = range(min(a.keys.start, b.keys.start), max(a.keys.stop, b.keys.stop))
+    return Piece(range(a.rows.start, b.rows.stop), keys, "pairs")
+
+
+def _blocks(visible: Tensor) -> tuple[Piece, ...]:
+    """Of a mask that is written out, bool ``(nheads or 1, seqlen_q, seqlen_k)``."""
+    size = BLOCKS[-1]
+    found: list[Piece] = []
+    for start in range(0, visible.shape[1], size):
+        block = visible[:, start : start + size]
+        seen = block.flatten(0, 1).any(0).nonzero()[:, 0]
+        if len(seen):
+            keys = range(int(seen[0]), int(seen[-1]) + 1)
+            hidden: Hidden = "nothing" if block[..., keys.start : keys.stop].all() else "pairs"
+            found.append(Piece(range(start, start + block.shape[1]), keys, hidden))
+    return _merged(found)
+
+
+def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Blocks that follow each other as one where the same is hidden from them."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and last[1:] == piece[1:] and last.rows.stop == piece.rows.start:
+            found[-1] = last._replace(rows=range(last.rows.start, piece.rows.stop))
+        else:
+            found.append(piece)
+    return tuple(found)
