@@ -117,7 +117,7 @@ def visits(
     starts = torch.zeros(n, most, dtype=torch.int32, device=DEVICE)
     n_grid = n_n if grid else 0
     shown = torch.zeros(n, n_grid, dtype=torch.int32, device=DEVICE)
-    sizes = problem.band.sizes()
+    sizes = problem.band.sizes
     if n > 0 and by_query:
         write_key_blocks[(n,)](
             counts, starts, shown, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_m, n_grid, **sizes,
