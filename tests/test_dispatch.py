@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fusedattn
 from fusedattn import Rope, attention, fused, masks, ops, plain, reference
@@ -200,6 +201,25 @@ def test_autograd_only_where_there_is_a_gradient(monkeypatch, no_launch):
     assert applied == ["Attention", "Attention", "AttentionBackward"]
 
 
+@interpreted
+def test_transforms_of_a_call_without_a_gradient_to_keep():
+    """Forward mode needs no requires_grad, and reaches into a backward without create_graph; so does vmap."""
+    q, k, v = qkv(1, 2, 5, 8, dtype=torch.float64)
+    douts = torch.stack(qkv(1, 2, 5, 8, dtype=torch.float64))
+    with forward_ad.dual_level():
+        out = attention(forward_ad.make_dual(q, douts[0]), k, v, backend="triton")
+        assert forward_ad.unpack_dual(out).tangent is not None
+    q.requires_grad_()
+    out = attention(q, k, v, backend="triton")
+    with forward_ad.dual_level():
+        (dq,) = torch.autograd.grad(out, q, forward_ad.make_dual(douts[0], douts[1]), retain_graph=True)
+        tangent = forward_ad.unpack_dual(dq).tangent
+    torch.testing.assert_close(tangent, torch.autograd.grad(out, q, douts[1], retain_graph=True)[0])
+    (found,) = torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)
+    for dq, dout in zip(found, douts, strict=True):
+        torch.testing.assert_close(dq, torch.autograd.grad(out, q, dout, retain_graph=True)[0])
+
+
 def in_another_layout(x: Tensor) -> Tensor:
     """``(batch, seqlen, nheads, head_dim)`` in memory, as a part of something larger."""
     wide = torch.zeros(x.shape[0], x.shape[2], 3, *x.shape[1::2], dtype=x.dtype)
@@ -266,6 +286,7 @@ def overlapping(x: Tensor) -> Tensor:
         lambda q, k, v: (q, k, v[:, :, :5]),
         lambda q, k, v: (q[:, :, :0], k, v),
         lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+        lambda q, k, v: (q, *(x.repeat(1, 1, 33, 1) for x in (k, v))),
         lambda q, k, v: (q[:0], k[:0], v[:0]),
         lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]),
         lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]),

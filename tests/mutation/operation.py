@@ -30,11 +30,12 @@ PREPARE, OPS, FUSED, CONSTANTS = (
     "fusedattn/constants.py",
 )
 VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
-NESTED = "fusedattn/nested.py"
+NESTED, PLAIN = "fusedattn/nested.py", "fusedattn/plain.py"
 FUNCTIONS, CONFIGS = "fusedattn/functions.py", "kernels/configs.py"
 
 NESTED_TENSORS = "tests/test_varlen.py -k nested"
 LSE = "tests/test_attention.py -k lse"
+PLAIN_CALLS = "tests/test_dispatch.py -k plain_call"
 STRIDES = "tests/test_strides.py"
 COMPILE = "tests/test_compile.py"
 OPCHECK = "tests/test_compile.py -k opcheck"
@@ -47,6 +48,17 @@ QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
 
 # fmt: off
 OPERATION = (
+    Fault(PLAIN, "math.isfinite(q.sum()) and ", "", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
+    Fault(PLAIN, " and math.isfinite(v.sum())", "", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
+    Fault(PLAIN, '!= "torch" or _intercepted():', '!= "torch":', "plain calls under autocast and in vmap", PLAIN_CALLS),
+    Fault(PLAIN, "last == 1 and min(strides) >= head_dim", "last == 1", "plain calls: rows that overlap", PLAIN_CALLS),
+    Fault(PLAIN, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
+    Fault(PLAIN, " or seqlen_k > LONGEST", "", "plain calls of any length", PLAIN_CALLS),
+    Fault(PLAIN, "lower is not None or upper not in (None, 0)", "upper not in (None, 0)", "plain calls: a window is off", PLAIN_CALLS),
+    Fault(PLAIN, "is_causal = upper is not None", "is_causal = False", "plain calls: not causal", PLAIN_CALLS),
+    Fault(FUSED, "if torch.is_grad_enabled() or _transforming():", "if _transforming():", "gradients that are constant for create_graph", SECOND_ORDER),
+    Fault(FUSED, "if torch.is_grad_enabled() or _transforming():", "if torch.is_grad_enabled():", "no derivative in forward mode of the gradients", "tests/test_dispatch.py -k transforms"),
+    Fault(FUSED, "if not needs_gradient and not _transforming():", "if not needs_gradient:", "no derivative in forward mode", SECOND_ORDER),
     Fault(OPS, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
     Fault(OPS, "unfit = overlaps or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
     Fault(OPS, "unfit = overlaps or x.stride(2) > MAX_ROW_STRIDE", "unfit = overlaps", "outputs whose rows are too far apart for int32", LARGE),
