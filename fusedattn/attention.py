@@ -7,13 +7,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from fusedattn import fused, nested, reference, sdpa
+from fusedattn import fused, nested, plain, reference, sdpa
 from fusedattn.biases import Bias
 from fusedattn.masks import Mask
 from fusedattn.prepare import autocast, checked, with_positive_scale
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
-from fusedattn.support import Backend, default_backend
+from fusedattn.support import Backend
 
 
 @overload
@@ -136,13 +136,19 @@ def attention(
             q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
             dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, backend=backend,
         )  # fmt: skip
+    unchanged = rope is None and bias is None and scale is None and softcap is None and score_mod is None
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
+    if unchanged and no_dropout and sinks is None and not return_lse:
+        answer = plain.attention(q, k, v, mask, backend)
+        if answer is not None:
+            return answer
     q, k, v = autocast(q, k, v)
-    options = checked(
+    options, backend = checked(
         q, k, v, None, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
         dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
-    if (backend or default_backend(q.device)) == "triton":
+    if backend == "triton":
         out, lse = fused.attention(q, k, v, options)
     elif return_lse or not sdpa.can_run(options):
         # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.

@@ -21,7 +21,8 @@ BACKENDS = ("triton", "torch")
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless q, k, v are tensors of one attention."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    named = (("q", q), ("k", k), ("v", v))
+    for name, x in named:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, allowed is a torch.Tensor")
         if x.dtype not in DTYPES:
@@ -35,17 +36,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name}: got shape {tuple(x.shape)}, allowed is four dimensions, (batch, nheads, seqlen, head_dim)"
             )
     batch, nheads_q, _, head_dim = q.shape
-    nheads_kv = k.shape[1]
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != batch:
-            raise ValueError(f"{name}: got batch {x.shape[0]}, allowed is that of q, {batch}")
-    if k.shape[1:3] != v.shape[1:3]:
+    batch_k, nheads_kv, seqlen_k, head_dim_k = k.shape
+    batch_v, nheads_v, seqlen_v, _ = v.shape
+    for name, size in (("k", batch_k), ("v", batch_v)):
+        if size != batch:
+            raise ValueError(f"{name}: got batch {size}, allowed is that of q, {batch}")
+    if nheads_kv != nheads_v or seqlen_k != seqlen_v:
         raise ValueError(
             f"v: got (nheads_kv, seqlen_k) {tuple(v.shape[1:3])}, allowed is that of k, {tuple(k.shape[1:3])}"
         )
-    if k.shape[3] != head_dim:
-        raise ValueError(f"k: got head_dim {k.shape[3]}, allowed is that of q, {head_dim}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    if head_dim_k != head_dim:
+        raise ValueError(f"k: got head_dim {head_dim_k}, allowed is that of q, {head_dim}")
+    for name, x in named:
         if x.shape[3] == 0:
             raise ValueError(f"{name}: got head_dim 0, allowed is 1 and more")
         if x.stride(3) != 1 and x.shape[3] > 1 and x.numel() > 0:
@@ -100,6 +102,8 @@ def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:
 
 def check_mask(mask: Mask, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
+    if mask.only_bands:  # which fit any
+        return
     if packed is None:
         mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     else:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fusedattn.biases import Bias
 from fusedattn.functions import read, without_learned
-from fusedattn.masks import Mask
+from fusedattn.masks import Band, Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
 UNBOUNDED = 2**62
 
+# Everything of a call that gets no gradient, as arguments of the operators.
+Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
 
-@dataclass(frozen=True)
-class ConstantTensors:
+
+class ConstantTensors(NamedTuple):
     """Tensors without a gradient, None where a call has none; :class:`fusedattn.kernels.mask_arguments.MaskTensors`,
     :class:`fusedattn.kernels.scores.ScoreArguments` and :class:`fusedattn.Rope` have their shapes.
 
@@ -39,8 +41,7 @@ class ConstantTensors:
     cu_seqlens_k: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ConstantSizes:
+class ConstantSizes(NamedTuple):
     """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none."""
 
     lower_start: int = -UNBOUNDED
@@ -57,7 +58,7 @@ class ConstantSizes:
 
 @dataclass(frozen=True)
 class Constants:
-    """Everything of a call that gets no gradient.
+    """Everything of a call that gets no gradient; no tuple, because transforms of ``torch.func`` would look into it.
 
     Attributes:
         mask_args, score_args: of the user's functions, tensors and numbers.
@@ -79,13 +80,12 @@ class Constants:
     dropout_p: float
     keep_rest: bool
 
-    def flat(self) -> tuple[list[Tensor | None], list[int], str, float, float, float, bool]:
+    def flat(self) -> Flat:
         """As arguments of the operators."""
-        tensors = [getattr(self.tensors, name) for name in TENSOR_NAMES]
         args = (*self.mask_args, *self.score_args)
         return (
-            [*tensors, *(x for x in args if isinstance(x, Tensor))],
-            [getattr(self.sizes, name) for name in SIZE_NAMES],
+            [*self.tensors, *(x for x in args if isinstance(x, Tensor))],
+            list(self.sizes),
             "\n".join(self.functions),
             self.scale,
             self.softcap,
@@ -96,7 +96,7 @@ class Constants:
     @staticmethod
     def of(tensors: list[Tensor | None], sizes: list[int], functions: str, *others: Any) -> Constants:
         """What :meth:`flat` made these of."""
-        n = len(TENSOR_NAMES)
+        n = len(ConstantTensors._fields)
         rest: Any = iter(tensors[n:])
         keys: Any = tuple(functions.split("\n"))
         mask_key, mask_numbers, score_key, _, score_numbers, _ = keys
@@ -108,10 +108,6 @@ class Constants:
             keys,
             *others,
         )
-
-
-TENSOR_NAMES = tuple(field.name for field in fields(ConstantTensors))
-SIZE_NAMES = tuple(field.name for field in fields(ConstantSizes))
 
 
 @dataclass(frozen=True)
@@ -146,13 +142,12 @@ class Options:
             cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
             cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
         )
-        starts = [band for band in mask.bands if band.align == "top_left"]
-        ends = [band for band in mask.bands if band.align == "bottom_right"]
+        lower_start, upper_start, lower_end, upper_end = _bounds(mask.bands)
         sizes = ConstantSizes(
-            lower_start=max([-UNBOUNDED, *(-band.left for band in starts if band.left is not None)]),
-            upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)]),
-            lower_end=max([-UNBOUNDED, *(-band.left for band in ends if band.left is not None)]),
-            upper_end=min([UNBOUNDED, *(band.right for band in ends if band.right is not None)]),
+            lower_start=lower_start,
+            upper_start=upper_start,
+            lower_end=lower_end,
+            upper_end=upper_end,
             prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
             block_q=16 if mask.layout is None else mask.layout.block_q,
             block_k=16 if mask.layout is None else mask.layout.block_k,
@@ -178,6 +173,18 @@ class Options:
             dropout_p=self.dropout_p,
             keep_rest=keep_rest,
         )
+
+
+def _bounds(bands: frozenset[Band]) -> tuple[int, int, int, int]:
+    """(lower, upper) of the bands that are counted from the first key, then of those from the last."""
+    lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
+    upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
+    for band in bands:
+        if band.left is not None:
+            lower[band.align] = max(lower[band.align], -band.left)
+        if band.right is not None:
+            upper[band.align] = min(upper[band.align], band.right)
+    return lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,19 +26,10 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        relative: Tensor | None,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-        learned: Tensor | None,
-        constants: Constants,
-        eager: Eager,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return ops.attention_fwd(q, k, v, bias, relative, sinks, slopes, learned, *constants.flat())
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        *inputs, constants, _ = args
+        with _below_autograd():
+            return ops.attention_fwd(*inputs, *constants.flat())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -53,8 +46,13 @@ class Attention(torch.autograd.Function):
         inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
         dout = torch.zeros_like(kept[0]) if dout is None else dout
         needed = tuple(ctx.needs_input_grad[: ops.N_DIFFERENTIABLE])
-        constants = Constants.of(list(tensors), *ctx.numbers)
-        found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+        flat = (list(tensors), *ctx.numbers)
+        if torch.is_grad_enabled() or _transforming():
+            constants = Constants.of(*flat)
+            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+        else:  # nothing differentiates the gradients
+            with _below_autograd():
+                found = ops.gradients(dout, dlse, (*inputs, *kept), needed, *flat)
         return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
 
     @staticmethod
@@ -67,6 +65,9 @@ class Attention(torch.autograd.Function):
         return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
 
 
+# Torch binds the arguments of every call to the signature, which it makes anew unless it finds one.
+Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
+
 N_BACKWARD = 2 + ops.N_DIFFERENTIABLE  # dout, dlse and what Attention differentiates by
 
 
@@ -76,7 +77,8 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         *tensors, needed, constants, _ = args
-        return ops.gradients(dout, dlse, tensors, needed, *constants.flat())
+        with _below_autograd():
+            return ops.gradients(dout, dlse, tensors, needed, *constants.flat())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -104,6 +106,16 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
+
+
+def _below_autograd() -> AbstractContextManager[None]:
+    """Inside, an op does not look for gradients, of which its caller takes care; a compiler cannot trace this."""
+    return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
+
+
+def _transforming() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -175,6 +187,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
                 "are gradients; leave the call outside of what is compiled, or use backend='torch'"
             )
         out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
+        return out, lse
+    if not needs_gradient and not _transforming():
+        with _below_autograd():
+            out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
         return out, lse
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -217,9 +217,8 @@ class Mask:
     @property
     def only_bands(self) -> bool:
         """Whether there is nothing but bands."""
-        return all(
-            part is None for part in (self.valid, self.allowed, self.prefix, self.documents, self.layout, self.function)
-        )
+        by_tensor = self.valid is not None or self.allowed is not None or self.documents is not None
+        return not by_tensor and self.prefix is None and self.layout is None and self.function is None
 
     def band(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
         """``(lower, upper)`` of all bands: query ``i`` sees keys ``i + lower <= j <= i + upper``; None: no limit.
@@ -482,12 +481,15 @@ def function(fn: Any, eager: Callable[..., Tensor] | None = None, args: tuple[An
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """Accept what callers pass as a mask: a :class:`Mask`, a bool tensor (True = attend), or None (see all)."""
     if mask is None:
-        return Mask()
+        return _FULL
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
         return boolean(mask)
     raise TypeError(f"mask: got {type(mask).__name__}, allowed are fusedattn.masks.Mask, a bool tensor, None")
+
+
+_FULL = Mask()
 
 
 def _shift(align: CausalAlign, seqlen_q: int, seqlen_k: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from fusedattn.constants import UNBOUNDED, Constants
 from fusedattn.functions import readers_of, registered, with_learned
 
 if TYPE_CHECKING:
+    from fusedattn.kernels.mask_arguments import Band
     from fusedattn.kernels.problem import Problem
     from fusedattn.kernels.rope import Rotation
 
@@ -36,7 +38,8 @@ def _new_like(x: Tensor, n: int | None = None) -> Tensor:
 
     With `n` features, where ``x`` has another number, the dimensions follow each other in memory as those of ``x`` do.
     """
-    unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE
+    overlaps = not x.is_contiguous() and sdpa.rows_overlap(x)
+    unfit = overlaps or x.stride(2) > MAX_ROW_STRIDE
     if n is not None and n != x.shape[3]:
         shape = (*x.shape[:3], n)
         order = [0, 1, 2] if unfit else sorted(range(3), key=lambda d: -x.stride()[d])
@@ -62,20 +65,32 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "ieee"
 
 
-def _rotation(constants: Constants, positions: Tensor | None) -> Rotation | None:
+def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
+    """Of the queries and of the keys."""
     from fusedattn.kernels.rope import Rotation
 
     cos, sin = constants.tensors.cos, constants.tensors.sin
     if cos is None or sin is None:
-        return None
-    if positions is not None:
-        positions = (positions if positions.dim() == 2 else positions[None]).contiguous()
-    return Rotation(
-        cos=(cos if cos.dim() == 3 else cos[None]).contiguous(),
-        sin=(sin if sin.dim() == 3 else sin[None]).contiguous(),
-        positions=positions,
-        interleaved=bool(constants.sizes.interleaved),
+        return None, None
+    cos, sin = (_contiguous(x, 3) for x in (cos, sin))
+    interleaved = bool(constants.sizes.interleaved)
+    of_queries, of_keys = (
+        Rotation(cos, sin, None if positions is None else _contiguous(positions, 2), interleaved)
+        for positions in (constants.tensors.positions_q, constants.tensors.positions_k)
     )
+    return of_queries, of_keys
+
+
+def _contiguous(x: Tensor, dim: int) -> Tensor:
+    """``x``, contiguous, with that many dimensions or one less, for a batch of 1."""
+    return (x if x.dim() == dim else x[None]).contiguous()
+
+
+@lru_cache(maxsize=256)
+def _band(*bounds: int) -> Band:
+    from fusedattn.kernels.mask_arguments import Band
+
+    return Band(*(None if abs(bound) == UNBOUNDED else bound for bound in bounds))
 
 
 def _problem(
@@ -92,7 +107,7 @@ def _problem(
     """The attention for the launchers; called where the kernels run, as it may run some."""
     from fusedattn.kernels import configs
     from fusedattn.kernels.dropout import dropout_arguments
-    from fusedattn.kernels.mask_arguments import Band, MaskTensors, mask_arguments
+    from fusedattn.kernels.mask_arguments import MaskTensors, mask_arguments
     from fusedattn.kernels.problem import Problem
     from fusedattn.kernels.scores import UNMODIFIED, score_arguments
     from fusedattn.kernels.sequences import Sequences, Shape
@@ -110,12 +125,10 @@ def _problem(
         max_seqlen_q=sizes.max_seqlen_q if packed else q.shape[2],
         max_seqlen_k=sizes.max_seqlen_k if packed else k.shape[2],
     )
-    names = ("lower_start", "upper_start", "lower_end", "upper_end")
-    bounds = {name: getattr(sizes, name) for name in names}
-    band = Band(**{name: None if abs(bound) == UNBOUNDED else bound for name, bound in bounds.items()})
+    band = _band(sizes.lower_start, sizes.upper_start, sizes.lower_end, sizes.upper_end)
     mask_key, _, score_key, derivative_key, *_ = constants.functions
-    keys = (mask_key, score_key, derivative_key)
-    mask_function, score_function, derivative = (registered(key) if key else None for key in keys)
+    mask_function = registered(mask_key) if mask_key else None
+    score_function = registered(score_key) if score_key else None
     mask = MaskTensors(
         valid=tensors.valid,
         allowed=tensors.allowed,
@@ -132,21 +145,22 @@ def _problem(
     score = score_arguments(
         softcap=constants.softcap or None,
         function=score_function,
-        derivative=derivative,
+        derivative=registered(derivative_key) if derivative_key else None,
         function_args=with_learned(constants.score_args, learned),
         bias=bias,
         slopes=slopes,
         relative=None if relative is None else _tileable(relative),
         has_sinks=sinks is not None,
     )
-    by_pair = (tensors.allowed, tensors.documents_q, mask_function)
+    by_pair = tensors.allowed is not None or tensors.documents_q is not None or mask_function is not None
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
-    work: Any = "scored" if scored else "streamed" if all(x is None for x in by_pair) else "dense"
+    work: Any = "scored" if scored else "dense" if by_pair else "streamed"
     head_dim = max(q.shape[3], v.shape[3])
     tiles, exact_rows = configs.for_tensor(q, head_dim, work), configs.exact_rows_for_tensor(q, head_dim)
     if tensors.layout is not None:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
+    rotation_q, rotation_k = _rotations(constants)
     return Problem(
         shape=shape,
         call=Call(
@@ -156,8 +170,8 @@ def _problem(
             sequences,
         ),
         band=band,
-        rotation_q=_rotation(constants, tensors.positions_q),
-        rotation_k=_rotation(constants, tensors.positions_k),
+        rotation_q=rotation_q,
+        rotation_k=rotation_k,
         sinks=None if sinks is None else sinks.contiguous(),
         scale=constants.scale,
         precision=_precision(q.dtype),
@@ -211,7 +225,8 @@ def attention_fwd(
 
 def _attention_fwd_empty(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse, row_max, row_sum = (torch.empty(q.shape[:3], dtype=dtype, device=q.device) for _ in range(3))
+    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    row_max, row_sum = torch.empty_like(lse), torch.empty_like(lse)
     out = _new_like(q, v.shape[3])
     if constants.keep_rest and q.dtype.itemsize == 2:
         rest = torch.empty_like(out, dtype=torch.int8)
@@ -374,7 +389,9 @@ def gradients(
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
     found = attention_bwd(dout, dlse, *tensors, ask, *flat)
-    return tuple(x if needs else x.new_empty(0) for x, needs in zip(found, needed, strict=True))
+    if needs_dk != needs_dv:  # they come together
+        found = tuple(x if needs else x.new_empty(0) for x, needs in zip(found, needed, strict=True))
+    return found
 
 
 # The op by itself is differentiable too: a compiler takes it as it is.

@@ -35,8 +35,8 @@ def checked(
     dropout_p: float,
     dropout_seed: Tensor | None,
     backend: Backend | None,
-) -> Options:
-    """The options of a call, defaults and a seed filled in; q, k and v have four dimensions.
+) -> tuple[Options, Backend]:
+    """The options of a call, defaults and a seed filled in, and what runs it; q, k and v have four dimensions.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`attention`.
@@ -62,20 +62,20 @@ def checked(
     checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
         checks.check_dropout_seed(dropout_seed, q)
+    backend = backend or default_backend(q.device)
     reasons = not_supported_reasons(
         q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
         dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
     )  # fmt: skip
     if reasons:
-        name = backend or default_backend(q.device)
-        raise NotImplementedError(f"attention cannot run on backend {name!r}: " + "; ".join(reasons))
+        raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))
     # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.
     if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
         rope.check_positions()
     if dropout_p and dropout_seed is None:
         dropout_seed = draw_seed(q.device)
     cap = None if softcap is None else float(softcap)
-    return Options(mask, rope, bias, float(scale), cap, score_mod, sinks, float(dropout_p), dropout_seed)
+    return Options(mask, rope, bias, float(scale), cap, score_mod, sinks, float(dropout_p), dropout_seed), backend
 
 
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
@@ -91,7 +91,7 @@ def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As torch's own functions do: in the dtype of the autocast region, if they are in one; float64 stays."""
-    return tuple(_autocast(x) for x in tensors)
+    return tuple(map(_autocast, tensors)) if torch._C._is_any_autocast_enabled() else tensors
 
 
 def _autocast(x: Tensor) -> Tensor:

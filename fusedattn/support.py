@@ -115,7 +115,7 @@ def not_supported_reasons(
         if part is not None and part.eager is None and backend == "torch":
             reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
     if backend == "triton":
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         reasons += _triton_reasons(q, max(q.shape[-1], v.shape[-1]), needs_gradient)
     return reasons
 

@@ -13,7 +13,7 @@ from fusedattn.masks import Mask
 from fusedattn.prepare import autocast, checked, with_positive_scale
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
-from fusedattn.support import Backend, default_backend
+from fusedattn.support import Backend
 
 
 @overload
@@ -125,12 +125,12 @@ def attention_varlen(
         k.shape[2] if max_seqlen_k is None else max_seqlen_k,
     )
     checks.check_packed(packed, q, k)
-    options = checked(
+    options, backend = checked(
         q, k, v, packed, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod,
         sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
-    if (backend or default_backend(q.device)) == "triton":
+    if backend == "triton":
         out, lse = fused.attention(q, k, v, options, packed)
     else:
         out, lse = eager_packed.attention(q, k, v, options, packed)

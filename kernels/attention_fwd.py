@@ -58,7 +58,9 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _turned(k_tile, rotation, place, start_n, n_positions, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
+def _turned(
+    k_tile, rotation, place, start_n, n_positions, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr
+):
     """A tile of keys, rotated here where it did not come rotated."""
     if rotation.ROTARY_DIM > 0:
         turned = rotate_tile(
@@ -152,7 +154,9 @@ def attention_fwd(
         # the next, so that it runs while these become weights. The first scores and the last product stand alone.
         if blocks.n_full > 0:
             keys = (first_full + offs_n)[None, :]
-            k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, first_full, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = full_tile(
+                k, k_tiles, k_head, place.batch, head_kv, place.first_k, first_full, HEAD_DIM, BLOCK_N, BLOCK_D
+            )
             k_tile = _turned(k_tile, rotation_k, place, first_full, n_positions, BLOCK_N, BLOCK_D, ACC)
             scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
             scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
@@ -163,10 +167,23 @@ def attention_fwd(
             p = bits_of(round_to(p, v.ptr.dtype.element_ty))
             for start_n in range(first_full + BLOCK_N, stop_full, BLOCK_N):
                 keys = (start_n + offs_n)[None, :]
-                k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+                k_tile = full_tile(
+                    k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
+                )
                 k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
                 scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
-                v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+                v_tile = full_tile(
+                    v,
+                    v_tiles,
+                    v_head,
+                    place.batch,
+                    head_kv,
+                    place.first_k,
+                    start_n - BLOCK_N,
+                    HEAD_DIM_V,
+                    BLOCK_N,
+                    BLOCK_DV,
+                )
                 p = of_bits(p, v_tile.dtype)
                 acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
                 if HAS_REST:
@@ -177,7 +194,18 @@ def attention_fwd(
                 if HAS_REST and call.dropout.seed_ptr is not None:
                     c_i = c_i * alpha + tl.sum(p, 1)
                 p = bits_of(round_to(p, v_tile.dtype))
-            v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            v_tile = full_tile(
+                v,
+                v_tiles,
+                v_head,
+                place.batch,
+                head_kv,
+                place.first_k,
+                stop_full - BLOCK_N,
+                HEAD_DIM_V,
+                BLOCK_N,
+                BLOCK_DV,
+            )
             p = of_bits(p, v_tile.dtype)
             acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
             if HAS_REST:
@@ -185,12 +213,16 @@ def attention_fwd(
     else:
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
-            k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = full_tile(
+                k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
+            )
             k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
             scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
             scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
             p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-            v_tile = full_tile(v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            v_tile = full_tile(
+                v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
+            )
             p = kept_only(p, call, place, nheads_q, rows, keys)
             if HAS_REST and call.dropout.seed_ptr is not None:
                 c_i = c_i * alpha + tl.sum(p, 1)
@@ -307,5 +339,5 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, n_tiles),
         EDGE=min(config.EDGE, config.BLOCK_N),
-        PIPELINED=config.style == 'pipelined',
+        PIPELINED=config.style == "pipelined",
     )

@@ -82,7 +82,9 @@ class TileConfig:
 
     def turning(self) -> TileConfig:
         """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
-        return self if self.style == "pointers" else replace(self, style="descriptors", num_stages=min(self.num_stages, 2))
+        return (
+            self if self.style == "pointers" else replace(self, style="descriptors", num_stages=min(self.num_stages, 2))
+        )
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.

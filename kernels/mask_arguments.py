@@ -1,7 +1,8 @@
 """From the tensors of a mask to what the kernels read, by torch functions on the device: nothing waits for the host."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,6 +14,8 @@ from fusedattn.kernels.sequences import Sequences, Shape
 
 NO_DOCUMENTS = DocumentArguments(None, None, None, None, 0, 0)
 NO_LAYOUT = LayoutArguments(None, None, None, None, None, 0, 0, 0, 0, 16, 16)
+
+_SWITCH = {False: tl.constexpr(False), True: tl.constexpr(True)}
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,13 @@ class Band:
     lower_end: int | None = None
     upper_end: int | None = None
 
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The bounds as the kernels take them."""
         far = UNBOUNDED.value
         return {
             name: (-far if name.startswith("lower") else far) if bound is None else max(-far, min(far, bound))
-            for name, bound in vars(self).items()
+            for name, bound in asdict(self).items()
         }
 
     @property
@@ -46,13 +50,12 @@ class Band:
 
     def at(self, shape: Shape) -> tuple[int, int]:
         """(lower, upper) of sequences that are not packed."""
-        sizes, at_end = self.sizes(), shape.seqlen_k - shape.seqlen_q
+        sizes, at_end = self.sizes, shape.seqlen_k - shape.seqlen_q
         lower = max(sizes["lower_start"], sizes["lower_end"] + at_end)
         return lower, min(sizes["upper_start"], sizes["upper_end"] + at_end)
 
 
-@dataclass(frozen=True)
-class MaskTensors:
+class MaskTensors(NamedTuple):
     """A mask; None masks nothing.
 
     Attributes:
@@ -91,15 +94,15 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
     by_pair = mask.allowed is not None or mask.layout is not None or mask.function is not None
     irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None
     return MaskArguments(
-        HAS_LOWER=tl.constexpr(band.has_lower),
-        HAS_UPPER=tl.constexpr(band.has_upper),
-        BY_PAIR=tl.constexpr(by_pair),
-        MAY_HIDE_ROWS=tl.constexpr(by_pair or irregular),
+        HAS_LOWER=_SWITCH[band.has_lower],
+        HAS_UPPER=_SWITCH[band.has_upper],
+        BY_PAIR=_SWITCH[by_pair],
+        MAY_HIDE_ROWS=_SWITCH[by_pair or irregular],
         valid_ptr=valid,
         key_range_ptr=None if valid is None else key_range(valid, sequences, shape),
         allowed=NO_PAIRS if mask.allowed is None else pairs(mask.allowed.view(torch.uint8)),
         prefix_ptr=None if mask.prefix is None else mask.prefix.to(torch.int32).contiguous(),
-        PREFIX_AT_END=tl.constexpr(mask.prefix_at_end),
+        PREFIX_AT_END=_SWITCH[mask.prefix_at_end],
         documents=documents,
         layout=layout,
         FUNCTION=mask.function,

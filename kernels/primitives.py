@@ -268,7 +268,7 @@ def heads(x: torch.Tensor) -> Heads:
 
 def block_d(head_dim: int) -> int:
     """Width of a tile that holds head_dim features: a power of two, and at least the 16 that tl.dot needs."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:

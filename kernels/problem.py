@@ -1,6 +1,7 @@
 """One attention as the host hands it to the launchers of all kernels."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,28 +71,37 @@ def launch_arguments(
 
     A program owns a tile of queries, or, `of_keys`, one of keys.
     """
-    shape, head_dim, head_dim_v = problem.shape, q.shape[3], v.shape[3]
+    shape = problem.shape
     return {
         "nheads_q": shape.nheads_q,
         "nheads_kv": shape.nheads_kv,
         "seqlen_q": shape.seqlen_q,
         "seqlen_k": shape.seqlen_k,
         "n_tiles": n_tiles,
-        "together": _heads_together(problem, q, (head_dim + head_dim_v) * q.itemsize, of_keys),
-        **problem.band.sizes(),
+        "together": _heads_together(problem, q, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
+        **problem.band.sizes,
         "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
         "scale": problem.scale,
         "qk_scale": problem.softmax_scale * LOG2E.value,
+        **_constants(q.shape[3], v.shape[3], q.dtype, problem.precision, config),
+        **LAUNCH_OPTIONS,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _constants(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str, config: TileConfig
+) -> dict[str, Any]:
+    return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "BLOCK_D": block_d(head_dim),
         "BLOCK_DV": block_d(head_dim_v),
-        "ACC": accumulator(q.dtype),
-        "PRECISION": problem.precision,
-        "EXACT": is_exact(q.dtype),
+        "ACC": accumulator(dtype),
+        "PRECISION": precision,
+        "EXACT": is_exact(dtype),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        **LAUNCH_OPTIONS,
     }

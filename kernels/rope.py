@@ -10,6 +10,7 @@ The gradient of a rotated tensor is turned back by the transpose. That is the in
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -181,21 +182,24 @@ class Rotation:
         """Rows of the tables."""
         return self.cos.shape[-2]
 
+    @cached_property
+    def arguments(self) -> RotationArguments:
+        """For the kernels of one call."""
+        n_positions, half = self.cos.shape[-2:]
+        return RotationArguments(
+            self.cos,
+            self.sin,
+            self.positions,
+            n_positions * half if self.cos.shape[0] > 1 else 0,
+            _batch_stride(self.positions),
+            tl.constexpr(self.interleaved),
+            tl.constexpr(2 * half),
+        )
+
 
 def rotation_arguments(rotation: Rotation | None) -> RotationArguments:
     """For a kernel that may or may not rotate."""
-    if rotation is None:
-        return NO_ROTATION
-    n_positions, half = rotation.cos.shape[-2:]
-    return RotationArguments(
-        rotation.cos,
-        rotation.sin,
-        rotation.positions,
-        n_positions * half if rotation.cos.shape[0] > 1 else 0,
-        _batch_stride(rotation.positions),
-        tl.constexpr(rotation.interleaved),
-        tl.constexpr(2 * half),
-    )
+    return NO_ROTATION if rotation is None else rotation.arguments
 
 
 def rotated(
@@ -209,12 +213,12 @@ def rotated(
     nheads, head_dim = x.shape[1], x.shape[3]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = rope_rows(head_dim)
-    n_tiles = triton.cdiv(shape.max_seqlen_q if of_queries else shape.max_seqlen_k, block)
+    n_tiles = -(-(shape.max_seqlen_q if of_queries else shape.max_seqlen_k) // block)
     _rope[(n_tiles * nheads * shape.n_sequences,)](
         heads(x),
         heads(out),
         sequences,
-        rotation_arguments(rotation),
+        rotation.arguments,
         nheads,
         shape.seqlen_q,
         shape.seqlen_k,

@@ -137,8 +137,8 @@ def score_arguments(
 
     The last dimension of `relative` is contiguous, and its rows are near enough for int32 offsets inside a tile.
     """
-    parts = (softcap, function, bias, slopes, relative)
-    if not has_sinks and all(part is None for part in parts):
+    unchanged = softcap is None and function is None and bias is None and slopes is None and relative is None
+    if unchanged and not has_sinks:
         return UNMODIFIED
     columns = Heads(None, 0, 0, 0)
     if relative is not None:

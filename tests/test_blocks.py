@@ -105,7 +105,14 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
 
 
 def visits(
-    problem: Problem, block_m: int, block_n: int, *, by_query: bool, heads: int = NHEADS, grid: bool = False, run: int = 1
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    *,
+    by_query: bool,
+    heads: int = NHEADS,
+    grid: bool = False,
+    run: int = 1,
 ) -> list[Visit]:
     """For each tile of the first heads of all sequences what it visits; with `grid`, for queries, of a grid too.
 
@@ -120,7 +127,7 @@ def visits(
     starts = torch.zeros(n, most, dtype=torch.int32, device=DEVICE)
     n_grid = n_n if grid else 0
     shown = torch.zeros(n, n_grid, dtype=torch.int32, device=DEVICE)
-    sizes = problem.band.sizes()
+    sizes = problem.band.sizes
     if n > 0 and by_query:
         write_key_blocks[(n,)](
             counts, starts, shown, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_m, n_grid, **sizes,

@@ -259,7 +259,7 @@ def _problem(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if packed is not None:
         checks.check_packed(packed, q, k)
-    options = checked(
+    options, _ = checked(
         q, k, v, packed, mask=mask, rope=None, bias=None, scale=scale, softcap=None, score_mod=None, sinks=None,
         dropout_p=dropout_p, dropout_seed=seed, backend="triton",
     )  # fmt: skip

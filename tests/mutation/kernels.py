@@ -138,7 +138,7 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
     Fault(PRIMITIVES, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
     Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", COMMON),
-    Fault(PRIMITIVES, "max(16, triton.next_power_of_2(head_dim))", "triton.next_power_of_2(head_dim)", "tiles narrower than a product takes", "tests/test_attention.py -k wide"),
+    Fault(PRIMITIVES, "max(16, 1 << (head_dim - 1).bit_length())", "1 << (head_dim - 1).bit_length()", "tiles narrower than a product takes", "tests/test_attention.py -k wide"),
 )
 
 ROTATION = (
@@ -155,8 +155,8 @@ ROTATION = (
     Fault(ROPE, "tl.where(no_entry[:, None] & rotates[None, :], float(\"nan\"), cos)", "tl.where(no_entry[:, None] & rotates[None, :], 1.0, cos)", "rope: a position outside the table does not turn", "tests/test_masking.py -k positions"),
     Fault(ROPE, "(exists & in_table)[:, None] & rotates[None, :]", "(exists & in_table)[:, None]", "rope: entries for features that do not rotate", TABLES),
     Fault(ROPE, "table = tl.cast(batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF", "table = batch * rotation.stride_tb + positions.to(tl.int32)[:, None] * HALF", "rope: int32 offsets in the tables", LARGE),
-    Fault(ROPE, "n_positions * half if rotation.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
-    Fault(ROPE, "n_positions * half if rotation.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
+    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
+    Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
     Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", TURNED),
     Fault(ROPE, "        heads(x),\n", "        heads(out)._replace(ptr=x),\n", "rope: strides of the copy for those of x", "tests/test_strides.py -k seqlen_first"),
     Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", TURNED),

@@ -69,7 +69,7 @@ PARTS = (
     Fault(PAIRS, "x = x.contiguous() if x.shape[3] <= MAX_ROW_STRIDE else x.mT.contiguous().mT", "x = x.contiguous()", "boolean masks whose rows are too long for int32", LARGE),
     Fault(PAIRS, "if max(x.stride()[2:]) > MAX_ROW_STRIDE:", "if x.stride(2) > MAX_ROW_STRIDE:", "boolean masks whose keys are too far apart for int32", LARGE),
     Fault(ARGUMENTS, "mask.valid.contiguous().view(torch.uint8)", "mask.valid.view(torch.uint8)", "strides of the padding mask", STRIDES),
-    Fault(ARGUMENTS, "tl.constexpr(by_pair or irregular)", "tl.constexpr(by_pair)", "dk: NaN of a row that a window or its document empties", EMPTY),
+    Fault(ARGUMENTS, "_SWITCH[by_pair or irregular]", "_SWITCH[by_pair]", "dk: NaN of a row that a window or its document empties", EMPTY),
     Fault(KEY_RANGE, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/test_blocks.py -k key_range"),
     Fault(KEY_RANGE, "tl.where(seen, offs + 1, 0)", "tl.where(seen, offs, 0)", "key range: the last key left out", BLOCKS),
     Fault(KEY_RANGE, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/test_blocks.py -k key_range"),

@@ -30,11 +30,13 @@ PREPARE, OPS, FUSED, CONSTANTS = (
     "fusedattn/constants.py",
 )
 VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
-NESTED, PLAN, CUTS = "fusedattn/nested.py", "fusedattn/pieces.py", "fusedattn/cuts.py"
+NESTED, PLAIN = "fusedattn/nested.py", "fusedattn/plain.py"
+PLAN, CUTS = "fusedattn/pieces.py", "fusedattn/cuts.py"
 FUNCTIONS, CONFIGS = "fusedattn/functions.py", "kernels/configs.py"
 
 NESTED_TENSORS = "tests/test_varlen.py -k nested"
 LSE = "tests/test_attention.py -k lse"
+PLAIN_CALLS = "tests/test_dispatch.py -k plain_call"
 STRIDES = "tests/test_strides.py"
 COMPILE = "tests/test_compile.py"
 OPCHECK = "tests/test_compile.py -k opcheck"
@@ -48,9 +50,20 @@ QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
 
 # fmt: off
 OPERATION = (
+    Fault(PLAIN, "math.isfinite(q.sum()) and ", "", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
+    Fault(PLAIN, " and math.isfinite(v.sum())", "", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
+    Fault(PLAIN, '!= "torch" or _intercepted():', '!= "torch":', "plain calls under autocast and in vmap", PLAIN_CALLS),
+    Fault(PLAIN, "last == 1 and min(strides) >= head_dim", "last == 1", "plain calls: rows that overlap", PLAIN_CALLS),
+    Fault(PLAIN, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
+    Fault(PLAIN, " or seqlen_k > LONGEST", "", "plain calls of any length", PLAIN_CALLS),
+    Fault(PLAIN, "lower is not None or upper not in (None, 0)", "upper not in (None, 0)", "plain calls: a window is off", PLAIN_CALLS),
+    Fault(PLAIN, "is_causal = upper is not None", "is_causal = False", "plain calls: not causal", PLAIN_CALLS),
+    Fault(FUSED, "if torch.is_grad_enabled() or _transforming():", "if _transforming():", "gradients that are constant for create_graph", SECOND_ORDER),
+    Fault(FUSED, "if torch.is_grad_enabled() or _transforming():", "if torch.is_grad_enabled():", "no derivative in forward mode of the gradients", "tests/test_dispatch.py -k transforms"),
+    Fault(FUSED, "if not needs_gradient and not _transforming():", "if not needs_gradient:", "no derivative in forward mode", SECOND_ORDER),
     Fault(OPS, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
-    Fault(OPS, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
-    Fault(OPS, "unfit = sdpa.rows_overlap(x) or x.stride(2) > MAX_ROW_STRIDE", "unfit = sdpa.rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
+    Fault(OPS, "unfit = overlaps or x.stride(2) > MAX_ROW_STRIDE", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
+    Fault(OPS, "unfit = overlaps or x.stride(2) > MAX_ROW_STRIDE", "unfit = overlaps", "outputs whose rows are too far apart for int32", LARGE),
     Fault(OPS, "key=lambda d: -x.stride()[d]", "key=lambda d: x.stride()[d]", "out of another head_dim_v in the opposite layout of q", "tests/test_compile.py -k head_dim"),
     Fault(OPS, "shape = (*x.shape[:3], n)", "shape = (*x.shape[:3], x.shape[3])", "out as wide as q", WIDTHS),
     Fault(OPS, "if rest.numel() and rest.stride() != out.stride():", "if rest.numel() and rest.shape != out.shape:", "rest in another layout than out", "tests/test_strides.py -k come_back"),
@@ -71,9 +84,8 @@ OPERATION = (
     Fault(OPS, "tiles = tiles.within(sizes.block_q, sizes.block_k)", "tiles = tiles", "layout: tiles larger than its blocks", SPARSE),
     Fault(OPS, "prefix_at_end=bool(sizes.prefix_at_end)", "prefix_at_end=False", "prefix: alignment lost on the way to the kernels", PREFIX),
     Fault(OPS, "documents_k=tensors.documents_k", "documents_k=tensors.documents_q", "documents of the queries for those of the keys, in the kernels", DOCUMENTS),
-    Fault(OPS, "rotation_k=_rotation(constants, tensors.positions_k)", "rotation_k=_rotation(constants, tensors.positions_q)", "positions of the queries for those of the keys", budget("RoPE")),
-    Fault(OPS, "(positions if positions.dim() == 2 else positions[None]).contiguous()", "(positions if positions.dim() == 2 else positions[None])", "strides of positions", STRIDES),
-    Fault(OPS, "cos=(cos if cos.dim() == 3 else cos[None]).contiguous()", "cos=(cos if cos.dim() == 3 else cos[None])", "strides of the tables", STRIDES),
+    Fault(OPS, "(constants.tensors.positions_q, constants.tensors.positions_k)", "(constants.tensors.positions_q, constants.tensors.positions_q)", "positions of the queries for those of the keys", budget("RoPE")),
+    Fault(OPS, "(x if x.dim() == dim else x[None]).contiguous()", "(x if x.dim() == dim else x[None])", "strides of the tables and of positions", STRIDES),
     Fault(OPS, "return -(weight * delta).sum((0, 2))", "return (weight * delta).sum((0, 2))", "dsinks: sign", gradients("sinks")),
     Fault(OPS, "weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - lse))", "weight = torch.exp(sinks[:, None] - lse)", "dsinks: rows that see nothing", budget("empty")),
     Fault(OPS, "delta = torch.where(unseen, -statistics.dlse, delta)", "delta = torch.where(unseen, statistics.dlse, delta)", "dsinks: sign of dlse in rows that see nothing", budget("empty")),
@@ -98,11 +110,11 @@ OPERATION = (
 )
 
 CARRIED = (
-    Fault(CONSTANTS, "lower_end=max([-UNBOUNDED, *(-band.left for band in ends if band.left is not None)])", "lower_end=min([-band.left for band in ends if band.left is not None], default=-UNBOUNDED)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
-    Fault(CONSTANTS, "*(-band.left for band in ends", "*(-band.left - 1 for band in ends", "kernels: a window is one key longer", WINDOW),
-    Fault(CONSTANTS, "*(-band.left for band in starts", "*(-band.left for band in ends", "kernels: a window of the last query aligned to the first", BANDS),
-    Fault(CONSTANTS, "upper_start=min([UNBOUNDED, *(band.right for band in starts if band.right is not None)])", "upper_start=max([band.right for band in starts if band.right is not None], default=UNBOUNDED)", "kernels: the weaker of two causal masks", BANDS),
-    Fault(CONSTANTS, 'starts = [band for band in mask.bands if band.align == "top_left"]', "starts = []", "kernels: top-left bands dropped", CAUSAL),
+    Fault(CONSTANTS, "max(lower[band.align], -band.left)", "-band.left if lower[band.align] == -UNBOUNDED else min(lower[band.align], -band.left)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
+    Fault(CONSTANTS, "max(lower[band.align], -band.left)", "max(lower[band.align], -band.left - 1)", "kernels: a window is one key longer", WINDOW),
+    Fault(CONSTANTS, "return lower[\"top_left\"]", "return lower[\"bottom_right\"]", "kernels: a window of the last query aligned to the first", BANDS),
+    Fault(CONSTANTS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == UNBOUNDED else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
+    Fault(CONSTANTS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
     Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),
     Fault(CONSTANTS, "            read(mask_numbers, rest) if mask_key else (),\n            read(score_numbers, rest) if score_key else (),\n", "            read(score_numbers, rest) if score_key else (),\n            read(mask_numbers, rest) if mask_key else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),

@@ -84,7 +84,7 @@ OTHERS = (
     Fault(BLOCKS, "k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))", "k, v = (x.repeat(1, heads // kv_heads, 1, 1) for x in (k, v))", "reference Transformer: wrong KV head", TRANSFORMER),
     Fault(BLOCKS, "scores.softmax(dim=-1).masked_fill(hidden, 0.0)", "scores.softmax(dim=-1)", "reference Transformer: rows that see nothing", TRANSFORMER),
     Fault(CHECKS, "if nheads_kv == 0 or nheads_q % nheads_kv:", "if nheads_kv == 0:", "heads that do not divide are not refused", ERRORS),
-    Fault(CHECKS, "if k.shape[1:3] != v.shape[1:3]:", "if False:", "lengths of k and v that differ are not refused", ERRORS),
+    Fault(CHECKS, "if nheads_kv != nheads_v or seqlen_k != seqlen_v:", "if False:", "lengths of k and v that differ are not refused", ERRORS),
     Fault(CHECKS, "if not lowest <= x <= highest:", "if x < lowest or x > highest:", "a scale of NaN is not refused", ERRORS),
     Fault(CHECKS, "x.shape != packed.cu_seqlens_q.shape", "x.dim() != packed.cu_seqlens_q.dim()", "packed: more sequences of keys than of queries are not refused", ERRORS),
     Fault(CHECKS, "if max(lengths, default=0) > longest:", "if min(lengths, default=0) > longest:", "packed: a sequence that is too long is not refused", ERRORS),

@@ -128,7 +128,7 @@ SINK = (
     Fault(FWD, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", SINKS_HALVES),
     Fault(FWD, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
     Fault(FWD, "if sinks_ptr is not None or call.dropout.seed_ptr is not None:", "if call.dropout.seed_ptr is not None:", "sinks: rest as if the weights added up to 1", SINKS_HALVES),
-    Fault(SCORES, "if not has_sinks and all(", "if all(", "sinks: beside scores that are not scaled", SINKS),
+    Fault(SCORES, "if unchanged and not has_sinks:", "if unchanged:", "sinks: beside scores that are not scaled", SINKS),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "expected = 1.0", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head)", "expected = 1.0 - tl.exp(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
     Fault(ROWS, "(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "(tl.load(sinks_ptr + head).to(ACC) - shift)", "delta: weight of a sink without its sum", gradients("sinks")),
