@@ -177,6 +177,9 @@ def _problem(
         precision=_precision(q.dtype),
         configs=tiles,
         exact_rows=exact_rows,
+        rotates_in_place=tensors.cos is not None
+        and shape.max_seqlen_q * shape.nheads_q <= configs.ROTATION_IN_PLACE * shape.nheads_kv,
+        l2_bytes=configs.L2_BYTES[configs.arch_of(q.device)],
     )
 
 

@@ -25,7 +25,6 @@ from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
     bits_of,
-    of_bits,
     dot,
     dot_add,
     encode_rest,
@@ -34,6 +33,7 @@ from fusedattn.kernels.primitives import (
     head_base,
     heads,
     load_tile,
+    of_bits,
     program_tile,
     round_to,
     softmax_update,
@@ -323,7 +323,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
 
     There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
     """
-    config = problem.configs.fwd.turning() if problem.rotates_in_place else problem.configs.fwd
+    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd
     n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
     attention_fwd[(n_tiles * problem.shape.nheads_q * problem.shape.n_sequences,)](
         heads(q),

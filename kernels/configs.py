@@ -9,7 +9,7 @@ entries). The sequence length is not part of the key, so a new length compiles n
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -80,6 +80,7 @@ class TileConfig:
         )
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
+    @cached_property
     def turning(self) -> TileConfig:
         """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
         return (

@@ -1,7 +1,7 @@
 """Tiles through the tensor memory accelerator: one instruction of one thread copies a tile into shared memory.
 
 NVIDIA GPUs from sm_90 on have it. The host describes a tensor (address, shape, strides, shape of a tile), the kernel
-asks for a tile by its coordinates. What lies outside of the tensor arrives as 0; rows of another packed sequence do not.
+asks for a tile by its coordinates. Only tiles are asked for of which all rows exist.
 """
 
 import torch
@@ -24,7 +24,7 @@ def is_describable(x: torch.Tensor) -> bool:
 
 
 def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
-    """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None in a style without, or for want of one."""
+    """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None where they are loaded by pointers."""
     if style == "pointers" or not is_describable(x):
         return None
     # The stride of a dimension of one element is never used, but must be aligned.
@@ -45,7 +45,7 @@ def full_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows ``start + arange(BLOCK)`` of a sequence that begins at row `first`, all of which exist, ``(BLOCK, BLOCK_D)``.
+    """Rows ``start + arange(BLOCK)`` of a sequence that begins at row `first`: ``(BLOCK, BLOCK_D)``. All of them exist.
 
     `x` is a :class:`Heads`, `head_ptr` the sequence in it; `tiles` is what tiles_of made of it, or None.
     """

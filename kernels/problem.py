@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedattn.kernels import configs
-from fusedattn.kernels.configs import L2_BYTES, LAUNCH_OPTIONS, ROTATION_IN_PLACE, KernelConfigs, TileConfig
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation
@@ -24,6 +23,8 @@ class Problem:
         sinks: float32 ``(nheads_q,)`` or None; the scores are then modified, if only by their scale.
         scale: of the scores, positive.
         precision: of float32 products, "ieee" or "tf32".
+        rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
+        l2_bytes: of the cache, for the heads that run side by side.
     """
 
     shape: Shape
@@ -36,20 +37,16 @@ class Problem:
     precision: str
     configs: KernelConfigs
     exact_rows: TileConfig
+    rotates_in_place: bool
+    l2_bytes: int
 
     @property
     def softmax_scale(self) -> float:
         """What is left to scale in the softmax: modified scores have been scaled before."""
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
 
-    @property
-    def rotates_in_place(self) -> bool:
-        """Whether the forward turns keys as it loads them, rather than read what was turned and stored before it."""
-        group = self.shape.nheads_q // self.shape.nheads_kv
-        return self.rotation_k is not None and self.shape.max_seqlen_q * group <= ROTATION_IN_PLACE
 
-
-def _heads_together(problem: Problem, q: torch.Tensor, row_bytes: int, of_keys: bool) -> int:
+def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
     """How many heads program_tile takes side by side: as many as the L2 cache holds of what their programs share.
 
     That are keys and values, or, for who walks over queries, q and dout, of `row_bytes` each. Without a diagonal all
@@ -57,11 +54,11 @@ def _heads_together(problem: Problem, q: torch.Tensor, row_bytes: int, of_keys: 
     """
     if not problem.band.has_upper:
         return 1
-    shape, l2_bytes = problem.shape, L2_BYTES[configs.arch_of(q.device)]
+    shape = problem.shape
     group = shape.nheads_q // shape.nheads_kv
     if of_keys:
-        return max(1, l2_bytes // (group * shape.max_seqlen_q * row_bytes))
-    return group * max(1, l2_bytes // (shape.max_seqlen_k * row_bytes))
+        return max(1, problem.l2_bytes // (group * shape.max_seqlen_q * row_bytes))
+    return group * max(1, problem.l2_bytes // (shape.max_seqlen_k * row_bytes))
 
 
 def launch_arguments(
@@ -78,7 +75,7 @@ def launch_arguments(
         "seqlen_q": shape.seqlen_q,
         "seqlen_k": shape.seqlen_k,
         "n_tiles": n_tiles,
-        "together": _heads_together(problem, q, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
+        "together": _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
         **problem.band.sizes,
         "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
         "scale": problem.scale,

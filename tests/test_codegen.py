@@ -56,7 +56,17 @@ def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
         for largest, entry in by_head_dim.items():
             for kernels in (entry.streamed, entry.dense) if largest <= 256 else ():
                 tiles |= {(kernel, getattr(kernels, name)) for name, kernel in by_kernel.items()}
-    return {(kernel, f"{c.BLOCK_M}x{c.BLOCK_N} w{c.num_warps} s{c.num_stages}") for kernel, c in tiles}
+    return {(kernel, in_short(kernel, c)) for kernel, c in tiles}
+
+
+def in_short(kernel: str, config: configs.TileConfig) -> str:
+    """As a report says it."""
+    walked = config.BLOCK_M if kernel == "attention_bwd_dkdv" else config.BLOCK_N
+    has_edge = kernel != "attention_bwd_exact_rows" and walked > config.EDGE
+    return (
+        f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
+        f"{f' e{config.EDGE}' if has_edge else ''}{'' if config.style == 'pointers' else f' {config.style}'}"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -106,7 +116,7 @@ print(report.tile, report.faults)
 """
     result = compiling("-c", script, cache=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("128x128 w4 s2 ['spills"), result.stdout
+    assert result.stdout.startswith("128x128 w4 s2 e64 ['spills"), result.stdout
     assert "instructions in loops" in result.stdout
     assert "'serialises wgmma'" in result.stdout
 

@@ -269,14 +269,14 @@ def brute_force(kernel: Kernel, problem: Problem) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(256, 256), (100, 230), (230, 100), (1, 300), (65, 64), (130, 1)])
 def test_blocks_are_those_of_the_mask(by_keys: bool, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
-    kernel = Kernel(64, 32, 1, 1.0, 1.0, by_keys)
+    kernel = Kernel(64, 32, 64 if by_keys else 32, 1, 1.0, 1.0, by_keys)
     problem = Problem(1, 1, 3, seqlen_q, seqlen_k, 64, causal)
     assert list(blocks(kernel, problem)) == brute_force(kernel, problem)
 
 
 def test_waves() -> None:
     """132 multiprocessors: one program more than fit takes twice as long."""
-    kernel = Kernel(128, 64, 1, 1000.0, 2000.0)
+    kernel = Kernel(128, 64, 64, 1, 1000.0, 2000.0)
     one, two = (Problem(1, 1, nheads, 128, 6400, 128) for nheads in (132, 133))
     first, second = estimate(kernel, one, H200), estimate(kernel, two, H200)
     assert first.seconds == pytest.approx((100 * 1000 + 2 * 479) / 1.755e9)
@@ -290,15 +290,15 @@ def test_waves() -> None:
 
 def test_a_small_launch_wants_small_tiles_and_a_large_one_the_fastest() -> None:
     """Which of two configs: 64 rows where 128 leave half of the GPU without work, else 128."""
-    large = Kernel(128, 64, 1, 1100.0, 1400.0)
-    small = Kernel(64, 64, 1, 700.0, 900.0)
+    large = Kernel(128, 64, 64, 1, 1100.0, 1400.0)
+    small = Kernel(64, 64, 64, 1, 700.0, 900.0)
     few, many = Problem(1, 8, 1, 1024, 4096, 128), Problem(8, 16, 1, 4096, 4096, 128)
     assert estimate(small, few, H200).seconds < 0.75 * estimate(large, few, H200).seconds
     assert estimate(large, many, H200).seconds < estimate(small, many, H200).seconds
 
 
 def test_memory_is_a_floor() -> None:
-    kernel = Kernel(128, 64, 1, 1.0, 1.0)
+    kernel = Kernel(128, 64, 64, 1, 1.0, 1.0)
     problem = Problem(64, 32, 1, 128, 128, 128)
     assert estimate(kernel, problem, H200).seconds >= problem.bytes / H200.hbm_bytes_per_second
     assert problem.bytes == 64 * 32 * 4 * 128 * 128 * 2

@@ -137,7 +137,7 @@ def no_launch(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("backward", "most"), [(False, 80), (True, 170)])
+@pytest.mark.parametrize(("backward", "most"), [(False, 85), (True, 195)])
 def test_functions_on_the_way_to_the_kernels(no_launch, backward, most):
     q, k, v = (x.requires_grad_(backward) for x in qkv(1, 2, 8, 16))
     mask, rope = masks.causal(), Rope.from_theta(16, 8)

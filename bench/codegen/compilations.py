@@ -161,10 +161,12 @@ def _machine_code(launch: launches.Launch) -> MachineCode:
 
 
 def _config(launch: launches.Launch) -> dict[str, int]:
-    """Tile, warps and stages, as the launcher chose them."""
-    tile = {name: value for name, value in launch.constants.items() if name in ("BLOCK_M", "BLOCK_N", "BLOCK")}
+    """Tile, warps, stages and style, as the launcher chose them."""
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK", "EDGE")
+    tile = {name: value for name, value in launch.constants.items() if name in names}
     metadata = launch.compiled.metadata if launch.compiled else None
     options = {"num_warps": 4, "num_stages": 0} | launch.options
     if metadata is not None:
         options = {name: getattr(metadata, name, value) for name, value in options.items()}
-    return tile | options
+    style = {"descriptors": launch.has_descriptors, "pipelined": launch.constants.get("PIPELINED", False)}
+    return tile | options | {name: 1 for name, value in style.items() if value}

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
 from fusedattn.kernels import configs
@@ -64,7 +65,7 @@ LAYOUT_BLOCK, REACH = 128, 32
 @dataclass(frozen=True)
 class Launch:
     """One compiled launch: values of the kernel's constexpr parameters, what it is given that it might be without,
-    launch options, and what came of it.
+    whether tensor descriptors are among that, launch options, and what came of it.
 
     `compiled` is Triton's CompiledKernel, or None where `error` says why there is none; `log` is what ptxas printed.
     """
@@ -72,6 +73,7 @@ class Launch:
     kernel: str
     constants: dict[str, Any]
     features: tuple[str, ...]
+    has_descriptors: bool
     options: dict[str, int]
     compiled: Any
     log: str
@@ -172,6 +174,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 kernel=fn.__name__,
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
                 features=tuple(sorted(features_of(arguments))),
+                has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
                 log=log.getvalue(),

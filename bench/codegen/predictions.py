@@ -14,10 +14,12 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
 
 import triton
 
@@ -29,7 +31,7 @@ from bench.codegen.loops import LANES
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.page import with_block
-from fusedattn.kernels.configs import Arch, TileConfig
+from fusedattn.kernels.configs import Arch, Style, TileConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMAND = "python -m bench.codegen.predictions"
@@ -40,7 +42,7 @@ OPERATIONS = {"attention_fwd": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6
 # What the innermost loops with products are, by how many a kernel has.
 LOOPS = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
-    "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
+    "attention_bwd_dkdv": {2: ("full", "boundary"), 1: ("boundary",)},
     "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
 }
 TOKENS, FEATURES_IN_ALL, SEQLENS = 16384, 2048, (1024, 2048, 4096, 8192, 16384)
@@ -74,6 +76,7 @@ class Prediction:
         return Kernel(
             config["BLOCK_M"],
             config["BLOCK_N"],
+            self.report.edge,
             self.report.ctas_per_sm,
             self.bounds[self.main].program_clocks,
             self.bounds["boundary"].program_clocks,
@@ -82,8 +85,11 @@ class Prediction:
 
     @property
     def _operations(self) -> int:
-        config = self.report.config
-        return OPERATIONS[self.report.kernel] * config["BLOCK_M"] * config["BLOCK_N"] * self.report.head_dim
+        report = self.report
+        rows, columns = report.config["BLOCK_M"], report.config["BLOCK_N"]
+        if self.main == "boundary":
+            rows, columns = (report.edge, columns) if report.walks_over == "BLOCK_M" else (rows, report.edge)
+        return OPERATIONS[report.kernel] * rows * columns * report.head_dim
 
     @property
     def repeated(self) -> float:
@@ -106,7 +112,7 @@ def predict(report: Report) -> Prediction:
     config = report.config
     machine = MACHINES[report.target]  # type: ignore[index]
     itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
-    walked = config["BLOCK_M" if report.kernel == "attention_bwd_dkdv" else "BLOCK_N"]
+    walked = config[report.walks_over]
     bounds = {
         name: bound(
             loop,
@@ -241,11 +247,14 @@ def compiled(
 
 
 def tile_config(text: str) -> TileConfig:
-    """Of "128x64,8,3": queries x keys, warps, stages."""
-    match = re.fullmatch(r"(\d+)x(\d+),(\d+),(\d+)", text)
+    """Of "128x64,8,3,pipelined,32": queries x keys, warps, stages; style and edge if they are not the usual ones."""
+    match = re.fullmatch(r"(\d+)x(\d+),(\d+),(\d+)(?:,(pointers|descriptors|pipelined)(?:,(\d+))?)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is e.g. 128x64,8,3")
-    return TileConfig(*map(int, match.groups()))
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32")
+    block_m, block_n, warps, stages = map(int, match.groups()[:4])
+    config = TileConfig(block_m, block_n, warps, stages)
+    style, edge = match.groups()[4:]
+    return replace(config, style=cast(Style, style or config.style), EDGE=int(edge or config.EDGE))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -41,10 +41,23 @@ class Report:
         return f"{self.kernel} {self.target} {self.dtype} {self.head_dim} {self.features}"
 
     @property
+    def walks_over(self) -> str:
+        """The side of the tile that a program of an attention kernel moves."""
+        return "BLOCK_M" if self.kernel == "attention_bwd_dkdv" else "BLOCK_N"
+
+    @property
+    def edge(self) -> int:
+        """How much of that side a boundary block has."""
+        return self.config.get("EDGE", self.config.get(self.walks_over, 0))
+
+    @property
     def tile(self) -> str:
-        """The config in short: queries x keys, warps, stages."""
-        *blocks, warps, stages = self.config.values()
-        return f"{'x'.join(map(str, blocks))} w{warps} s{stages}"
+        """The config in short: queries x keys, warps, stages; the edge of boundary blocks and the style, if special."""
+        blocks = [self.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK") if name in self.config]
+        text = f"{'x'.join(map(str, blocks))} w{self.config['num_warps']} s{self.config['num_stages']}"
+        edge = f" e{self.edge}" if self.edge != self.config.get(self.walks_over, 0) else ""
+        style = next((f" {name}" for name in ("pipelined", "descriptors") if self.config.get(name)), "")
+        return text + edge + style
 
     @property
     def faults(self) -> list[str]:
