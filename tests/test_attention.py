@@ -80,7 +80,10 @@ def test_torch_backend_with_lse_is_the_reference(case, dtype):
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="the tiles of a GPU are those of its table, which the cases run")
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (16, 64), (64, 16), (128, 64)])
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "style", "edge"),
+    [(16, 16, "pointers", 16), (16, 64, "pipelined", 16), (64, 16, "descriptors", 16), (128, 64, "pointers", 32)],
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -105,10 +108,10 @@ def test_torch_backend_with_lse_is_the_reference(case, dtype):
     ],
     ids=lambda c: c.name,
 )
-def test_other_tiles(monkeypatch, case, block_m, block_n):
+def test_other_tiles(monkeypatch, case, block_m, block_n, style, edge):
     from fusedattn.kernels import configs
 
-    tile = configs.TileConfig(block_m, block_n, 4, 1)
+    tile = configs.TileConfig(block_m, block_n, 4, 1, style, edge)
     monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(fwd=tile, dkdv=tile, dq=tile))
     assert_accurate(triton_attention, inputs_of(case), case)
 
