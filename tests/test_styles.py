@@ -83,13 +83,14 @@ def test_what_can_be_described():
 
 
 @interpreted
-def test_tensors_that_cannot_be_described_are_loaded_by_pointers(monkeypatch):
-    inputs = inputs_of(Case("", nheads_q=2, nheads_kv=2, seqlen_q=70, seqlen_k=100, head_dim=16, dtype=torch.float16))
+def test_tensors_that_cannot_be_described_are_loaded_by_pointers():
+    inputs = inputs_of(Case("", nheads_q=2, nheads_kv=2, seqlen_q=70, seqlen_k=100, head_dim=16, head_dim_v=24))
     expected = testing.run(triton_attention, inputs)
-    wide = {name: torch.zeros(*getattr(inputs, name).shape[:3], 17) for name in ("k", "v")}
     changed = {}
-    for name, x in wide.items():
-        changed[name] = x.to(inputs.q)[..., :16].copy_(getattr(inputs, name))
+    for name in ("k", "v"):
+        x = getattr(inputs, name)
+        wide = torch.zeros(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype, device=x.device)
+        changed[name] = wide[..., :-1].copy_(x)
         assert not is_describable(changed[name])
     assert_equal(testing.run(triton_attention, replace(inputs, **changed)), expected)
 
@@ -127,6 +128,19 @@ def test_keys_rotated_in_place(monkeypatch, case):
         assert len(calls) == (limit < group * case.seqlen_q)
     before, in_place = ({"out": out, "lse": lse} for out, lse in found.values())
     assert_equal(in_place, before)
+
+
+def test_keys_rotated_in_place_by_the_repair(monkeypatch):
+    """A NaN among hidden keys, whose values are multiplied with weights of zero, and found."""
+    inputs = inputs_of(Case("", seqlen_q=5, seqlen_k=70, causal="top_left", rope="half", head_dim=16))
+    v = inputs.v.clone()
+    v[:, :, 4] = torch.nan  # seen by the last query alone
+    found = []
+    for limit in (0, 440):
+        monkeypatch.setattr(configs, "ROTATION_IN_PLACE", limit)
+        found.append({"out": triton_attention(inputs.q, inputs.k, v, **inputs.options)})
+    assert found[0]["out"][:, :, :4].isfinite().all()
+    assert_equal(found[1], found[0])
 
 
 def test_packed_keys_rotated_in_place(monkeypatch):
