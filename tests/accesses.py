@@ -100,7 +100,8 @@ class Accesses:
     launched: list[str] = field(default_factory=list)
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
-        self._find(addresses[mask.astype(bool)], np.dtype(dtype).itemsize, is_output=False)
+        # That of a tensor descriptor comes as a memoryview.
+        self._find(addresses[np.asarray(mask, bool)], np.dtype(dtype).itemsize, is_output=False)
         return self.memory.load(addresses, mask, other, dtype)
 
     def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:

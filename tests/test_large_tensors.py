@@ -205,9 +205,12 @@ def test_relative_bias(shape, dim, stride):
 def last_of(batch: int) -> Iterator[None]:
     """Run only the last programs of a launch, one of `batch`, and allocate lazily; a smaller launch runs as it is.
 
-    The batch is the outermost in every grid: where it is `batch`, only its last sequence is computed.
+    The batch is the outermost in every grid: where it is `batch`, only its last sequence is computed. No heads of
+    different sequences run side by side.
     """
     from triton.runtime import interpreter
+
+    from fusedattn.kernels import configs
 
     builder = interpreter.interpreter_builder
     run, set_grid_dim, set_grid_idx = interpreter.GridExecutor.__call__, builder.set_grid_dim, builder.set_grid_idx
@@ -233,6 +236,7 @@ def last_of(batch: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", run_last)
+        patch.setitem(configs.L2_BYTES, "interpreter", 0)
         patch.setattr(torch, "empty", lazily(torch.empty))
         patch.setattr(torch, "empty_like", lazily(torch.empty_like))
         patch.setattr(torch, "zeros", lazily(torch.zeros))

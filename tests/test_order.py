@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,5 +64,10 @@ def test_heads_side_by_side_fit_into_the_cache():
     l2 = configs.L2_BYTES[configs.arch_of(q.device)]
     of_kv_head = 100 * (64 + 64) * 2  # keys and values
     assert found["full", False] == found["full", True] == 1
-    assert found["causal", False] == found["window", False] == 4 * max(1, l2 // of_kv_head)
-    assert found["causal", True] == max(1, l2 // (4 * of_kv_head))  # q and dout of four heads
+    assert found["causal", False] == found["window", False] == 4 * min(4, max(1, l2 // of_kv_head))
+    assert found["causal", True] == min(4, max(1, l2 // (4 * of_kv_head)))  # q and dout of four heads
+    for of_keys in (False, True):  # no more than there are, however short
+        short = replace(problem, l2_bytes=2**40)
+        assert launch_arguments(q, k, short, problem.configs.fwd, 4, of_keys=of_keys)["together"] == (
+            4 if of_keys else 16
+        )
