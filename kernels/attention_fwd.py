@@ -72,6 +72,73 @@ def _turned(
         return k_tile
 
 
+@triton.jit
+def _full_products(
+    q_tile,
+    k,
+    k_tiles,
+    k_head,
+    place,
+    head_kv,
+    rotation_k,
+    start_n,
+    n_positions,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of the queries with the keys of a full block, ``(BLOCK_M, BLOCK_N)``."""
+    k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+    k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
+    return dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+
+
+@triton.jit
+def _weights(
+    scores,
+    m_i,
+    l_i,
+    c_i,
+    call,
+    place,
+    nheads_q,
+    rows,
+    keys,
+    qk_scale,
+    HAS_REST: tl.constexpr,
+    EXACT: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """(p, alpha, m_i, l_i, c_i) with a block of scores more; p are the weights that are kept, rounded to `dtype`."""
+    p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+    p = kept_only(p, call, place, nheads_q, rows, keys)
+    if HAS_REST and call.dropout.seed_ptr is not None:
+        c_i = c_i * alpha + tl.sum(p, 1)
+    return round_to(p, dtype), alpha, m_i, l_i, c_i
+
+
+@triton.jit
+def _add_values(
+    acc,
+    w_i,
+    alpha,
+    p,
+    v_tile,
+    HAS_REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(acc, w_i) with the weights of BLOCK keys more, and their values."""
+    if HAS_REST:
+        # Summed by a narrow matrix product, which costs less than widening the weights again.
+        ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
+        w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+    return dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION), w_i
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_fwd(
     q,
@@ -138,12 +205,11 @@ def attention_fwd(
 
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
-    # Summed by a narrow matrix product, which costs less than widening the weights again.
-    ones = round_to(tl.full([BLOCK_N, 16], 1.0, tl.float32), v.ptr.dtype.element_ty)
     w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are kept and rounded for the product with v
     c_i = tl.zeros([BLOCK_M], ACC)  # as l_i, of the weights that dropout keeps
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
     HAS_REST: tl.constexpr = results.rest is not None
+    DTYPE: tl.constexpr = v.ptr.dtype.element_ty
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
@@ -154,85 +220,53 @@ def attention_fwd(
         # the next, so that it runs while these become weights. The first scores and the last product stand alone.
         if blocks.n_full > 0:
             keys = (first_full + offs_n)[None, :]
-            k_tile = full_tile(
-                k, k_tiles, k_head, place.batch, head_kv, place.first_k, first_full, HEAD_DIM, BLOCK_N, BLOCK_D
-            )
-            k_tile = _turned(k_tile, rotation_k, place, first_full, n_positions, BLOCK_N, BLOCK_D, ACC)
-            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+            scores = _full_products(
+                q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, first_full, n_positions,
+                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
+            )  # fmt: skip
             scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-            p = kept_only(p, call, place, nheads_q, rows, keys)
-            if HAS_REST and call.dropout.seed_ptr is not None:
-                c_i = c_i * alpha + tl.sum(p, 1)
-            p = bits_of(round_to(p, v.ptr.dtype.element_ty))
+            p, alpha, m_i, l_i, c_i = _weights(
+                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
+            )
+            p = bits_of(p)
             for start_n in range(first_full + BLOCK_N, stop_full, BLOCK_N):
                 keys = (start_n + offs_n)[None, :]
-                k_tile = full_tile(
-                    k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
-                )
-                k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
-                scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+                scores = _full_products(
+                    q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, start_n, n_positions,
+                    HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
+                )  # fmt: skip
                 v_tile = full_tile(
-                    v,
-                    v_tiles,
-                    v_head,
-                    place.batch,
-                    head_kv,
-                    place.first_k,
-                    start_n - BLOCK_N,
-                    HEAD_DIM_V,
-                    BLOCK_N,
-                    BLOCK_DV,
-                )
-                p = of_bits(p, v_tile.dtype)
-                acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
-                if HAS_REST:
-                    w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+                    v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N,
+                    HEAD_DIM_V, BLOCK_N, BLOCK_DV,
+                )  # fmt: skip
+                acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
                 scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-                p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-                p = kept_only(p, call, place, nheads_q, rows, keys)
-                if HAS_REST and call.dropout.seed_ptr is not None:
-                    c_i = c_i * alpha + tl.sum(p, 1)
-                p = bits_of(round_to(p, v_tile.dtype))
+                p, alpha, m_i, l_i, c_i = _weights(
+                    scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
+                )
+                p = bits_of(p)
             v_tile = full_tile(
-                v,
-                v_tiles,
-                v_head,
-                place.batch,
-                head_kv,
-                place.first_k,
-                stop_full - BLOCK_N,
-                HEAD_DIM_V,
-                BLOCK_N,
-                BLOCK_DV,
-            )
-            p = of_bits(p, v_tile.dtype)
-            acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
-            if HAS_REST:
-                w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
+                v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N,
+                HEAD_DIM_V, BLOCK_N, BLOCK_DV,
+            )  # fmt: skip
+            acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
     else:
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
-            k_tile = full_tile(
-                k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
-            )
-            k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
-            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)  # (BLOCK_M, BLOCK_N)
+            scores = _full_products(
+                q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, start_n, n_positions,
+                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
+            )  # fmt: skip
             scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+            p, alpha, m_i, l_i, c_i = _weights(
+                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
+            )
             v_tile = full_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
             )
-            p = kept_only(p, call, place, nheads_q, rows, keys)
-            if HAS_REST and call.dropout.seed_ptr is not None:
-                c_i = c_i * alpha + tl.sum(p, 1)
-            p = round_to(p, v_tile.dtype)
-            if HAS_REST:
-                w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-            acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
+            acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
-    edge_ones = round_to(tl.full([EDGE, 16], 1.0, tl.float32), v.ptr.dtype.element_ty)
     for i in range(0, blocks.n_boundary):
         start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
         keys = (start_n + edge_n)[None, :]
@@ -243,15 +277,11 @@ def attention_fwd(
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
-        p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
+        p, alpha, m_i, l_i, c_i = _weights(
+            scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
+        )
         v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        p = kept_only(p, call, place, nheads_q, rows, keys)
-        if HAS_REST and call.dropout.seed_ptr is not None:
-            c_i = c_i * alpha + tl.sum(p, 1)
-        p = round_to(p, v_tile.dtype)
-        if HAS_REST:
-            w_i = dot_add(p, edge_ones, w_i * alpha[:, None], ACC, PRECISION)
-        acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
+        acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
