@@ -17,10 +17,13 @@ MAX_STRIDE = 2**40  # bytes
 
 
 def is_describable(x: torch.Tensor) -> bool:
-    """Whether the accelerator can address ``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension."""
+    """Whether the accelerator can address ``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension.
+
+    Its strides and address are ones it knows, and there is something.
+    """
     strides = [stride * x.itemsize for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
     aligned = all(0 < stride < MAX_STRIDE and stride % ALIGNMENT == 0 for stride in strides)
-    return aligned and x.data_ptr() % ALIGNMENT == 0
+    return aligned and x.numel() > 0 and x.data_ptr() % ALIGNMENT == 0
 
 
 def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:

@@ -57,7 +57,7 @@ def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
     shape = problem.shape
     group = shape.nheads_q // shape.nheads_kv
     shared_rows = group * shape.max_seqlen_q if of_keys else shape.max_seqlen_k
-    fit = max(1, problem.l2_bytes // (shared_rows * row_bytes))
+    fit = max(1, problem.l2_bytes // max(1, shared_rows * row_bytes))
     # No more than there are: the kernel multiplies this with the number of tiles, in int32.
     fit = min(fit, shape.n_sequences * shape.nheads_kv)
     return fit if of_keys else group * fit

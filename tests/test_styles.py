@@ -71,6 +71,7 @@ def test_what_can_be_described():
     assert is_describable(x[:, 1:, 5:])
     assert is_describable(x[:1].expand(1, 4, 32, 16))
     assert not is_describable(x[:1].expand(2, 4, 32, 16))  # no stride
+    assert not is_describable(x[:, :, :0])
     assert not is_describable(x.flatten()[1:-15].view(-1, 16)[None, None])  # an odd address
     assert not is_describable(torch.zeros(1, 1, 32, 20, dtype=torch.float16, device=DEVICE)[..., :16])  # odd strides
     assert is_describable(torch.zeros(1, 1, 32, 20, device=DEVICE)[..., :16])

@@ -55,6 +55,7 @@ FORWARD = (
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([batch, head, start, 0])", "tiles of the first sequence", PACKED),
     Fault(DESCRIPTORS, "0 < stride < MAX_STRIDE", "0 <= stride < MAX_STRIDE", "expanded batches described", STYLES),
     Fault(DESCRIPTORS, " and stride % ALIGNMENT == 0", "", "strides that are not aligned described", STYLES),
+    Fault(DESCRIPTORS, " and x.numel() > 0", "", "nothing described", STYLES),
     Fault(DESCRIPTORS, " and x.data_ptr() % ALIGNMENT == 0", "", "addresses that are not aligned described", STYLES),
     Fault(FWD, "first_full = blocks.start + blocks.n_left * EDGE", "first_full = blocks.start", "forward: full blocks start at the boundary", budget("window")),
     Fault(FWD, "for i in range(0, blocks.n_boundary):", "for i in range(0, blocks.n_boundary - 1):", "forward: the last block left out"),
