@@ -258,11 +258,11 @@ def attention_fwd(
                 HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
             )  # fmt: skip
             scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i, c_i = _weights(
-                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
-            )
             v_tile = full_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
+            )
+            p, alpha, m_i, l_i, c_i = _weights(
+                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
             acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
 
@@ -277,10 +277,10 @@ def attention_fwd(
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
+        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         p, alpha, m_i, l_i, c_i = _weights(
             scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
         )
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
 
     if has_nan(acc):
