@@ -504,7 +504,7 @@ def test_fastest_number_of_threads() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 @pytest.mark.parametrize(
     ("command", "when"),
-    [(("check", "--feature", "full"), b"case"), (("demo", "--quick", "--out", "out"), b"comparing")],
+    [(("check",), b"case"), (("demo", "--quick", "--out", "out"), b"comparing")],
     ids=["check", "demo"],
 )
 def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> None:
