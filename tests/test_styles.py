@@ -118,9 +118,14 @@ def test_keys_rotated_in_place(monkeypatch, case):
     """The same bits as when a kernel of its own rotates them, without that kernel."""
     inputs = inputs_of(case)
     group = case.nheads_q // case.nheads_kv
-    calls = []
+    calls: list[dict[str, Any]] = []
     rotated = rope_kernel.rotated
-    monkeypatch.setattr(rope_kernel, "rotated", lambda *args, **named: calls.append(named) or rotated(*args, **named))
+
+    def counted(*args: Any, **named: Any) -> torch.Tensor:
+        calls.append(named)
+        return rotated(*args, **named)
+
+    monkeypatch.setattr(rope_kernel, "rotated", counted)
     found: dict[int, Any] = {}
     for limit in (group * case.seqlen_q - 1, group * case.seqlen_q):
         monkeypatch.setattr(configs, "ROTATION_IN_PLACE", limit)
