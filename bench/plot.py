@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from bench import results
 from bench.results import Report
 from bench.work import OWN, is_own
+from fusedattn.cli.figure import STYLE
 
 COLUMNS = 3  # panels side by side
 PANEL = (4.6, 5.0)  # inches
@@ -24,20 +25,7 @@ LETTER = 0.085  # inches, of a legend
 CEILING, OURS = "#8a8a8a", "#0b6e6e"
 COLORS = ("#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
 MARKERS = "os^Dvp*X"
-STYLE: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fusedattn",
-}
+SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +45,7 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
     n_columns = min(COLUMNS, len(panels))
     n_rows = -(-len(panels) // n_columns)
     names = results.contestants([row for rows in panels.values() for row in rows])
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(SVG_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
         width = max(8.0, PANEL[0] * n_columns)
         legend_columns = max(1, int(width / (0.8 + LETTER * max(map(len, names)))))

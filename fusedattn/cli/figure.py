@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 
 FUSED, REFERENCE, HELD_OUT, QUIET = "#0b6e6e", "#d1743c", "#2b2b2b", "#8a8a8a"
 
+# Of every figure.
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+
 
 def draw(path: Path, title: str, losses: Sequence[float], held_out: float, comparisons: Sequence[Comparison]) -> None:
     """Write it as a PNG."""
@@ -21,19 +35,7 @@ def draw(path: Path, title: str, losses: Sequence[float], held_out: float, compa
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e6e6e6",
-        "axes.axisbelow": True,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "legend.frameon": False,
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
