@@ -132,11 +132,12 @@ def _add_values(
     PRECISION: tl.constexpr,
 ):
     """(acc, w_i) with the weights of BLOCK keys more, and their values."""
+    acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
     if HAS_REST:
         # Summed by a narrow matrix product, which costs less than widening the weights again.
         ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
         w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-    return dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION), w_i
+    return acc, w_i
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -176,6 +177,7 @@ def attention_fwd(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     PIPELINED: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
@@ -267,7 +269,7 @@ def attention_fwd(
             acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
-    for i in range(0, blocks.n_boundary):
+    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
         start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
         keys = (start_n + edge_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
@@ -370,4 +372,5 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         **launch_arguments(q, v, problem, config, n_tiles),
         EDGE=min(config.EDGE, config.BLOCK_N),
         PIPELINED=config.style == "pipelined",
+        EDGE_STAGES=config.edge_stages,
     )

@@ -80,6 +80,11 @@ class TileConfig:
         )
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
+    @property
+    def edge_stages(self) -> int:
+        """Pipeline stages of the forward's boundary blocks: with three, wgmma is serialised under Triton 3.6."""
+        return min(self.num_stages, 2)
+
     @cached_property
     def turning(self) -> TileConfig:
         """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
