@@ -119,6 +119,7 @@ def attention_bwd_dkdv(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     EDGE: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     tile, head_kv, sequence = program_tile(n_tiles, nheads_kv, together, REVERSED=False)
     group = nheads_q // nheads_kv
@@ -172,7 +173,7 @@ def attention_bwd_dkdv(
         )  # fmt: skip
 
     edge_m = tl.arange(0, EDGE)
-    for i in range(0, group * blocks.n_boundary):
+    for i in tl.range(0, group * blocks.n_boundary, num_stages=EDGE_STAGES):
         place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
         start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
         offs = start_m + edge_m
@@ -249,6 +250,7 @@ def attention_bwd_dq(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     EDGE: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
 ):
     tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
@@ -294,7 +296,7 @@ def attention_bwd_dq(
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
-    for i in range(0, blocks.n_boundary):
+    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
         start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
         keys = (start_n + edge_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
@@ -365,7 +367,7 @@ def launch(
             problem.call,
             rotation_arguments(problem.rotation_k),
             **launch_arguments(q, v, problem, configs.dkdv, n_tiles, of_keys=True),
-            EDGE=min(configs.dkdv.EDGE, configs.dkdv.BLOCK_M),
+            **configs.dkdv.boundary(of_queries=True),
         )
     if dq is not None:
         n_tiles = triton.cdiv(shape.max_seqlen_q, configs.dq.BLOCK_M)
@@ -377,5 +379,5 @@ def launch(
             problem.call,
             rotation_arguments(problem.rotation_q),
             **launch_arguments(q, v, problem, configs.dq, n_tiles),
-            EDGE=min(configs.dq.EDGE, configs.dq.BLOCK_N),
+            **configs.dq.boundary(),
         )

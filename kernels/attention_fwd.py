@@ -176,8 +176,8 @@ def attention_fwd(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
-    PIPELINED: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
+    PIPELINED: tl.constexpr,
 ):
     tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
@@ -370,7 +370,6 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, n_tiles),
-        EDGE=min(config.EDGE, config.BLOCK_N),
+        **config.boundary(),
         PIPELINED=config.style == "pipelined",
-        EDGE_STAGES=config.edge_stages,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -53,7 +53,9 @@ L2_BYTES: dict[Arch, int] = {
 class TileConfig:
     """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
 
-    Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over.
+    Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over,
+    and no more than EDGE_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma, with two in
+    dk/dv 3.9 does.
     """
 
     BLOCK_M: int
@@ -62,6 +64,7 @@ class TileConfig:
     num_stages: int
     style: Style = "pointers"
     EDGE: int = 64
+    EDGE_STAGES: int = 2
 
     def __post_init__(self) -> None:
         for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
@@ -70,8 +73,11 @@ class TileConfig:
                 raise ValueError(f"{name}: got {block}, allowed are powers of two from 16 on")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps: got {self.num_warps}, allowed are 1, 2, 4, 8, 16")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages: got {self.num_stages}, allowed are 1 and more")
+        for name in ("num_stages", "EDGE_STAGES"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 1 and more")
+        if self.style not in get_args(Style):
+            raise ValueError(f"style: got {self.style!r}, allowed are {', '.join(get_args(Style))}")
 
     def within(self, block_q: int, block_k: int) -> TileConfig:
         """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
@@ -80,10 +86,10 @@ class TileConfig:
         )
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
-    @property
-    def edge_stages(self) -> int:
-        """Pipeline stages of the forward's boundary blocks: with three, wgmma is serialised under Triton 3.6."""
-        return min(self.num_stages, 2)
+    def boundary(self, *, of_queries: bool = False) -> dict[str, int]:
+        """Constants of a kernel that has boundary blocks and walks over keys, or, `of_queries`, over queries."""
+        block = self.BLOCK_M if of_queries else self.BLOCK_N
+        return {"EDGE": min(self.EDGE, block), "EDGE_STAGES": min(self.EDGE_STAGES, self.num_stages)}
 
     @cached_property
     def turning(self) -> TileConfig:
