@@ -134,17 +134,17 @@ class Entry:
     """What one (architecture, dtype, head_dim) launches.
 
     `dense` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
-    registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more.
-    `streamed` serves all others.
+    registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more: it
+    is half of the dense tiles where nothing else is named. `streamed` serves all others.
     """
 
     streamed: KernelConfigs
     dense: KernelConfigs
+    scored: KernelConfigs = None  # type: ignore[assignment]
 
-    @property
-    def scored(self) -> KernelConfigs:
-        """Half of the dense tiles."""
-        return self.dense.smaller()
+    def __post_init__(self) -> None:
+        if self.scored is None:
+            object.__setattr__(self, "scored", self.dense.smaller())
 
 
 # Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
@@ -235,22 +235,36 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             64: Entry(
                 streamed=KernelConfigs(
                     fwd=_T(128, 64, 8, 3, "pipelined"),
-                    dkdv=_T(64, 128, 8, 3, "descriptors"),
+                    dkdv=_T(64, 128, 8, 3, "descriptors", 64, 1),
                     dq=_T(128, 128, 8, 3, "descriptors"),
                 ),
-                dense=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+                dense=KernelConfigs(
+                    fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32, 1), dq=_T(128, 64, 8, 2)
+                ),
+                scored=KernelConfigs(
+                    fwd=_T(64, 64, 8, 3, EDGE=32, EDGE_STAGES=1),
+                    dkdv=_T(16, 64, 4, 1),
+                    dq=_T(64, 64, 8, 2, EDGE=32, EDGE_STAGES=1),
+                ),
             ),
             128: Entry(
                 streamed=KernelConfigs(
                     fwd=_T(128, 64, 8, 3, "pipelined"),
-                    dkdv=_T(32, 128, 8, 2, "descriptors", 32),
+                    dkdv=_T(32, 128, 8, 2, "descriptors", 32, 1),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
-                dense=KernelConfigs(fwd=_T(128, 32, 8, 3), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                dense=KernelConfigs(
+                    fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16, 1), dq=_T(64, 32, 8, 2)
+                ),
+                scored=KernelConfigs(
+                    fwd=_T(64, 32, 8, 2, EDGE=16, EDGE_STAGES=1),
+                    dkdv=_T(16, 64, 8, 1),
+                    dq=_T(64, 16, 8, 2),
+                ),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 2)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2, EDGE_STAGES=1), dq=_T(32, 32, 8, 2)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),

@@ -104,7 +104,7 @@ OPERATION = (
     Fault(PREPARE, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/test_attention.py -k autocast"),
     Fault(PREPARE, "if dropout_p and dropout_seed is None:", "if dropout_seed is None and dropout_p > 0.99:", "dropout: no seed drawn", "tests/test_compile.py -k checkpointing"),
     Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/test_codegen.py"),
-    Fault(CONFIGS, "return self.dense.smaller()", "return self.dense", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
+    Fault(CONFIGS, "self.dense.smaller())", "self.dense)", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
     Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_codegen.py"),
     Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
 )
