@@ -9,9 +9,9 @@ and ``dlse`` the gradient of the returned lse::
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
 
 (Dao, "FlashAttention-2", 2023, algorithm 2; the split in two kernels costs two more products, of seven, and saves the
-atomics. Where the order of sums is open, attention_bwd_dkdv adds up dq too: kernels/dq_sum.py.) ``q`` and ``k`` arrive rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max,
-row_sum and delta are contiguous ``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads
-inside one program.
+atomics.) Where the order of sums is open, attention_bwd_dkdv adds up dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive
+rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
+``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads inside one program.
 """
 
 import torch

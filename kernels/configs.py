@@ -116,8 +116,9 @@ class KernelConfigs:
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """:meth:`TileConfig.within` a block, of each."""
-        tiles = (getattr(self, field.name) for field in fields(self))
-        return KernelConfigs(*(None if tile is None else tile.within(block_q, block_k) for tile in tiles))
+        tiles = ((field.name, getattr(self, field.name)) for field in fields(self))
+        found: dict[str, Any] = {name: x if x is None else x.within(block_q, block_k) for name, x in tiles}
+        return KernelConfigs(**found)
 
     def smaller(self) -> KernelConfigs:
         """:meth:`TileConfig.smaller` of each."""

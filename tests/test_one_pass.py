@@ -25,6 +25,7 @@ from tests.conftest import (
     EVERYTHING,
     INTERPRETING,
     SMALL,
+    assert_accurate,
     assert_budget,
     assert_equal,
     inputs_of,
@@ -154,7 +155,7 @@ def test_a_poisoned_key_reaches_whom_it_reached(case, value):
     k[..., [0, 41, 89], :] = value
     k[..., 60, 3] = value
     got, expected = (testing.run(f, replace(inputs, k=k)) for f in (one_pass, triton_attention))
-    assert 0 < int(expected["dq"].isnan().sum())
+    assert int(expected["dq"].isnan().sum()) > 0
     for name in ("dq", "dk", "dv"):
         assert torch.equal(got[name].isnan(), expected[name].isnan()), name
         # What is summed in another order.
@@ -196,7 +197,7 @@ def test_lengths(seqlen_q, seqlen_k):
     inputs = inputs_of(replace(SMALL, seqlen_q=seqlen_q, seqlen_k=seqlen_k, padding=None))
     got = testing.run(one_pass, inputs)
     if seqlen_q and seqlen_k:
-        assert_budget(one_pass, inputs)
+        assert_accurate(one_pass, inputs)
     assert all((got[name] == 0).all() for name in ("dq", "dk", "dv") if not seqlen_q * seqlen_k)
 
 
@@ -213,15 +214,20 @@ def test_memory(case, dtype):
     assert_equal(got, run(inputs, one_pass))
     poisoned.assert_unchanged(before)
     assert set(accesses.launched) == kernels_of(inputs) - {"attention_bwd_dq"} | {"attention_bwd_dq_sum"}
-    for name in "qkv":
-        assert got[f"d{name}"].stride() == getattr(poisoned.inputs, name).stride()
+    expected = run(poisoned.inputs)
+    assert all(got[name].stride() == expected[name].stride() for name in got)
 
 
 def test_the_total_is_all_that_it_allocates(monkeypatch):
     """float32, of the shape of q, from zeros; and none of it is kept."""
     made: list[Tensor] = []
     zeros = dq_sum.zeros
-    monkeypatch.setattr(dq_sum, "zeros", lambda q: made.append(zeros(q)) or made[-1])
+
+    def counted(q: Tensor) -> Tensor:
+        made.append(zeros(q))
+        return made[-1]
+
+    monkeypatch.setattr(dq_sum, "zeros", counted)
     inputs = inputs_of(replace(SMALL, dtype=torch.bfloat16))
     testing.run(one_pass, inputs)
     (total,) = made
@@ -286,7 +292,7 @@ def test_packed_sequences(dtype):
     """One without queries, one without keys, one that both have, and rows behind the last."""
     q, k, v, dout = (torch.randn(n, h, 24, device=DEVICE, dtype=dtype) for n, h in ((75, 6), (70, 2), (70, 2), (75, 6)))
     stops_q, stops_k = (
-        torch.tensor([0, *x], dtype=torch.int32, device=DEVICE) for x in ((0, 9, 42, 71), (13, 13, 50, 65))
+        torch.tensor([0, *x], dtype=torch.int32, device=DEVICE) for x in ((0, 9, 42, 55), (13, 13, 50, 65))
     )
     rope = Rope.from_theta(24, 64, device=DEVICE)
     options = {"mask": masks.causal("top_left"), "rope": rope}
@@ -305,7 +311,7 @@ def test_packed_sequences(dtype):
         ratios = testing.compare(got[name], truth[name], baseline[name], None, dtype)
         assert ratios.used <= 1.0, (name, ratios)
     assert (got["dq"][:9] == 0).all()
-    assert (got["dq"][71:] == 0).all()
+    assert (got["dq"][55:] == 0).all()
 
 
 @interpreted

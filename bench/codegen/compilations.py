@@ -35,6 +35,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything")),
+        ((64,), ("one pass", "one pass, causal+rope", "one pass, packed")),
         ((512,), ("causal", "everything")),
     ),
     "fp16": (((128,), HEAVIEST),),
