@@ -76,7 +76,7 @@ def test_budget(case):
 
 @dtypes
 def test_budget_of_everything(dtype):
-    assert_budget(one_pass, inputs_of(replace(EVERYTHING, dtype=dtype)), dtype)
+    assert_accurate(one_pass, inputs_of(replace(EVERYTHING, dtype=dtype)), dtype)
 
 
 @interpreted

@@ -43,7 +43,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "tf32": ((HEAD_DIMS, HEAVIEST),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
-    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything"))),
+    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything")), ((64, 128), ("one pass, causal+rope",))),
     "fp32": ((HEAD_DIMS, HEAVIEST),),
 }
 

@@ -49,7 +49,7 @@ def attention_function(
     """:func:`fusedattn.attention` with the arguments and layouts of transformers.
 
     Args:
-        module: the attention layer; ``is_causal``, ``fusedattn_backend`` and ``fusedattn_deterministic`` are read of it.
+        module: the attention layer; its ``is_causal``, ``fusedattn_backend``, ``fusedattn_deterministic`` are read.
         query: ``(batch, nheads_q, seqlen_q, head_dim)``.
         key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
         attention_mask: what the registered mask function made; or a bool tensor ``(batch, seqlen_k)`` or
