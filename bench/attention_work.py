@@ -13,7 +13,7 @@ from torch import Tensor
 from bench import counts, functions
 from bench.counts import Direction
 from bench.timing import SetUp, Timed
-from bench.work import OWN, Contestant, Work
+from bench.work import ONE_PASS, OWN, Contestant, Work
 from fusedattn import attention, masks
 from fusedattn.cases import Case, Inputs, make_inputs
 from fusedattn.peers import Peer
@@ -85,8 +85,16 @@ class AttentionWork(Work):
     def contestants(self, device: torch.device, functions_: Mapping[str, Peer]) -> dict[str, Callable[[], Contestant]]:
         inputs = self.inputs(device)
         others = functions.for_case(self.case, functions_, compiled=self.compiled)
-        every: dict[str, Peer] = {OWN: attention, **others}
+        every: dict[str, Peer] = {**own(self.direction, device), **others}
         return {name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()}
+
+
+def own(direction: Direction, device: torch.device) -> dict[str, Peer]:
+    """The package's own contestants by name: a backward on a GPU also with sums of any order."""
+    found: dict[str, Peer] = {OWN: attention}
+    if direction != "forward" and device.type == "cuda":
+        found[ONE_PASS] = functools.partial(attention, deterministic=False)
+    return found
 
 
 def _prepare(function: Peer, inputs: Inputs, direction: Direction) -> Contestant:

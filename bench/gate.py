@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -46,6 +47,8 @@ class Gate:
             try:
                 ratios = check.measure(case, self.backend, self.device)
                 ratios["out without gradients"] = self._without_gradients(case)
+                if self.backend == "triton":
+                    ratios |= self._in_one_pass(case)
             except Exception as error:  # a kernel that does not run is not correct either
                 self.failures[_described(case)] = f"{type(error).__name__}: {error}"
                 self.used[case] = float("inf")
@@ -62,6 +65,12 @@ class Gate:
         with torch.no_grad():
             out = attention(inputs.q, inputs.k, inputs.v, backend=self.backend, **inputs.options)
         return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
+
+    def _in_one_pass(self, case: Case) -> dict[str, Ratios]:
+        """Of gradients that are summed in any order."""
+        function = functools.partial(attention, backend=self.backend, deterministic=False)
+        found = testing.check(function, make_inputs(case, self.device))
+        return {f"{name} in one pass": found[name] for name in ("dq", "dk", "dv")}
 
     def report(self) -> dict[str, Any]:
         """The verdict as JSON; green where something was checked and nothing failed."""

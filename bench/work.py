@@ -14,6 +14,7 @@ from fusedattn.cases import Case
 from fusedattn.peers import Peer
 
 OWN = "fusedattn"
+ONE_PASS = f"{OWN}, one pass"  # deterministic=False
 
 
 def is_own(name: str) -> bool:

@@ -31,6 +31,7 @@ def attention(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     backend: Backend | None = ...,
 ) -> Tensor: ...
@@ -51,6 +52,7 @@ def attention(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
     backend: Backend | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -70,6 +72,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -107,6 +110,11 @@ def attention(
             ``1 - dropout_p``. Not switched off by ``eval()``: pass 0 then.
         dropout_seed: int64 tensor of one element; the same seed drops the same weights, which
             :func:`fusedattn.dropout.keep_mask` tells. None draws one from torch's generator of the device.
+        deterministic: gradients are the same bit for bit on every run. With False, those of q, k and v may be summed in
+            whatever order programs on the GPU come, which saves recomputing the weights once more where there is a
+            kernel for it; it takes a float32 buffer of the shape of q for as long as the backward runs.
+            ``torch.use_deterministic_algorithms(True)``, when the backward runs, overrules False. Of no effect on the
+            ``torch`` backend.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: ``"triton"``, ``"torch"``, or None: the Triton kernels for GPU tensors and, where
             ``TRITON_INTERPRET=1`` is set, through the interpreter for CPU tensors; else torch. A named backend
@@ -134,22 +142,23 @@ def attention(
     if nested.among(q, k, v):
         return nested.attention(
             q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-            dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, backend=backend,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
+            backend=backend,
         )  # fmt: skip
     unchanged = rope is None and bias is None and scale is None and softcap is None and score_mod is None
     no_dropout = type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
-    if unchanged and no_dropout and sinks is None and not return_lse:
+    if unchanged and no_dropout and sinks is None and not return_lse and type(deterministic) is bool:
         answer = plain.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
     q, k, v = autocast(q, k, v)
     options, backend = checked(
         q, k, v, None, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
     if backend == "triton":
-        out, lse = fused.attention(q, k, v, options)
+        out, lse = fused.attention(q, k, v, options, deterministic=deterministic)
     elif return_lse or not sdpa.can_run(options):
         # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
         wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))

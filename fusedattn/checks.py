@@ -163,6 +163,12 @@ def check_dropout_p(dropout_p: float) -> None:
     check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
 
 
+def check_deterministic(deterministic: bool) -> None:
+    """Raise TypeError unless it is a bool."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, allowed is a bool")
+
+
 def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
     """Raise TypeError or ValueError unless the seed is one int64 number on the device of q."""
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:

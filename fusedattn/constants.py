@@ -42,7 +42,10 @@ class ConstantTensors(NamedTuple):
 
 
 class ConstantSizes(NamedTuple):
-    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none."""
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none.
+
+    `deterministic` is 0 where gradients may be summed in any order.
+    """
 
     lower_start: int = -UNBOUNDED
     upper_start: int = UNBOUNDED
@@ -54,6 +57,7 @@ class ConstantSizes(NamedTuple):
     interleaved: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,8 @@ class Options:
     dropout_p: float
     dropout_seed: Tensor | None
 
-    def constants(self, *, keep_rest: bool, packed: Packed | None = None) -> Constants:
-        """What of them gets no gradient."""
+    def constants(self, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None) -> Constants:
+        """What of them gets no gradient, and what else the operators take."""
         mask, rope, score_mod = self.mask, self.rope, self.score_mod
         tensors = ConstantTensors(
             valid=mask.valid,
@@ -154,6 +158,7 @@ class Options:
             interleaved=int(rope is not None and rope.interleaved),
             max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
             max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
+            deterministic=int(deterministic),
         )
         return Constants(
             tensors=tensors,

@@ -166,7 +166,9 @@ def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], ar
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, deterministic: bool, packed: Packed | None = None
+) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` by the Triton kernels, differentiable."""
     bias, sinks = options.bias, options.sinks
     added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
@@ -177,7 +179,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed 
     learned = None if options.score_mod is None else options.score_mod.learned
     inputs = (q, k, v, added, relative, sinks, slopes, learned)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    constants = options.constants(keep_rest=needs_gradient, packed=packed)
+    constants = options.constants(keep_rest=needs_gradient, deterministic=deterministic, packed=packed)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
     if torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fusedattn.checks import check_backend
+from fusedattn.checks import check_backend, check_deterministic
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from fusedattn.modules import FusedScaledDotProductAttention
@@ -46,7 +46,7 @@ class Replacement:
         return f"{_called(self.name)}: {self.reference} -> {self.fused}"
 
 
-def fuse(model: Model, *, backend: Backend | None = None) -> Model:
+def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = True) -> Model:
     """Run every attention in ``model`` that is known through :func:`fusedattn.attention`, in place.
 
     Known are the reference Transformer of ``fusedattn.transformer``; ``torch.nn.MultiheadAttention``, and with it
@@ -57,6 +57,7 @@ def fuse(model: Model, *, backend: Backend | None = None) -> Model:
         model: any module with such attention somewhere in its tree, or one itself. Parameters,
             ``state_dict`` keys, hooks and modes are untouched; fusing twice is fusing once.
         backend: passed on to :func:`fusedattn.attention`; None chooses by device.
+        deterministic: likewise; with False gradients may be summed in any order.
 
     Returns:
         ``model`` itself. :func:`fusion_report` lists what was replaced, :func:`unfuse` undoes it.
@@ -65,11 +66,12 @@ def fuse(model: Model, *, backend: Backend | None = None) -> Model:
         NotImplementedError: some module cannot be replaced faithfully; the message has every reason, and the
             model is left as it was.
         ValueError: there is no known attention in ``model``, or ``backend`` is unknown.
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``deterministic`` not a bool.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, allowed is a torch.nn.Module")
     check_backend(backend)
+    check_deterministic(deterministic)
     hugging_face = _hugging_face()
     reasons = [] if hugging_face else _of_old_transformers(model)
     reasons += [f"{_called(name)}: {reason}" for name, module in model.named_modules() for reason in _reasons(module)]
@@ -88,9 +90,9 @@ def fuse(model: Model, *, backend: Backend | None = None) -> Model:
         )
     for core in cores:
         core.__class__ = twins.get(type(core), type(core))
-        core.__dict__["backend"] = backend
+        core.__dict__.update(backend=backend, deterministic=deterministic)
     for pretrained in models.values():
-        hugging_face.fuse(pretrained, backend)  # type: ignore[union-attr]
+        hugging_face.fuse(pretrained, backend, deterministic)  # type: ignore[union-attr]
     for replacement in fusion_report(model):
         logger.info("fused %s", replacement)
     return model
@@ -101,7 +103,8 @@ def unfuse(model: Model) -> Model:
     references = {twin: reference for reference, twin in _twins().items()}
     for module in model.modules():
         if type(module) in references:
-            module.__dict__.pop("backend", None)
+            for name in ("backend", "deterministic"):
+                module.__dict__.pop(name, None)
             module.__class__ = references[type(module)]
     hugging_face = _hugging_face()
     if hugging_face:

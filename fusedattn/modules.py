@@ -18,6 +18,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
     """
 
     backend: Backend | None = None
+    deterministic: bool = True
 
     def forward(
         self,
@@ -46,6 +47,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             rope=rope,
             scale=self.scale,
             dropout_p=dropout_p,
+            deterministic=self.deterministic,
             backend=self.backend,
         )
         return out, None

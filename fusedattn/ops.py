@@ -179,6 +179,7 @@ def _problem(
         exact_rows=exact_rows,
         rotates_in_place=tensors.cos is not None
         and shape.max_seqlen_q * shape.nheads_q <= configs.ROTATION_IN_PLACE * shape.nheads_kv,
+        open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=configs.L2_BYTES[configs.arch_of(q.device)],
     )
 

@@ -34,6 +34,7 @@ def checked(
     sinks: Tensor | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    deterministic: bool,
     backend: Backend | None,
 ) -> tuple[Options, Backend]:
     """The options of a call, defaults and a seed filled in, and what runs it; q, k and v have four dimensions.
@@ -62,10 +63,11 @@ def checked(
     checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
         checks.check_dropout_seed(dropout_seed, q)
+    checks.check_deterministic(deterministic)
     backend = backend or default_backend(q.device)
     reasons = not_supported_reasons(
         q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))

@@ -61,7 +61,8 @@ FEATURES = (
     Feature("nested tensors, jagged", "`attention(nested, ...)`"),
     Feature("log-sum-exp and its gradient", "`return_lse=True`"),
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
-    Feature("gradients that are the same bit for bit on every run", "always", torch="as torch's"),
+    Feature("gradients that are the same bit for bit on every run", "by default", torch="as torch's"),
+    Feature("gradients summed in any order, by one kernel less", "`deterministic=False`", torch="of no effect"),
     Feature(
         "`torch.compile(fullgraph=True)`, `torch.export`, AOTInductor, autocast, checkpointing, FSDP2", "as they are"
     ),
@@ -94,6 +95,7 @@ def not_supported_reasons(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> list[str]:

@@ -35,6 +35,7 @@ def attention_varlen(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     backend: Backend | None = ...,
 ) -> Tensor: ...
@@ -59,6 +60,7 @@ def attention_varlen(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
     backend: Backend | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -82,6 +84,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -103,7 +106,7 @@ def attention_varlen(
             ``max_seqlen_q`` and ``max_seqlen_k`` for the lengths, except what there is for each token:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. Tables of rope are
             shared by all; queries that come before the first key of theirs are NaN on a GPU.
-        scale, softcap, sinks, dropout_p, dropout_seed, return_lse, backend: as for ``attention``.
+        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, return_lse, backend: as for ``attention``.
 
     Returns:
         out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``. Queries of no
@@ -127,11 +130,11 @@ def attention_varlen(
     checks.check_packed(packed, q, k)
     options, backend = checked(
         q, k, v, packed, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod,
-        sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend,
+        sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
     if backend == "triton":
-        out, lse = fused.attention(q, k, v, options, packed)
+        out, lse = fused.attention(q, k, v, options, deterministic=deterministic, packed=packed)
     else:
         out, lse = eager_packed.attention(q, k, v, options, packed)
     out = out[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Backward of attention without atomics: the result is the same bit for bit on every run.
+"""Backward of attention, by default without atomics: the result is the same bit for bit on every run.
 
 With the weights ``p`` recomputed tile by tile from the maximum and the sum of each row that the forward kept,
 and ``dlse`` the gradient of the returned lse::
@@ -8,20 +8,24 @@ and ``dlse`` the gradient of the returned lse::
     dk = scale * R_k^T (ds^T q)                            attention_bwd_dkdv, one program per tile of keys
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
 
-(Dao, "FlashAttention-2", 2023, algorithm 2; the split in two kernels costs two more products and saves the
-atomics.) ``q`` and ``k`` arrive rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max,
-row_sum and delta are contiguous ``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads
-inside one program.
+(Dao, "FlashAttention-2", 2023, algorithm 2; the split in two kernels costs two more products, of seven, and saves the
+atomics.) Where the order of sums is open, attention_bwd_dkdv adds up dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive
+rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
+``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads inside one program.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels import dq_sum
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
+from fusedattn.kernels.dq_sum import add_dq, add_rows
 from fusedattn.kernels.masking import (
     any_keys,
+    any_queries,
     boundary_keys,
     boundary_queries,
     bounds_of,
@@ -69,7 +73,10 @@ def _dkdv_add(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one query block to dk and dv; everything transposed: p, dp, pairs ``(BLOCK_N, BLOCK_M)``."""
+    """Add one query block to dk and dv, and return ds as well, rounded.
+
+    Everything is transposed: p, dp, pairs, ds ``(BLOCK_N, BLOCK_M)``.
+    """
     kept_p = drop(p, call, place, nheads_q, rows, keys)
     dv = dot_add(round_to(kept_p, dout.dtype), dout, dv, ACC, PRECISION)
     ds = p * (drop(dp, call, place, nheads_q, rows, keys) - delta[None, :]) * derivative
@@ -77,8 +84,41 @@ def _dkdv_add(
         ds = tl.where(pairs, ds, 0.0)
     # ds is computed transposed, rather than transposed here: Triton before 3.7.1 miscompiles
     # dot(trans(x), ...) on Hopper when x comes from a product.
-    dk = dot_add(round_to(ds, q.dtype), q, dk, ACC, PRECISION)
-    return dk, dv
+    ds = round_to(ds, q.dtype)
+    dk = dot_add(ds, q, dk, ACC, PRECISION)
+    return dk, dv, ds
+
+
+@triton.jit
+def _add_nan(
+    total,
+    call,
+    place,
+    bounds,
+    blocks,
+    group,
+    start_n,
+    poisoned,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """NaN for the dq of every query that sees a key with a NaN or Inf, of which add_dq is given zeros."""
+    n_blocks = blocks.n_full + blocks.n_boundary
+    keys = (start_n + tl.arange(0, BLOCK_N))[:, None]
+    nan = tl.full([EDGE, BLOCK_D], float("nan"), ACC)
+    for i in tl.range(0, group * n_blocks, num_stages=1):
+        of_head = with_head(place, place.head + i // n_blocks)
+        start_m = any_queries(i % n_blocks, blocks, call.mask, of_head, start_n, EDGE)
+        offs = start_m + tl.arange(0, EDGE)
+        exists = (offs >= 0) & (offs < place.seqlen_q)
+        pairs = visible(
+            call.mask, of_head, bounds, start_m, start_n, offs[None, :], keys, exists[None, :], poisoned[:, None]
+        )  # (BLOCK_N, EDGE)
+        sees = tl.max(pairs.to(tl.int32), 0) != 0
+        add_rows(total, of_head, start_m, sees, nan, HEAD_DIM, EDGE, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -94,6 +134,9 @@ def attention_bwd_dkdv(
     delta_ptr,
     dk_out,
     dv_out,
+    total,
+    total_tiles,
+    total_edges,
     call,
     rotation,
     nheads_q,
@@ -146,6 +189,16 @@ def attention_bwd_dkdv(
     blocks = query_blocks(call.mask, first_place, bounds, group, start_n, EDGE, BLOCK_N, BLOCK_M)
     first_full = blocks.start + blocks.n_left * EDGE
     n_full = blocks.n_full * EDGE // BLOCK_M
+    if total is not None:
+        _, poisoned = split_poison(k_tile, ACC)
+        if tl.max(poisoned.to(tl.int32)) != 0:
+            _add_nan(
+                total, call, first_place, bounds, blocks, group, start_n, key_visible & poisoned,
+                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, EDGE,
+            )  # fmt: skip
+        # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
+        # copied: like that it goes into shared memory as it is, and is transposed on the way out.
+        finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
     for i in range(0, group * n_full):
         place = with_head(first_place, head_kv * group + i // n_full)
         start_m = first_full + i % n_full * BLOCK_M
@@ -167,10 +220,14 @@ def attention_bwd_dkdv(
         )  # fmt: skip
         dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
         delta = tl.load(delta_ptr + stats + offs)
-        dk, dv = _dkdv_add(
+        dk, dv, ds = _dkdv_add(
             dk, dv, p, derivative, q_tile, dout_tile, dp, delta, p, call, place, nheads_q, rows, keys,
             False, ACC, PRECISION,
         )  # fmt: skip
+        if total is not None:
+            add_dq(
+                total, total_tiles, place, start_m, offs >= 0, finite, ds, HEAD_DIM, BLOCK_M, BLOCK_D, ACC, PRECISION
+            )  # fmt: skip
 
     edge_m = tl.arange(0, EDGE)
     for i in tl.range(0, group * blocks.n_boundary, num_stages=EDGE_STAGES):
@@ -197,10 +254,12 @@ def attention_bwd_dkdv(
         dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
         delta = tl.load(delta_ptr + stats + offs, mask=seen, other=0.0)
-        dk, dv = _dkdv_add(
+        dk, dv, ds = _dkdv_add(
             dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
             True, ACC, PRECISION,
         )  # fmt: skip
+        if total is not None:
+            add_dq(total, total_edges, place, start_m, seen, finite, ds, HEAD_DIM, EDGE, BLOCK_D, ACC, PRECISION)
 
     dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)
     store_tile(dv_head, start_n, dv_out.stride_s, first_place.seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
@@ -354,30 +413,76 @@ def launch(
     dkdv: tuple[torch.Tensor, torch.Tensor] | None,
     problem: Problem,
 ) -> None:
-    """Fill `dq`, and `dkdv`, where they are given. `q` and `k` come rotated; nothing is empty."""
-    shape, configs = problem.shape, problem.configs
-    read, statistics = tuple(map(heads, (q, k, v, dout))), (rows.shift, rows.factor, rows.delta)
+    """Fill `dq`, and `dkdv`, where they are given. `q` and `k` come rotated; nothing is empty.
+
+    Where both are, and the order of sums is open, one kernel makes both, if there is a config for it.
+    """
+    configs = problem.configs
+    if dq is not None and dkdv is not None and problem.open_order and configs.one_pass is not None:
+        total = dq_sum.zeros(q)
+        _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.one_pass, total)
+        dq_sum.launch(total, rows.shift, dq, problem)
+        return
     if dkdv is not None:
-        n_tiles = triton.cdiv(shape.max_seqlen_k, configs.dkdv.BLOCK_N)
-        attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
-            *read,
-            *(tiles_of(x, configs.dkdv.BLOCK_M, configs.dkdv.style) for x in (q, dout)),
-            *statistics,
-            *map(heads, dkdv),
-            problem.call,
-            rotation_arguments(problem.rotation_k),
-            **launch_arguments(q, v, problem, configs.dkdv, n_tiles, of_keys=True),
-            **configs.dkdv.boundary(of_queries=True),
-        )
+        _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv)
     if dq is not None:
-        n_tiles = triton.cdiv(shape.max_seqlen_q, configs.dq.BLOCK_M)
-        attention_bwd_dq[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-            *read,
-            *(tiles_of(x, configs.dq.BLOCK_N, configs.dq.style) for x in (k, v)),
-            *statistics,
-            heads(dq),
-            problem.call,
-            rotation_arguments(problem.rotation_q),
-            **launch_arguments(q, v, problem, configs.dq, n_tiles),
-            **configs.dq.boundary(),
-        )
+        _launch_dq(q, k, v, dout, rows, dq, problem, configs.dq)
+
+
+def _launch_dkdv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: Rows,
+    dkdv: tuple[torch.Tensor, torch.Tensor],
+    problem: Problem,
+    config: TileConfig,
+    total: torch.Tensor | None = None,
+) -> None:
+    """Fill `dkdv`; add dq, as kernels/dq_sum.py says, to `total`, if there is one."""
+    shape, boundary = problem.shape, config.boundary(of_queries=True)
+    n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
+    attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
+        *map(heads, (q, k, v, dout)),
+        *(tiles_of(x, config.BLOCK_M, config.style) for x in (q, dout)),
+        rows.shift,
+        rows.factor,
+        rows.delta,
+        *map(heads, dkdv),
+        None if total is None else heads(total),
+        *(
+            None if total is None else dq_sum.reductions_of(total, n, config.style)
+            for n in (config.BLOCK_M, boundary["EDGE"])
+        ),
+        problem.call,
+        rotation_arguments(problem.rotation_k),
+        **launch_arguments(q, v, problem, config, n_tiles, of_keys=True),
+        **boundary,
+    )
+
+
+def _launch_dq(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    rows: Rows,
+    dq: torch.Tensor,
+    problem: Problem,
+    config: TileConfig,
+) -> None:
+    shape = problem.shape
+    n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    attention_bwd_dq[(n_tiles * shape.nheads_q * shape.n_sequences,)](
+        *map(heads, (q, k, v, dout)),
+        *(tiles_of(x, config.BLOCK_N, config.style) for x in (k, v)),
+        rows.shift,
+        rows.factor,
+        rows.delta,
+        heads(dq),
+        problem.call,
+        rotation_arguments(problem.rotation_q),
+        **launch_arguments(q, v, problem, config, n_tiles),
+        **config.boundary(),
+    )

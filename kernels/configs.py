@@ -114,19 +114,31 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The matrix-product kernels at one (architecture, head_dim, dtype)."""
+    """The matrix-product kernels at one (architecture, head_dim, dtype).
+
+    `one_pass` is that of attention_bwd_dkdv where it adds up dq as well; None where two kernels are better, or nobody
+    has tried.
+    """
 
     fwd: TileConfig
     dkdv: TileConfig
     dq: TileConfig
+    one_pass: TileConfig | None = None
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """:meth:`TileConfig.within` a block, of each."""
-        return KernelConfigs(*(getattr(self, field.name).within(block_q, block_k) for field in fields(self)))
+        tiles = ((field.name, getattr(self, field.name)) for field in fields(self))
+        found: dict[str, Any] = {name: x if x is None else x.within(block_q, block_k) for name, x in tiles}
+        return KernelConfigs(**found)
 
     def smaller(self) -> KernelConfigs:
         """:meth:`TileConfig.smaller` of each."""
-        return KernelConfigs(self.fwd.smaller(), self.dkdv.smaller(by_keys=True), self.dq.smaller())
+        return KernelConfigs(
+            self.fwd.smaller(),
+            self.dkdv.smaller(by_keys=True),
+            self.dq.smaller(),
+            None if self.one_pass is None else self.one_pass.smaller(by_keys=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(128, 64, 8, 3, "pipelined"),
                     dkdv=_T(64, 128, 8, 3, "descriptors", 64, 1),
                     dq=_T(128, 128, 8, 3, "descriptors"),
+                    one_pass=_T(64, 64, 4, 2, "descriptors", 32),
                 ),
                 dense=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32, 1), dq=_T(128, 64, 8, 2)
@@ -252,6 +265,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(128, 64, 8, 3, "pipelined"),
                     dkdv=_T(32, 128, 8, 2, "descriptors", 32, 1),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
+                    one_pass=_T(32, 64, 4, 2, "descriptors", 16),
                 ),
                 dense=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16, 1), dq=_T(64, 32, 8, 2)
@@ -379,7 +393,10 @@ EXACT_ROWS: dict[int, TileConfig] = {
 
 # Small tiles, so that small inputs still take several blocks and ragged ones, in the styles of the newest targets.
 INTERPRETER = KernelConfigs(
-    fwd=_T(32, 16, 4, 1, "pipelined"), dkdv=_T(16, 32, 4, 1, "descriptors"), dq=_T(32, 16, 4, 1, "descriptors")
+    fwd=_T(32, 16, 4, 1, "pipelined"),
+    dkdv=_T(16, 32, 4, 1, "descriptors"),
+    dq=_T(32, 16, 4, 1, "descriptors"),
+    one_pass=_T(32, 32, 4, 1, "descriptors", 16),
 )
 
 

@@ -276,6 +276,16 @@ def boundary_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def any_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
+    """The first query of block `i`, full blocks counted first, for who takes all for boundary blocks."""
+    if i < blocks.n_full:
+        start_m = blocks.start + (blocks.n_left + i) * BLOCK_M
+    else:
+        start_m = boundary_queries(i - blocks.n_full, blocks, mask, place, start_n, BLOCK_M)
+    return start_m
+
+
+@triton.jit
 def _boundary_start(i, blocks, BLOCK: tl.constexpr):
     return blocks.start + (i + tl.where(i >= blocks.n_left, blocks.n_full, 0)) * BLOCK
 

@@ -24,6 +24,7 @@ class Problem:
         scale: of the scores, positive.
         precision: of float32 products, "ieee" or "tf32".
         rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
+        open_order: gradients may be summed in whatever order programs come.
         l2_bytes: of the cache, for the heads that run side by side.
     """
 
@@ -38,6 +39,7 @@ class Problem:
     configs: KernelConfigs
     exact_rows: TileConfig
     rotates_in_place: bool
+    open_order: bool
     l2_bytes: int
 
     @property

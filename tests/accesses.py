@@ -24,7 +24,8 @@ OUTPUTS = {
     "attention_fwd": {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"},
     "attention_bwd_rows": {"delta_ptr", "shift_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
-    "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr"},
+    "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "total.ptr"},
+    "attention_bwd_dq_sum": {"dq_out.ptr"},
     "attention_bwd_dq": {"dq_out.ptr"},
     "attention_bwd_dbias": {"dbias_ptr"},
     "attention_bwd_drelative": {"drelative_ptr", "sums.words_ptr", "sums.special_ptr"},
@@ -35,7 +36,8 @@ OUTPUTS = {
 
 # Outputs that are 0 before: distances that no key has stay so, and sums are added to.
 WRITTEN_IN_PART = {
-    (kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]
+    ("attention_bwd_dkdv", "total.ptr"),
+    *((kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]),
 }
 
 # Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.

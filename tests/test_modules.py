@@ -232,8 +232,13 @@ def test_the_kernels_run_in_a_fused_model_and_only_there(monkeypatch):
     assert [c["backend"] for c in calls] == ["triton", "torch"]
     fuse(model)(x)
     assert calls[-1]["backend"] is None
+    assert [c["deterministic"] for c in calls] == [True] * 3
+    fuse(model, deterministic=False)(x)
+    assert calls[-1]["deterministic"] is False
     unfuse(model)(x)
-    assert len(calls) == 3
+    assert len(calls) == 4
+    with pytest.raises(TypeError, match="deterministic: got str, allowed is a bool"):
+        fuse(model, deterministic="no")
 
 
 def test_weights_come_from_the_reference(monkeypatch):

@@ -132,6 +132,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     of_lse,
     of_weights,
     with_options(lambda: {}),
+    with_options(lambda: {"deterministic": False}),
     of_compiled,
     of_second_order,
 )

@@ -53,6 +53,9 @@ FEATURES: dict[str, frozenset[str]] = {
         {"causal", "window", "prefix", "documents", "padding", "boolean", "mask function", "rope", "positions", "bias"}
         | {"alibi", "relative", "softcap", "score function", "sinks", "dropout", "packed"}
     ),
+    "one pass": frozenset({"one pass"}),
+    "one pass, causal+rope": frozenset({"one pass", "causal", "rope"}),
+    "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
 }
 
 # Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
@@ -91,6 +94,7 @@ NAMES = {
     "q": "documents",
     "seed": "dropout",
     "cu_q": "packed",
+    "total": "one-pass",
 }
 # What follows from another switch, or is always there.
 IMPLIED = {
@@ -118,8 +122,8 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
-                if value.ptr is not None and name in ("allowed", "bias", "relative", "rest"):
-                    yield name
+                if value.ptr is not None and name in ("allowed", "bias", "relative", "rest", "total"):
+                    yield NAMES.get(name, name)
             elif hasattr(value, "_asdict"):
                 yield from features_of(value._asdict(), name)
         elif (
@@ -231,6 +235,8 @@ def call(
         leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
         score_mod = case_functions.score_function(NHEADS_Q, torch.Generator())
         options["score_mod"] = score_mod.with_learned(leaves[-1])
+    if "one pass" in features:
+        options["deterministic"] = False
     if "dropout" in features:
         options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
     if "packed" in features:

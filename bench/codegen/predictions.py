@@ -35,10 +35,12 @@ from fusedattn.kernels.configs import Arch, Style, TileConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMAND = "python -m bench.codegen.predictions"
-PREDICTED = ("plain", "causal+rope", "bias", "all")
+PREDICTED = ("plain", "causal+rope", "bias", "all", "one pass", "one pass, causal+rope")
 
 # Operations of a pair of a query and a key and one feature: of the products that the kernel has to do.
 OPERATIONS = {"attention_fwd": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
+ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv where it adds up dq too
+TOTAL_BYTES = 4  # of an element of the sum that is dq then
 # What the innermost loops with products are, by how many a kernel has.
 LOOPS = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
@@ -70,6 +72,11 @@ class Prediction:
         return self._operations / self.machine.seconds(self.bounds[self.main].clocks) * self.machine.multiprocessors
 
     @property
+    def one_pass(self) -> bool:
+        """Whether it makes dq as well as dk and dv."""
+        return is_one_pass(self.report)
+
+    @property
     def kernel(self) -> Kernel:
         """For estimates; without a loop for full blocks, that for boundaries does them too."""
         config = self.report.config
@@ -89,7 +96,8 @@ class Prediction:
         rows, columns = report.config["BLOCK_M"], report.config["BLOCK_N"]
         if self.main == "boundary":
             rows, columns = (report.edge, columns) if report.walks_over == "BLOCK_M" else (rows, report.edge)
-        return OPERATIONS[report.kernel] * rows * columns * report.head_dim
+        operations = ONE_PASS_OPERATIONS if self.one_pass else OPERATIONS[report.kernel]
+        return operations * rows * columns * report.head_dim
 
     @property
     def repeated(self) -> float:
@@ -97,6 +105,11 @@ class Prediction:
         names = LOOPS[self.report.kernel][len(self.report.loops)]
         macs = self.report.loops[names.index(self.main)].macs * self.report.config["num_warps"]
         return 2 * macs / self._operations
+
+
+def is_one_pass(report: Report) -> bool:
+    """Whether a kernel adds up dq besides what it owns."""
+    return "one-pass" in report.features.split("+")
 
 
 def predict(report: Report) -> Prediction:
@@ -113,13 +126,14 @@ def predict(report: Report) -> Prediction:
     machine = MACHINES[report.target]  # type: ignore[index]
     itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
     walked = config[report.walks_over]
+    moved = 2 * itemsize + (TOTAL_BYTES if is_one_pass(report) else 0)  # of q and dout, or k and v, and of dq
     bounds = {
         name: bound(
             loop,
             machine,
             warps=config["num_warps"],
             ctas=report.ctas_per_sm,
-            fetched_bytes=2 * walked * report.head_dim * itemsize if loop.counts["tma"] else 0,
+            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] else 0,
         )
         for name, loop in zip(names, report.loops, strict=True)
     }
@@ -134,9 +148,10 @@ def table(predictions: list[Prediction]) -> Iterator[str]:
     )
     yield from _lines(columns)
     for kernel in OPERATIONS:
-        of_kernel = sorted((x for x in predictions if x.report.kernel == kernel), key=lambda x: -x.flops)
-        for rank, prediction in enumerate(of_kernel, 1):
-            yield from _lines(_cells(prediction, rank), header=False)
+        for one_pass in (False, True):
+            of_kernel = [x for x in predictions if x.report.kernel == kernel and x.one_pass == one_pass]
+            for rank, prediction in enumerate(sorted(of_kernel, key=lambda x: -x.flops), 1):
+                yield from _lines(_cells(prediction, rank), header=False)
 
 
 def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
@@ -171,11 +186,13 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
     yield from _lines(
         (
             *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
-            *("backward: TFLOP/s at best", "share of dk and dv", "rotating k, of the forward"),
+            *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating k, of the forward"),
         )
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
+        together = next((x for x in of_call if x.one_pass), None)
+        of_call = [x for x in of_call if not x.one_pass]
         if features not in SHOWN or {x.report.kernel for x in of_call} != set(OPERATIONS):
             continue
         for seqlen in SEQLENS:
@@ -190,15 +207,24 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
                     *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
                     f"{2.5 * problem.operations / backward / 1e12:.0f}",
                     f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
+                    "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
                     f"{rotation_seconds(problem, machine) / forward.seconds:.1%}" if "rope" in features else "",
                 ),
                 header=False,
             )
 
 
+def _one_pass_flops(x: Prediction, problem: Problem, machine: Machine) -> float:
+    """Operations a second of a backward in one pass, with the sum that is filled with zeros and read once more."""
+    rows = problem.batch * problem.nheads_q * problem.seqlen_q
+    moved = rows * problem.head_dim * (2 * TOTAL_BYTES + problem.itemsize)
+    seconds = estimate(x.kernel, problem, machine).seconds + moved / machine.hbm_bytes_per_second
+    return 2.5 * problem.operations / seconds
+
+
 def _called(x: Prediction) -> str:
-    """The features of the call: what the forward keeps for the backward is none of them."""
-    return "+".join(name for name in x.report.features.split("+") if name != "rest") or "plain"
+    """The features of the call: what the forward keeps for the backward is none of them, nor how that sums."""
+    return "+".join(name for name in x.report.features.split("+") if name not in ("rest", "one-pass")) or "plain"
 
 
 def figures(predictions: list[Prediction], target: Arch) -> str:
@@ -262,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", choices=list(MACHINES), default="sm_90")
     parser.add_argument("--head-dim", action="append", type=int, default=[], help="default: 64, 128 and 256")
-    parser.add_argument("--features", action="append", choices=list(FEATURES), default=[], help="default: four of them")
+    parser.add_argument("--features", action="append", choices=list(FEATURES), default=[], help="default: six of them")
     parser.add_argument("--tile", type=tile_config, help="a config for every kernel, instead of the table's")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
     parser.add_argument("--update", action="store_true", help=f"write them to {DOCUMENT.name}")

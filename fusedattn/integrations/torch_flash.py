@@ -261,7 +261,7 @@ def _problem(
         checks.check_packed(packed, q, k)
     options, _ = checked(
         q, k, v, packed, mask=mask, rope=None, bias=None, scale=scale, softcap=None, score_mod=None, sinks=None,
-        dropout_p=dropout_p, dropout_seed=seed, backend="triton",
+        dropout_p=dropout_p, dropout_seed=seed, deterministic=True, backend="triton",
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
     return (q, k, v), options

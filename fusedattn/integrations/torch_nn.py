@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusedattn import biases, masks
 from fusedattn.attention import attention
 from fusedattn.biases import Bias
-from fusedattn.checks import check_backend
+from fusedattn.checks import check_backend, check_deterministic
 from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask
 from fusedattn.support import Backend
@@ -37,19 +37,23 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
 
     Args:
         backend: passed on to :func:`fusedattn.attention`; None chooses by device.
+        deterministic: likewise; with False gradients may be summed in any order.
         args, kwargs: those of ``torch.nn.MultiheadAttention``.
 
     Raises:
         ValueError: `backend` is unknown; what torch refuses.
+        TypeError: `deterministic` is not a bool.
     """
 
     backend: Backend | None = None
+    deterministic: bool = True
 
-    def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, backend: Backend | None = None, deterministic: bool = True, **kwargs: Any) -> None:
         check_backend(backend)
+        check_deterministic(deterministic)
         # torch's constructor goes by the attribute that is hidden below.
         self.__dict__.update(nn.MultiheadAttention(*args, **kwargs).__dict__)
-        self.__dict__["backend"] = backend
+        self.__dict__.update(backend=backend, deterministic=deterministic)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -142,14 +146,15 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
 
         options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout_p": dropout_p}
         options["dropout_seed"] = draw_seed(q.device) if dropout_p else None
+        chosen: dict[str, Any] = {"deterministic": self.deterministic, "backend": self.backend}
         weights = None
         if need_weights:
-            out, lse = attention(q, k, v, **options, return_lse=True, backend=self.backend)
+            out, lse = attention(q, k, v, **options, **chosen, return_lse=True)
             weights = attention_weights(q, k, lse, **options)
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = (weights if batched else weights[0]).to(q.dtype)
         else:
-            out = attention(q, k, v, **options, backend=self.backend)
+            out = attention(q, k, v, **options, **chosen)
         out = out.transpose(1, 2)
         out = out.transpose(0, 1) if batch_dim == 1 else out
         return self._out(out if batched else out[0]), weights
@@ -246,8 +251,9 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._projected(packed, packed, packed)
         longest = max(lengths)
         out = attention_varlen(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p=dropout_p, backend=self.backend
-        )
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p=dropout_p,
+            deterministic=self.deterministic, backend=self.backend,
+        )  # fmt: skip
         return torch.nested.as_nested_tensor(list(torch.split(self._out(out), lengths)))
 
 

@@ -30,19 +30,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import integrations, kernels, learned, masking, operation, package, scores, sequences
+from tests.mutation import integrations, kernels, learned, masking, one_pass, operation, package, scores, sequences
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results/mutants.json"
-SUBJECTS = (kernels, masking, scores, learned, sequences, operation, package, integrations)
+SUBJECTS = (kernels, masking, scores, learned, sequences, one_pass, operation, package, integrations)
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip
 # Where a fault in the operation would show, the quickest first.
 OPERATION_TESTS = (
     "attention", "strides", "masking", "blocks", "rope", "dropout", "float64", "properties", "memory", "determinism",
-    "learned", "fuzz", "large_tensors", "varlen", "second_order", "gradcheck",
+    "learned", "fuzz", "large_tensors", "varlen", "second_order", "gradcheck", "one_pass",
 )  # fmt: skip
 TIMEOUT = 1800  # seconds of one run of tests: a fault may make a loop endless
 

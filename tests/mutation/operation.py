@@ -132,8 +132,8 @@ CARRIED = (
 
 DIFFERENTIATED = (
     Fault(FUSED, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "no gradient of out is taken for ones", LSE),
-    Fault(FUSED, "constants = options.constants(keep_rest=needs_gradient, packed=packed)", "constants = options.constants(keep_rest=False, packed=packed)", "no rest kept for the backward", COMMON),
-    Fault(FUSED, "constants = options.constants(keep_rest=needs_gradient, packed=packed)", "constants = options.constants(keep_rest=True, packed=packed)", "rest kept without a backward", "tests/test_attention.py -k kept"),
+    Fault(FUSED, "options.constants(keep_rest=needs_gradient, ", "options.constants(keep_rest=False, ", "no rest kept for the backward", COMMON),
+    Fault(FUSED, "options.constants(keep_rest=needs_gradient, ", "options.constants(keep_rest=True, ", "rest kept without a backward", "tests/test_attention.py -k kept"),
     Fault(FUSED, "ctx.save_for_backward(*tensors, out, row_max", "ctx.save_for_backward(*tensors[:2], tensors[1], *tensors[3:], out, row_max", "k saved for v", FEATURES),
     Fault(FUSED, "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)", "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor).detach()", "no gradient of a bias", gradients("bias")),
     Fault(FUSED, "return transposed((dout, _or_zeros(dlse, lse)))", "return transposed((dout, torch.zeros_like(lse)))", "second order: gradient of lse lost", SECOND_ORDER),
@@ -167,7 +167,7 @@ PACKING = (
     Fault(CONSTANTS, "max_seqlen_q=0 if packed is None else packed.max_seqlen_q", "max_seqlen_q=0 if packed is None else packed.max_seqlen_k", "packed: queries as long as keys", PACKED),
     Fault(VARLEN, "k.shape[2] if max_seqlen_k is None else max_seqlen_k", "q.shape[2] if max_seqlen_k is None else max_seqlen_k", "packed: keys at most as many as all queries", PACKED),
     Fault(VARLEN, "    q, options = with_positive_scale(q, options)\n", "", "packed: a negative scale", PACKED),
-    Fault(VARLEN, "out, lse = fused.attention(q, k, v, options, packed)", "out, lse = eager_packed.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
+    Fault(VARLEN, "out, lse = fused.attention(q, k, v, options, deterministic=deterministic, packed=packed)", "out, lse = eager_packed.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
     Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
     Fault(NESTED, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
     Fault(NESTED, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),

@@ -49,7 +49,7 @@ def attention_function(
     """:func:`fusedattn.attention` with the arguments and layouts of transformers.
 
     Args:
-        module: the attention layer; of its attributes ``is_causal`` and ``fusedattn_backend`` are read.
+        module: the attention layer; its ``is_causal``, ``fusedattn_backend``, ``fusedattn_deterministic`` are read.
         query: ``(batch, nheads_q, seqlen_q, head_dim)``.
         key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
         attention_mask: what the registered mask function made; or a bool tensor ``(batch, seqlen_k)`` or
@@ -92,6 +92,7 @@ def attention_function(
     options: dict[str, Any] = {"mask": mask, "rope": rope, "bias": bias, "scale": scaling, "softcap": softcap}
     options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
     apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
+    apart["deterministic"] = getattr(module, "fusedattn_deterministic", True)
     if not output_attentions:
         return attention(query, key, value, **options, **apart).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, **options, **apart, return_lse=True)

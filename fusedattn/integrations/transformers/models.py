@@ -67,7 +67,7 @@ def implementations(model: PreTrainedModel) -> tuple[str, str]:
     return f"{type(model).__name__} with {model.__dict__[_BEFORE]!r} attention", repr(NAME)
 
 
-def fuse(model: PreTrainedModel, backend: Backend | None) -> None:
+def fuse(model: PreTrainedModel, backend: Backend | None, deterministic: bool) -> None:
     """Choose the registered attention, and remember which each part had."""
     register()
     parts = list(_parts(model))
@@ -78,7 +78,7 @@ def fuse(model: PreTrainedModel, backend: Backend | None) -> None:
         if part.config._attn_implementation != NAME:
             part.set_attn_implementation(NAME)
     for module in model.modules():
-        module.__dict__["fusedattn_backend"] = backend
+        module.__dict__.update(fusedattn_backend=backend, fusedattn_deterministic=deterministic)
 
 
 def unfuse(model: PreTrainedModel) -> None:
@@ -87,7 +87,8 @@ def unfuse(model: PreTrainedModel) -> None:
         if _BEFORE in part.__dict__:
             part.config._attn_implementation_internal = part.__dict__.pop(_BEFORE)
     for module in model.modules():
-        module.__dict__.pop("fusedattn_backend", None)
+        for name in ("fusedattn_backend", "fusedattn_deterministic"):
+            module.__dict__.pop(name, None)
 
 
 def _parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:

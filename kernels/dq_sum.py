@@ -1,0 +1,145 @@
+"""dq as a sum that programs of different keys add to, in whatever order they come, and dq made of it.
+
+    total = ds k                         attention_bwd_dkdv, which has the tile of keys and of ds
+    dq    = scale * R_q^T total          attention_bwd_dq_sum, one program per tile of queries
+
+total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. A tile is
+added by the tensor memory accelerator, where there is one, which adds in the L2 cache, or by an atomic addition of each
+element. Only the next kernel reads it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, Style, rope_rows
+from fusedattn.kernels.descriptors import tiles_of
+from fusedattn.kernels.primitives import (
+    INTERPRETED,
+    accumulator,
+    block_d,
+    dot,
+    head_base,
+    heads,
+    load_tile,
+    program_tile,
+    store_tile,
+)
+from fusedattn.kernels.problem import Problem
+from fusedattn.kernels.rope import rotate_tile, rotation_arguments
+from fusedattn.kernels.sequences import place_of, row_base
+
+# Triton's interpreter has no addition by a descriptor.
+HAS_REDUCTIONS = not INTERPRETED.value
+
+
+@triton.jit
+def add_rows(total, place, start, row_seen, tile, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add a tile to rows ``start + arange(BLOCK)`` that are `row_seen`, element by element."""
+    offs = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    ptr = head_base(total, place.batch, place.head, place.first_q)
+    ptrs = ptr + tl.cast(start, tl.int64) * total.stride_s + (offs[:, None] * total.stride_s + offs_d[None, :])
+    tl.atomic_add(ptrs, tile, mask=row_seen[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
+
+
+@triton.jit
+def add_dq(
+    total,
+    tiles,
+    place,
+    start_m,
+    row_seen,
+    k,
+    ds,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what a tile of keys gives to queries ``start_m + arange(BLOCK)``.
+
+    `ds` is transposed, ``(BLOCK_N, BLOCK)``, 0 for pairs that do not see each other, and `k` finite: other rows get 0
+    from the accelerator, which takes no mask, and leaves out what lies outside of the tensor.
+    """
+    # Of what a product is multiplied with, only k, which was loaded, is transposed.
+    dq = tl.trans(dot(tl.trans(k), ds, ACC, PRECISION))
+    if tiles is not None:
+        tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, BLOCK_D))
+    else:
+        add_rows(total, place, start_m, row_seen, dq, HEAD_DIM, BLOCK, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
+def attention_bwd_dq_sum(
+    total,
+    shift_ptr,
+    dq_out,
+    sequences,
+    rotation,
+    nheads_q,
+    seqlen_q,
+    seqlen_k,
+    n_positions,
+    n_tiles,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
+    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    start_m = tile * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    stats = row_base(place, nheads_q, seqlen_q)
+    shift = tl.load(shift_ptr + stats + offs_m, mask=offs_m < place.seqlen_q, other=float("inf"))
+    seen = shift != float("inf")  # a row of scores of -inf sees nothing, whatever its keys are
+    total_head = head_base(total, place.batch, head, place.first_q)
+    dq = load_tile(total_head, start_m, total.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    if rotation.ROTARY_DIM > 0:
+        at_end = place.seqlen_k - place.seqlen_q
+        dq = rotate_tile(
+            dq, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, True,
+            BLOCK_M, BLOCK_D, ACC,
+        )  # fmt: skip
+    dq_head = head_base(dq_out, place.batch, head, place.first_q)
+    store_tile(dq_head, start_m, dq_out.stride_s, place.seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+def zeros(q: torch.Tensor) -> torch.Tensor:
+    """The total of no keys, for queries `q`."""
+    return torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+
+def reductions_of(total: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
+    """What adds `block` rows of one head at a time; None where each element is added by itself."""
+    return tiles_of(total, block, style) if HAS_REDUCTIONS else None
+
+
+def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: Problem) -> None:
+    """Fill `dq`."""
+    shape, head_dim = problem.shape, dq.shape[3]
+    block = rope_rows(head_dim)
+    n_tiles = triton.cdiv(shape.max_seqlen_q, block)
+    attention_bwd_dq_sum[(n_tiles * shape.nheads_q * shape.n_sequences,)](
+        heads(total),
+        shift,
+        heads(dq),
+        problem.call.sequences,
+        rotation_arguments(problem.rotation_q),
+        shape.nheads_q,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        0 if problem.rotation_q is None else problem.rotation_q.n_positions,
+        n_tiles,
+        problem.scale,
+        HEAD_DIM=head_dim,
+        BLOCK_M=block,
+        BLOCK_D=block_d(head_dim),
+        ACC=accumulator(dq.dtype),
+        num_warps=4,
+        **LAUNCH_OPTIONS,
+    )

@@ -1,0 +1,47 @@
+"""Faults in what ``deterministic=False`` permits: dq added up by the kernel of dk and dv."""
+
+from tests.mutation.fault import Fault
+
+DQ_SUM, BWD, MASKING = "kernels/dq_sum.py", "kernels/attention_bwd.py", "kernels/masking.py"
+OPS, CONSTANTS, FUSED = "fusedattn/ops.py", "fusedattn/constants.py", "fusedattn/fused.py"
+FLASH_ATTN = "fusedattn/integrations/flash_attn/flash_attn_interface.py"
+
+
+def one_pass(words: str) -> str:
+    """The tests of one pass whose names have one of these words."""
+    return f"tests/test_one_pass.py -k '{words}'"
+
+
+SUMS = one_pass("gradcheck")
+POISON = one_pass("poison")
+ACCELERATOR = one_pass("accelerator")
+WHO = one_pass("who_runs or overrules")
+
+# fmt: off
+FAULTS = (
+    Fault(DQ_SUM, "mask=row_seen[:, None] & (offs_d", "mask=(offs_d", "one pass: rows that are not there are added to", one_pass("memory")),
+    Fault(DQ_SUM, " & (offs_d < HEAD_DIM)[None, :]", "", "one pass: features beyond the last are added to", one_pass("memory and everything")),
+    Fault(DQ_SUM, "ptr = head_base(total, place.batch, place.head, place.first_q)", "ptr = head_base(total, place.batch, place.head, 0)", "one pass: rows of the first sequence are added to", one_pass("packed")),
+    Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[place.batch, place.head, start_m, 0]", "one pass: the accelerator adds to the first sequence", ACCELERATOR),
+    Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[0, place.head, place.first_q + start_m, 0]", "one pass: the accelerator adds to the first batch", ACCELERATOR),
+    Fault(DQ_SUM, "seen = shift != float(\"inf\")", "seen = offs_m < place.seqlen_q", "one pass: dq of a row of scores of -inf", one_pass("contract or poison")),
+    Fault(DQ_SUM, "at_end = place.seqlen_k - place.seqlen_q", "at_end = 0", "one pass: dq turned back as if queries counted from 0", SUMS),
+    Fault(DQ_SUM, "at_end, n_positions, True,", "at_end, n_positions, False,", "one pass: dq turned forward, not back", SUMS),
+    Fault(DQ_SUM, "dq_out.stride_s, place.seqlen_q, dq * scale", "dq_out.stride_s, place.seqlen_q, dq", "one pass: scale dropped", SUMS),
+    Fault(DQ_SUM, "return torch.zeros(q.shape", "return torch.empty(q.shape", "one pass: the total is not filled with zeros", SUMS),
+    Fault(BWD, "key_visible & ~poisoned, True", "key_visible, True", "one pass: NaN of keys that a query does not see", POISON),
+    Fault(BWD, "if tl.max(poisoned.to(tl.int32)) != 0:", "if start_n < 0:", "one pass: an infinite key that a query sees becomes 0", POISON),
+    Fault(BWD, "exists[None, :], poisoned[:, None]", "exists[None, :], (poisoned | (keys[:, 0] >= 0))[:, None]", "one pass: NaN for who sees any key of a tile", POISON),
+    Fault(BWD, "with_head(place, place.head + i // n_blocks)", "place", "one pass: NaN for the first head of a group only", POISON),
+    Fault(BWD, "total, total_edges, place, start_m, seen, finite", "total, total_tiles, place, start_m, seen, finite", "one pass: boundary blocks added as if they were full", ACCELERATOR),
+    Fault(BWD, "total, total_tiles, place, start_m, offs >= 0, finite, ds, HEAD_DIM, BLOCK_M", "total, total_tiles, first_place, start_m, offs >= 0, finite, ds, HEAD_DIM, BLOCK_M", "one pass: full blocks of the first head of a group", one_pass("poison or accelerator")),
+    Fault(BWD, " and problem.open_order", "", "one pass: nobody asked for it", WHO),
+    Fault(BWD, "dq is not None and dkdv is not None and problem.open_order", "dkdv is not None and problem.open_order", "one pass: dq where nobody needs it", one_pass("not_needed")),
+    Fault(MASKING, "start_m = blocks.start + (blocks.n_left + i) * BLOCK_M", "start_m = blocks.start + i * BLOCK_M", "one pass: NaN for the boundary twice, and not for the last full block", POISON),
+    Fault(MASKING, "boundary_queries(i - blocks.n_full, blocks", "boundary_queries(i, blocks", "one pass: NaN not for all of the boundary", POISON),
+    Fault(OPS, "not (sizes.deterministic or torch.are_deterministic_algorithms_enabled())", "not sizes.deterministic", "one pass: torch does not overrule", WHO),
+    Fault(CONSTANTS, "deterministic=int(deterministic)", "deterministic=1", "one pass: never", WHO),
+    Fault(FLASH_ATTN, "partial(attention, q, k, v, deterministic=deterministic, **options)", "partial(attention, q, k, v, **options)", "flash_attn: deterministic is dropped", "tests/integrations/test_flash_attn_api.py -k deterministic"),
+    Fault(FLASH_ATTN, "    options[\"deterministic\"] = deterministic\n", "", "flash_attn: deterministic is dropped with packed sequences", "tests/integrations/test_flash_attn_api.py -k deterministic"),
+)
+# fmt: on
