@@ -21,7 +21,7 @@ from bench import (
     libraries,
     suites,
 )
-from bench.attention_work import AttentionWork
+from bench.attention_work import AttentionWork, own
 from bench.gate import Gate
 from bench.launch_work import LaunchWork
 from bench.measuring import measure
@@ -425,3 +425,13 @@ def test_ligers_tables_are_both_halves() -> None:
         libraries.liger_rope(Rope.from_theta(8, 10, interleaved=True), q, q)
     with pytest.raises(NotImplementedError, match="one length"):
         libraries.liger_rope(rope, q, q[:, :, :3])
+
+
+def test_one_pass_is_measured_beside_ours_in_a_backward_on_a_gpu():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert list(own("forward", gpu)) == ["fusedattn"]
+    assert list(own("both", cpu)) == ["fusedattn"]
+    assert list(own("backward", gpu)) == ["fusedattn", "fusedattn, one pass"]
+    one_pass = own("both", gpu)["fusedattn, one pass"]
+    assert isinstance(one_pass, functools.partial)
+    assert one_pass.keywords["deterministic"] is False

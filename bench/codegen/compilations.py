@@ -35,7 +35,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything")),
-        ((64,), ("one pass", "one pass, causal+rope", "one pass, packed")),
+        ((64,), ("one pass", "one pass, causal+rope", "one pass, padding", "one pass, packed")),
         ((512,), ("causal", "everything")),
     ),
     "fp16": (((128,), HEAVIEST),),
@@ -43,7 +43,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "tf32": ((HEAD_DIMS, HEAVIEST),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
-    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything")), ((64, 128), ("one pass, causal+rope",))),
+    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything")), ((64, 128), ("one pass, padding",))),
     "fp32": ((HEAD_DIMS, HEAVIEST),),
 }
 

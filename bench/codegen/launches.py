@@ -55,6 +55,7 @@ FEATURES: dict[str, frozenset[str]] = {
     ),
     "one pass": frozenset({"one pass"}),
     "one pass, causal+rope": frozenset({"one pass", "causal", "rope"}),
+    "one pass, padding": frozenset({"one pass", "causal", "padding", "rope", "positions"}),
     "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
 }
 
