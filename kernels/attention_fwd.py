@@ -139,6 +139,75 @@ def _add_values(
     return dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION), w_i
 
 
+@triton.jit
+def _store_results(
+    acc,
+    m_i,
+    l_i,
+    w_i,
+    c_i,
+    results,
+    sinks_ptr,
+    call,
+    place,
+    nheads_q,
+    seqlen_q,
+    start_m,
+    softmax_scale,
+    qk_scale,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Divide and write what a tile of queries has summed."""
+    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
+    # the backward.
+    unseen = l_i == 0.0
+    if call.dropout.seed_ptr is None:
+        c_i = l_i
+    if sinks_ptr is not None:
+        # One more score, whose value is 0. With sinks the scores are scaled.
+        sink = tl.load(sinks_ptr + place.head).to(ACC)
+        m_new = tl.maximum(m_i, sink)
+        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        acc = acc * alpha[:, None]
+        w_i = w_i * alpha[:, None]
+        c_i = c_i * alpha
+        m_i = m_new
+    else:
+        l_i = tl.where(unseen, 1.0, l_i)
+    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
+    if call.dropout.seed_ptr is not None:
+        out = out * call.dropout.factor
+    out = round_to(out, results.out.ptr.dtype.element_ty)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    exists = offs_m < place.seqlen_q
+    stats = row_base(place, nheads_q, seqlen_q) + offs_m
+    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=exists)
+    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
+    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
+    tl.store(results.row_max + stats, m_i, mask=exists)
+    tl.store(results.row_sum + stats, l_i, mask=exists)
+    out_head = head_base(results.out, place.batch, place.head, place.first_q)
+    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    if results.rest is not None:
+        w_i = tl.max(w_i, 1)
+        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
+        # passes unchanged, as it must for the backward to cancel it.
+        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
+        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
+            exact = exact * (c_i / l_i)[:, None]
+        if call.dropout.seed_ptr is not None:
+            exact = exact * call.dropout.factor
+        rest = encode_rest(exact, out)
+        rest_head = head_base(results.rest, place.batch, place.head, place.first_q)
+        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_fwd(
     q,
@@ -304,48 +373,10 @@ def attention_fwd(
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
-    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
-    # the backward.
-    unseen = l_i == 0.0
-    if call.dropout.seed_ptr is None:
-        c_i = l_i
-    if sinks_ptr is not None:
-        # One more score, whose value is 0. With sinks the scores are scaled.
-        sink = tl.load(sinks_ptr + head).to(ACC)
-        m_new = tl.maximum(m_i, sink)
-        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
-        acc = acc * alpha[:, None]
-        w_i = w_i * alpha[:, None]
-        c_i = c_i * alpha
-        m_i = m_new
-    else:
-        l_i = tl.where(unseen, 1.0, l_i)
-    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
-    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
-    if call.dropout.seed_ptr is not None:
-        out = out * call.dropout.factor
-    out = round_to(out, results.out.ptr.dtype.element_ty)
-    stats = row_base(place, nheads_q, seqlen_q) + offs_m
-    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=query_exists)
-    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
-    tl.store(results.row_max + stats, m_i, mask=query_exists)
-    tl.store(results.row_sum + stats, l_i, mask=query_exists)
-    out_head = head_base(results.out, place.batch, head, place.first_q)
-    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    if results.rest is not None:
-        w_i = tl.max(w_i, 1)
-        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
-        # passes unchanged, as it must for the backward to cancel it.
-        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
-        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
-            exact = exact * (c_i / l_i)[:, None]
-        if call.dropout.seed_ptr is not None:
-            exact = exact * call.dropout.factor
-        rest = encode_rest(exact, out)
-        rest_head = head_base(results.rest, place.batch, head, place.first_q)
-        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    _store_results(
+        acc, m_i, l_i, w_i, c_i, results, sinks_ptr, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
+        qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
+    )  # fmt: skip
 
 
 def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
