@@ -12,7 +12,7 @@ walks over the key blocks that the tile may see. What happens to scores on the w
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
     rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs, or None
-    grid    (tiles of queries * nheads_q * sequences,)
+    grid    (tiles of queries * nheads_q * sequences,), or fewer programs that walk over all of these
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from fusedattn.kernels.primitives import (
     head_base,
     heads,
     load_tile,
+    numbered_tile,
     of_bits,
     program_tile,
     round_to,
@@ -40,7 +41,7 @@ from fusedattn.kernels.primitives import (
     split_poison,
     store_tile,
 )
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, launch_arguments, programs_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of, row_base
@@ -208,8 +209,10 @@ def _store_results(
         store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def attention_fwd(
+@triton.jit
+def _attend_tile(
+    tile,
+    place,
     q,
     k,
     v,
@@ -224,8 +227,6 @@ def attention_fwd(
     nheads_kv,
     seqlen_q,
     seqlen_k,
-    n_tiles,
-    together,
     lower_start,
     upper_start,
     lower_end,
@@ -246,23 +247,19 @@ def attention_fwd(
     EXACT: tl.constexpr,
     PIPELINED: tl.constexpr,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    """One tile of queries of one head, from its first key to what is written of it."""
     start_m = tile * BLOCK_M
-    if call.sequences.cu_q_ptr is not None:
-        if start_m >= place.seqlen_q:
-            return
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     rows = offs_m[:, None]
     query_exists = offs_m < place.seqlen_q
     exists = query_exists[:, None]
-    head_kv = head // (nheads_q // nheads_kv)
+    head_kv = place.head // (nheads_q // nheads_kv)
     k_head = head_base(k, place.batch, head_kv, place.first_k)
     v_head = head_base(v, place.batch, head_kv, place.first_k)
 
     # (BLOCK_M, BLOCK_D)
-    q_head = head_base(q, place.batch, head, place.first_q)
+    q_head = head_base(q, place.batch, place.head, place.first_q)
     q_tile = load_tile(q_head, start_m, q.stride_s, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
     if rotation.ROTARY_DIM > 0:
         at_end = place.seqlen_k - place.seqlen_q
@@ -379,6 +376,74 @@ def attention_fwd(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_places"))
+def attention_fwd(
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    sinks_ptr,
+    results,
+    call,
+    rotation,
+    rotation_k,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    together,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    softmax_scale,
+    qk_scale,
+    n_places,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    PIPELINED: tl.constexpr,
+):
+    if n_places is None:
+        tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+        place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+        if call.sequences.cu_q_ptr is not None:
+            if tile * BLOCK_M >= place.seqlen_q:
+                return
+        _attend_tile(
+            tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
+            nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions, scale,
+            softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV, ACC, PRECISION,
+            EXACT, PIPELINED,
+        )  # fmt: skip
+    else:
+        # What does not depend on the tile would be computed once, ahead of the loop, and kept in registers that the
+        # loops inside need. The condition, which is never false where sequences are not packed, keeps it inside too.
+        for number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
+            tile, head, sequence = numbered_tile(
+                number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
+            )
+            place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+            if tile * BLOCK_M < place.seqlen_q:
+                _attend_tile(
+                    tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
+                    nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions,
+                    scale, softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV,
+                    ACC, PRECISION, EXACT, PIPELINED,
+                )  # fmt: skip
+
+
 def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
     """Fill the results; layouts as in the module docstring, and out and rest as tensors.
 
@@ -386,7 +451,8 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     """
     config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd
     n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
-    attention_fwd[(n_tiles * problem.shape.nheads_q * problem.shape.n_sequences,)](
+    n_programs, n_places = programs_of(config, n_tiles * problem.shape.nheads_q * problem.shape.n_sequences, q.device)
+    attention_fwd[(n_programs,)](
         heads(q),
         heads(k),
         heads(v),
@@ -401,4 +467,5 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         **launch_arguments(q, v, problem, config, n_tiles),
         EDGE=min(config.EDGE, config.BLOCK_N),
         PIPELINED=config.style == "pipelined",
+        n_places=n_places,
     )

@@ -54,6 +54,8 @@ class TileConfig:
     """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
 
     Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over.
+    `persistent` programs for each multiprocessor walk over all tiles; with 0 each tile has its own. The forward alone
+    knows how to.
     """
 
     BLOCK_M: int
@@ -62,6 +64,7 @@ class TileConfig:
     num_stages: int
     style: Style = "pointers"
     EDGE: int = 64
+    persistent: int = 0
 
     def __post_init__(self) -> None:
         for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
@@ -72,6 +75,8 @@ class TileConfig:
             raise ValueError(f"num_warps: got {self.num_warps}, allowed are 1, 2, 4, 8, 16")
         if self.num_stages < 1:
             raise ValueError(f"num_stages: got {self.num_stages}, allowed are 1 and more")
+        if self.persistent < 0:
+            raise ValueError(f"persistent: got {self.persistent}, allowed are 0 and more")
 
     def within(self, block_q: int, block_k: int) -> TileConfig:
         """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
@@ -108,6 +113,11 @@ class KernelConfigs:
     fwd: TileConfig
     dkdv: TileConfig
     dq: TileConfig
+
+    def __post_init__(self) -> None:
+        for name in ("dkdv", "dq"):
+            if getattr(self, name).persistent:
+                raise ValueError(f"{name}: got persistent={getattr(self, name).persistent}, allowed is 0")
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """:meth:`TileConfig.within` a block, of each."""
@@ -413,6 +423,18 @@ def arch_of(device: torch.device) -> Arch:
     if triton.knobs.runtime.interpret:
         return "interpreter"
     return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has; few where there is no GPU, so that small inputs still give a program several tiles."""
+    if triton.knobs.runtime.interpret:
+        return 3
+    return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache
+def _gpu_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @lru_cache

@@ -117,11 +117,12 @@ def compile_case(case: Case) -> list[Report]:
 
 @contextmanager
 def _configured(config: configs.TileConfig | None) -> Iterator[None]:
-    """Inside, every launch has this config, if there is one."""
+    """Inside, every launch has this config, if there is one; the backward as far as it knows it."""
     if config is None:
         yield
     else:
-        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, config, config)):
+        backward = replace(config, persistent=0)
+        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, backward, backward)):
             yield
 
 
@@ -168,5 +169,9 @@ def _config(launch: launches.Launch) -> dict[str, int]:
     options = {"num_warps": 4, "num_stages": 0} | launch.options
     if metadata is not None:
         options = {name: getattr(metadata, name, value) for name, value in options.items()}
-    style = {"descriptors": launch.has_descriptors, "pipelined": launch.constants.get("PIPELINED", False)}
+    style = {
+        "descriptors": launch.has_descriptors,
+        "pipelined": launch.constants.get("PIPELINED", False),
+        "persistent": launch.is_persistent,
+    }
     return tile | options | {name: 1 for name, value in style.items() if value}

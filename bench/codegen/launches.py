@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, problem
 from fusedattn.masks import Mask
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
@@ -65,7 +65,8 @@ LAYOUT_BLOCK, REACH = 128, 32
 @dataclass(frozen=True)
 class Launch:
     """One compiled launch: values of the kernel's constexpr parameters, what it is given that it might be without,
-    whether tensor descriptors are among that, launch options, and what came of it.
+    whether tensor descriptors are among that, whether its programs walk over tiles, launch options, and what came of
+    it.
 
     `compiled` is Triton's CompiledKernel, or None where `error` says why there is none; `log` is what ptxas printed.
     """
@@ -74,6 +75,7 @@ class Launch:
     constants: dict[str, Any]
     features: tuple[str, ...]
     has_descriptors: bool
+    is_persistent: bool
     options: dict[str, int]
     compiled: Any
     log: str
@@ -175,6 +177,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
                 features=tuple(sorted(features_of(arguments))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
+                is_persistent=arguments.get("n_places") is not None,
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
                 log=log.getvalue(),
@@ -186,6 +189,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(configs, "arch_of", lambda device: arch),
+        patch.object(problem, "multiprocessors", lambda device: 1),
         patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
@@ -247,14 +247,21 @@ def compiled(
 
 
 def tile_config(text: str) -> TileConfig:
-    """Of "128x64,8,3,pipelined,32": queries x keys, warps, stages; style and edge if they are not the usual ones."""
-    match = re.fullmatch(r"(\d+)x(\d+),(\d+),(\d+)(?:,(pointers|descriptors|pipelined)(?:,(\d+))?)?", text)
+    """Of "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages; what else is not as usual."""
+    match = re.fullmatch(rf"(\d+)x(\d+),(\d+),(\d+)(?:,({'|'.join(get_args(Style))}))?(?:,(\d+))?(,persistent)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32,persistent"
+        )
     block_m, block_n, warps, stages = map(int, match.groups()[:4])
     config = TileConfig(block_m, block_n, warps, stages)
-    style, edge = match.groups()[4:]
-    return replace(config, style=cast(Style, style or config.style), EDGE=int(edge or config.EDGE))
+    style, edge, persistent = match.groups()[4:]
+    return replace(
+        config,
+        style=cast(Style, style or config.style),
+        EDGE=int(edge or config.EDGE),
+        persistent=1 if persistent else 0,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ DESCRIPTORS = "kernels/descriptors.py"
 # fmt: off
 FORWARD = (
     Fault(FWD, "query_exists = offs_m < place.seqlen_q", "query_exists = offs_m <= place.seqlen_q", "forward: one query too many", MEMORY),
-    Fault(FWD, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "forward: wrong KV head"),
+    Fault(FWD, "place.head // (nheads_q // nheads_kv)", "place.head % nheads_kv", "forward: wrong KV head"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
     Fault(FWD, "dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)", "dot_add(p, v_tile, acc, ACC, PRECISION)", "forward: no rescaling"),
     Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)", "w_i = dot_add(p, ones, w_i, ACC, PRECISION)", "forward: rounded weights not rescaled", COMMON),
@@ -49,7 +49,10 @@ FORWARD = (
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
     Fault(PRIMITIVES, "side_by_side = tl.minimum(together, n_heads - first)", "side_by_side = together", "tiles of heads beyond the last", ORDER),
-    Fault(PRIMITIVES, "first = pid // (n_tiles * together) * together", "first = pid // (n_tiles * together)", "groups of heads overlap", ORDER),
+    Fault(PRIMITIVES, "first = number // (n_tiles * together) * together", "first = number // (n_tiles * together)", "groups of heads overlap", ORDER),
+    Fault(PROBLEM, "min(config.persistent * multiprocessors(device), n_tiles)", "config.persistent * multiprocessors(device)", "more persistent programs than tiles", STYLES),
+    Fault(PROBLEM, " or n_tiles + n_programs >= 2**31", "", "persistent programs step beyond int32", ORDER),
+    Fault(FWD, "tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True)", "tl.range(tl.program_id(0), n_places - 1, tl.num_programs(0), disable_licm=True)", "forward: persistent programs leave out the last tile", STYLES),
     Fault(PRIMITIVES, "        tile = n_tiles - 1 - tile\n", "        tile = tile\n", "the longest tiles last", ORDER),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([0, head, first + start, 0])", "tiles of the first batch"),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([batch, head, start, 0])", "tiles of the first sequence", PACKED),

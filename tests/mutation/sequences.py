@@ -26,7 +26,7 @@ PLACES = (
 )
 
 OFFSETS = (
-    Fault(FWD, "q_head = head_base(q, place.batch, head, place.first_q)", "q_head = head_base(q, place.batch, head, 0)", "forward: queries of the first sequence for all", PACKED),
+    Fault(FWD, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, 0)", "forward: queries of the first sequence for all", PACKED),
     Fault(FWD, "k_head = head_base(k, place.batch, head_kv, place.first_k)", "k_head = head_base(k, place.batch, head_kv, 0)", "forward: keys of the first sequence for all", PACKED),
     Fault(FWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, place.first_q)", "forward: values from where the queries begin", PACKED),
     Fault(FWD, "out_head = head_base(results.out, place.batch, place.head, place.first_q)", "out_head = head_base(results.out, place.batch, place.head, place.first_k)", "forward: out where the keys begin", PACKED),
