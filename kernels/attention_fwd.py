@@ -97,7 +97,7 @@ def _full_products(
 
 
 @triton.jit
-def _weights(
+def weights(
     scores,
     m_i,
     l_i,
@@ -121,7 +121,7 @@ def _weights(
 
 
 @triton.jit
-def _add_values(
+def add_values(
     acc,
     w_i,
     alpha,
@@ -141,7 +141,7 @@ def _add_values(
 
 
 @triton.jit
-def _store_results(
+def store_results(
     acc,
     m_i,
     l_i,
@@ -291,7 +291,7 @@ def _attend_tile(
                 HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
             )  # fmt: skip
             scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i, c_i = _weights(
+            p, alpha, m_i, l_i, c_i = weights(
                 scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
             p = bits_of(p)
@@ -305,9 +305,9 @@ def _attend_tile(
                     v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV,
                 )  # fmt: skip
-                acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+                acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
                 scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-                p, alpha, m_i, l_i, c_i = _weights(
+                p, alpha, m_i, l_i, c_i = weights(
                     scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
                 )
                 p = bits_of(p)
@@ -315,7 +315,7 @@ def _attend_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N,
                 HEAD_DIM_V, BLOCK_N, BLOCK_DV,
             )  # fmt: skip
-            acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
     else:
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
@@ -327,10 +327,10 @@ def _attend_tile(
             v_tile = full_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
             )
-            p, alpha, m_i, l_i, c_i = _weights(
+            p, alpha, m_i, l_i, c_i = weights(
                 scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
-            acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
     for i in range(0, blocks.n_boundary):
@@ -344,10 +344,10 @@ def _attend_tile(
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
         v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        p, alpha, m_i, l_i, c_i = _weights(
+        p, alpha, m_i, l_i, c_i = weights(
             scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
         )
-        acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
+        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
@@ -370,7 +370,7 @@ def _attend_tile(
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
-    _store_results(
+    store_results(
         acc, m_i, l_i, w_i, c_i, results, sinks_ptr, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
         qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
     )  # fmt: skip
@@ -414,12 +414,19 @@ def attention_fwd(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     PIPELINED: tl.constexpr,
+    ONLY_NAN: tl.constexpr,
 ):
     if n_places is None:
         tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
         place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+        start_m = tile * BLOCK_M
         if call.sequences.cu_q_ptr is not None:
-            if tile * BLOCK_M >= place.seqlen_q:
+            if start_m >= place.seqlen_q:
+                return
+        if ONLY_NAN:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            sums = results.row_sum + row_base(place, nheads_q, seqlen_q) + offs_m
+            if not has_nan(tl.load(sums, mask=offs_m < place.seqlen_q, other=0.0)):
                 return
         _attend_tile(
             tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
@@ -444,12 +451,15 @@ def attention_fwd(
                 )  # fmt: skip
 
 
-def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem, *, only_nan: bool = False
+) -> None:
     """Fill the results; layouts as in the module docstring, and out and rest as tensors.
 
-    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
+    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales. With `only_nan`,
+    results are there, and tiles of them stay of which no row_sum is NaN.
     """
-    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd
+    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd.plain
     n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
     n_programs, n_places = programs_of(config, n_tiles * problem.shape.nheads_q * problem.shape.n_sequences, q.device)
     attention_fwd[(n_programs,)](
@@ -467,5 +477,6 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         **launch_arguments(q, v, problem, config, n_tiles),
         EDGE=min(config.EDGE, config.BLOCK_N),
         PIPELINED=config.style == "pipelined",
+        ONLY_NAN=only_nan,
         n_places=n_places,
     )

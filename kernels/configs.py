@@ -20,9 +20,10 @@ Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 # What is done for each pair besides the products: fields of an Entry.
 Work = Literal["streamed", "dense", "scored"]
 
-# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; or by them
-# and with the product of the weights and values of a block behind the product that makes the scores of the next.
-Style = Literal["pointers", "descriptors", "pipelined"]
+# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
+# with the product of the weights and values of a block behind the product that makes the scores of the next; or by
+# warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
+Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
 
 # Shared memory one program may use, in bytes.
 SHARED_MEMORY: dict[Arch, int] = {
@@ -77,6 +78,10 @@ class TileConfig:
             raise ValueError(f"num_stages: got {self.num_stages}, allowed are 1 and more")
         if self.persistent < 0:
             raise ValueError(f"persistent: got {self.persistent}, allowed are 0 and more")
+        if self.style == "specialized" and (self.num_warps, self.persistent) != (4, 0):
+            raise ValueError(
+                f"num_warps, persistent: got {self.num_warps}, {self.persistent}, allowed with specialized are 4, 0"
+            )
 
     def within(self, block_q: int, block_k: int) -> TileConfig:
         """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
@@ -86,11 +91,19 @@ class TileConfig:
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
     @cached_property
+    def plain(self) -> TileConfig:
+        """For calls that a specialised kernel does not take: the same queries, by all warps alike."""
+        if self.style != "specialized":
+            return self
+        return replace(self, BLOCK_N=min(self.BLOCK_N, 64), num_warps=8, num_stages=3, style="pipelined")
+
+    @cached_property
     def turning(self) -> TileConfig:
         """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
-        return (
-            self if self.style == "pointers" else replace(self, style="descriptors", num_stages=min(self.num_stages, 2))
-        )
+        plain = self.plain
+        if plain.style == "pointers":
+            return plain
+        return replace(plain, style="descriptors", num_stages=min(plain.num_stages, 2))
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -115,9 +128,11 @@ class KernelConfigs:
     dq: TileConfig
 
     def __post_init__(self) -> None:
-        for name in ("dkdv", "dq"):
-            if getattr(self, name).persistent:
-                raise ValueError(f"{name}: got persistent={getattr(self, name).persistent}, allowed is 0")
+        for name, config in (("dkdv", self.dkdv), ("dq", self.dq)):
+            if config.persistent or config.style == "specialized":
+                raise ValueError(
+                    f"{name}: got persistent={config.persistent} and {config.style}, allowed are 0 and other styles"
+                )
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """:meth:`TileConfig.within` a block, of each."""

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
-from fusedattn.kernels import configs, problem
+from fusedattn.kernels import configs, guard, problem
 from fusedattn.masks import Mask
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
@@ -157,9 +157,9 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     seen: dict[JITFunction, list[Any]] = {}
     run = JITFunction.run
 
-    def compile_instead(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def compile_instead(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         if kernels and fn.__name__ not in kernels:
-            return
+            return None
         parameters = {name: value for name, value in named.items() if name in fn.signature.parameters}
         arguments = fn.signature.bind(*args, **parameters).arguments
         log, compiled, error = io.StringIO(), None, ""
@@ -169,7 +169,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         except Exception as raised:  # one of many, which must not keep the others from being seen
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         if compiled is not None and compiled in seen.setdefault(fn, []):
-            return
+            return compiled
         seen.setdefault(fn, []).append(compiled)
         launches.append(
             Launch(
@@ -184,12 +184,15 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 error=error,
             )
         )
+        return compiled
 
     triton.runtime.driver.set_active(NoDevice(TARGETS[arch]))
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(configs, "arch_of", lambda device: arch),
         patch.object(problem, "multiprocessors", lambda device: 1),
+        patch.object(guard, "knows", lambda device: True),
+        patch.object(guard, "accepts", lambda key, compiled: True),
         patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -205,11 +208,20 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
 
 
 def call(
-    head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True, head_dim_v: int | None = None
+    head_dim: int,
+    dtype: torch.dtype,
+    features: frozenset[str],
+    *,
+    training: bool = True,
+    head_dim_v: int | None = None,
+    seqlen_k: int = SEQLEN_K,
 ) -> None:
-    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
+    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
+
+    Another `seqlen_k` is for features that have nothing of its size.
+    """
     seqlen_q = FEW_QUERIES if "few queries" in features else SEQLEN_Q
-    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, SEQLEN_K, head_dim)
+    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, seqlen_k, head_dim)
     shape_v = (*shape_k[:3], head_dim_v or head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]

@@ -25,6 +25,8 @@ from tests.mutation.suites import (
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
 DESCRIPTORS = "kernels/descriptors.py"
+SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
+WARPS, GUARD = "tests/test_specialized.py", "tests/test_guard.py"
 
 # fmt: off
 FORWARD = (
@@ -83,6 +85,42 @@ FORWARD = (
     Fault(FWD, "rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)", "rest, HEAD_DIM, BLOCK_M, BLOCK_DV)", "forward: rest as wide as q", budget("values", dtype="bfloat16")),
     Fault(PROBLEM, "problem.softmax_scale * LOG2E.value", "problem.softmax_scale", "forward: base-2 exponents without log2 e"),
     Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
+)
+
+SPECIALIZED = (
+    Fault(SPECIAL, "head_kv = head // (nheads_q // nheads_kv)", "head_kv = head % nheads_kv", "specialised: wrong KV head", WARPS),
+    Fault(SPECIAL, "head_base(q, sequence, head, 0)", "head_base(q, 0, head, 0)", "specialised: queries of the first batch", WARPS),
+    Fault(SPECIAL, "[seqlen_q, HEAD_DIM]", "[seqlen_q, BLOCK_D]", "specialised: features beyond head_dim", f"{WARPS} -k written_once"),
+    Fault(SPECIAL, "head_kv, 0, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "head_kv, 0, start_n + 1, HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "specialised: values of the next keys", WARPS),
+    Fault(SPECIAL, "(blocks.n_full + blocks.n_boundary) * BLOCK_N", "blocks.n_full * BLOCK_N", "specialised: blocks at the boundary left out", WARPS),
+    Fault(SPECIAL, "scores = tl.where(pairs, scores, float(\"-inf\"))", "scores = tl.where(pairs, scores, 0.0)", "specialised: hidden scores are 0", WARPS),
+    Fault(SPECIAL, "MASKED: tl.constexpr = call.mask.HAS_LOWER or call.mask.HAS_UPPER", "MASKED: tl.constexpr = call.mask.HAS_UPPER", "specialised: a window that looks back only is no mask", WARPS),
+    Fault(SPECIAL, "l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float(\"nan\"), l_i)", "l_i = l_i", "specialised: nothing to repair", f"{WARPS} -k finite"),
+    Fault(SPECIAL, "        attention_fwd.launch(q, k, v, results, problem, only_nan=True)\n", "        pass\n", "specialised: no repair", f"{WARPS} -k finite"),
+    Fault(SPECIAL, "        problem = replace(problem, rotation_q=None)\n", "", "specialised: the repair turns queries twice", f"{WARPS} -k turns"),
+    Fault(SPECIAL, "of_queries=True)", "of_queries=False)", "specialised: queries turned as keys", f"{WARPS} -k RoPE"),
+    Fault(SPECIAL, "        and q.dtype.itemsize == 2\n", "", "specialised: float32 taken", WARPS),
+    Fault(SPECIAL, "        and not problem.rotates_in_place\n", "", "specialised: keys that come unrotated taken", WARPS),
+    Fault(SPECIAL, "        and problem.sinks is None\n        and call.score is UNMODIFIED\n", "", "specialised: scores that are changed taken", WARPS),
+    Fault(SPECIAL, "        and call.dropout.seed_ptr is None\n", "", "specialised: dropout taken", WARPS),
+    Fault(SPECIAL, "        and call.sequences.cu_q_ptr is None\n", "", "specialised: packed sequences taken", WARPS),
+    Fault(SPECIAL, "        and mask.valid_ptr is None\n", "", "specialised: padding taken", WARPS),
+    Fault(SPECIAL, "        and mask.prefix_ptr is None\n", "", "specialised: a prefix taken", WARPS),
+    Fault(SPECIAL, "        and mask.documents.q_ptr is None\n", "", "specialised: documents taken", WARPS),
+    Fault(SPECIAL, "        and not mask.BY_PAIR.value\n", "", "specialised: masks of pairs taken", WARPS),
+    Fault(SPECIAL, "problem.shape.seqlen_k % config.BLOCK_N == 0", "True", "specialised: keys without a mask that are no whole blocks taken", WARPS),
+    Fault(SPECIAL, "all(map(is_describable, (q, k, v)))", "all(map(is_describable, (k, v)))", "specialised: queries that no descriptor can address taken", WARPS),
+    Fault(SPECIAL, "x % 16 == 0", "True", "specialised: a key that names two compilations", f"{GUARD} -k key"),
+    Fault(SPECIAL, "    copy_context().run(_with_allocator, run)\n", "    _with_allocator(run)\n", "specialised: a user's allocator replaced", f"{WARPS} -k allocator"),
+    Fault(FWD, "if not has_nan(tl.load(sums,", "if has_nan(tl.load(sums,", "forward: repairs what needs none", WARPS),
+    Fault(CHECK, "\"ttg.warp_specialize\" not in asm[\"ttgir\"]", "False", "guard: a loop that was not split accepted", GUARD),
+    Fault(CHECK, "not spills or any(map(int, spills))", "any(map(int, spills))", "guard: no word of spills taken for none", GUARD),
+    Fault(CHECK, "    if cubin != asm[\"cubin\"]:", "    if not cubin:", "guard: figures of other code", GUARD),
+    Fault(CHECK, "    if \"serializ\" in log:", "    if \"serializ\" in asm[\"ttgir\"]:", "guard: products that wait accepted", GUARD),
+    Fault(CHECK, "shared_bytes > SHARED_MEMORY[\"sm_90\"]", "shared_bytes < 0", "guard: more shared memory than there is accepted", GUARD),
+    Fault(CHECK, "        and triton.__version__ in VERSIONS\n", "", "guard: any version of Triton", GUARD),
+    Fault(CHECK, "get_device_capability(index) == CAPABILITY", "get_device_capability(index) >= CAPABILITY", "guard: newer GPUs", GUARD),
+    Fault(CHECK, "    if key not in _reasons:\n", "    if True:\n", "guard: looks at every launch", GUARD),
 )
 
 BACKWARD = (
@@ -194,4 +232,4 @@ ROTATION = (
 
 # fmt: on
 
-FAULTS = (*FORWARD, *BACKWARD, *ARITHMETIC, *ROTATION)
+FAULTS = (*FORWARD, *SPECIALIZED, *BACKWARD, *ARITHMETIC, *ROTATION)
