@@ -170,8 +170,8 @@ def test_the_repair_turns_nothing_again(launched):
 
 
 def test_every_element_is_written_once(launched):
-    q = torch.randn(2, 3, 50, 16, dtype=torch.float16)[:, :, 3:]
-    k, v = (torch.randn(2, 50, 1, n, dtype=torch.float16).transpose(1, 2)[:, :, 1:49] for n in (16, 24))
+    q = torch.randn(2, 3, 50, 32, dtype=torch.float16)[:, :, 3:, :24]
+    k, v = (torch.randn(2, 50, 1, n, dtype=torch.float16).transpose(1, 2)[:, :, 1:49] for n in (24, 40))
     with checked_accesses() as accesses:
         triton_attention(q, k, v)
     assert accesses.launched == ["attention_fwd_specialized"]
