@@ -209,6 +209,7 @@ def attention_fwd(
     `sinks` are float32 or float64; the rest is what :meth:`Constants.flat` makes.
     """
     from fusedattn.kernels import attention_fwd as kernel
+    from fusedattn.kernels import attention_fwd_specialized as specialized
     from fusedattn.kernels.rope import rotated
 
     if not scale > 0:
@@ -223,7 +224,8 @@ def attention_fwd(
         if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
             k = rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
         results = kernel.Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
-        kernel.launch(q, k, v, results, problem)
+        launch = specialized.launch if specialized.takes(q, k, v, problem) else kernel.launch
+        launch(q, k, v, results, problem)
     return out, lse, row_max, row_sum, rest
 
 

@@ -12,7 +12,7 @@ walks over the key blocks that the tile may see. What happens to scores on the w
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
     rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs, or None
-    grid    (tiles of queries * nheads_q * sequences,)
+    grid    (tiles of queries * nheads_q * sequences,), or fewer programs that walk over all of these
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from fusedattn.kernels.primitives import (
     head_base,
     heads,
     load_tile,
+    numbered_tile,
     of_bits,
     program_tile,
     round_to,
@@ -40,7 +41,7 @@ from fusedattn.kernels.primitives import (
     split_poison,
     store_tile,
 )
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, launch_arguments, programs_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of, row_base
@@ -96,7 +97,7 @@ def _full_products(
 
 
 @triton.jit
-def _weights(
+def weights(
     scores,
     m_i,
     l_i,
@@ -120,7 +121,7 @@ def _weights(
 
 
 @triton.jit
-def _add_values(
+def add_values(
     acc,
     w_i,
     alpha,
@@ -140,8 +141,79 @@ def _add_values(
     return acc, w_i
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def attention_fwd(
+@triton.jit
+def store_results(
+    acc,
+    m_i,
+    l_i,
+    w_i,
+    c_i,
+    results,
+    sinks_ptr,
+    call,
+    place,
+    nheads_q,
+    seqlen_q,
+    start_m,
+    softmax_scale,
+    qk_scale,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Divide and write what a tile of queries has summed."""
+    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
+    # the backward.
+    unseen = l_i == 0.0
+    if call.dropout.seed_ptr is None:
+        c_i = l_i
+    if sinks_ptr is not None:
+        # One more score, whose value is 0. With sinks the scores are scaled.
+        sink = tl.load(sinks_ptr + place.head).to(ACC)
+        m_new = tl.maximum(m_i, sink)
+        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        acc = acc * alpha[:, None]
+        w_i = w_i * alpha[:, None]
+        c_i = c_i * alpha
+        m_i = m_new
+    else:
+        l_i = tl.where(unseen, 1.0, l_i)
+    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
+    if call.dropout.seed_ptr is not None:
+        out = out * call.dropout.factor
+    out = round_to(out, results.out.ptr.dtype.element_ty)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    exists = offs_m < place.seqlen_q
+    stats = row_base(place, nheads_q, seqlen_q) + offs_m
+    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=exists)
+    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
+    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
+    tl.store(results.row_max + stats, m_i, mask=exists)
+    tl.store(results.row_sum + stats, l_i, mask=exists)
+    out_head = head_base(results.out, place.batch, place.head, place.first_q)
+    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    if results.rest is not None:
+        w_i = tl.max(w_i, 1)
+        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
+        # passes unchanged, as it must for the backward to cancel it.
+        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
+        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
+            exact = exact * (c_i / l_i)[:, None]
+        if call.dropout.seed_ptr is not None:
+            exact = exact * call.dropout.factor
+        rest = encode_rest(exact, out)
+        rest_head = head_base(results.rest, place.batch, place.head, place.first_q)
+        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+
+
+@triton.jit
+def _attend_tile(
+    tile,
+    place,
     q,
     k,
     v,
@@ -156,8 +228,6 @@ def attention_fwd(
     nheads_kv,
     seqlen_q,
     seqlen_k,
-    n_tiles,
-    together,
     lower_start,
     upper_start,
     lower_end,
@@ -179,23 +249,19 @@ def attention_fwd(
     EDGE_STAGES: tl.constexpr,
     PIPELINED: tl.constexpr,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    """One tile of queries of one head, from its first key to what is written of it."""
     start_m = tile * BLOCK_M
-    if call.sequences.cu_q_ptr is not None:
-        if start_m >= place.seqlen_q:
-            return
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     rows = offs_m[:, None]
     query_exists = offs_m < place.seqlen_q
     exists = query_exists[:, None]
-    head_kv = head // (nheads_q // nheads_kv)
+    head_kv = place.head // (nheads_q // nheads_kv)
     k_head = head_base(k, place.batch, head_kv, place.first_k)
     v_head = head_base(v, place.batch, head_kv, place.first_k)
 
     # (BLOCK_M, BLOCK_D)
-    q_head = head_base(q, place.batch, head, place.first_q)
+    q_head = head_base(q, place.batch, place.head, place.first_q)
     q_tile = load_tile(q_head, start_m, q.stride_s, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
     if rotation.ROTARY_DIM > 0:
         at_end = place.seqlen_k - place.seqlen_q
@@ -227,7 +293,7 @@ def attention_fwd(
                 HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
             )  # fmt: skip
             scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i, c_i = _weights(
+            p, alpha, m_i, l_i, c_i = weights(
                 scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
             p = bits_of(p)
@@ -241,9 +307,9 @@ def attention_fwd(
                     v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV,
                 )  # fmt: skip
-                acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+                acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
                 scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-                p, alpha, m_i, l_i, c_i = _weights(
+                p, alpha, m_i, l_i, c_i = weights(
                     scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
                 )
                 p = bits_of(p)
@@ -251,7 +317,7 @@ def attention_fwd(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N,
                 HEAD_DIM_V, BLOCK_N, BLOCK_DV,
             )  # fmt: skip
-            acc, w_i = _add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
     else:
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
@@ -263,10 +329,10 @@ def attention_fwd(
             v_tile = full_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
             )
-            p, alpha, m_i, l_i, c_i = _weights(
+            p, alpha, m_i, l_i, c_i = weights(
                 scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
-            acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
     for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
@@ -280,10 +346,10 @@ def attention_fwd(
         scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
         scores = tl.where(pairs, scores, float("-inf"))
         v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        p, alpha, m_i, l_i, c_i = _weights(
+        p, alpha, m_i, l_i, c_i = weights(
             scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
         )
-        acc, w_i = _add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
+        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
@@ -306,58 +372,99 @@ def attention_fwd(
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
-    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
-    # the backward.
-    unseen = l_i == 0.0
-    if call.dropout.seed_ptr is None:
-        c_i = l_i
-    if sinks_ptr is not None:
-        # One more score, whose value is 0. With sinks the scores are scaled.
-        sink = tl.load(sinks_ptr + head).to(ACC)
-        m_new = tl.maximum(m_i, sink)
-        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
-        acc = acc * alpha[:, None]
-        w_i = w_i * alpha[:, None]
-        c_i = c_i * alpha
-        m_i = m_new
+    store_results(
+        acc, m_i, l_i, w_i, c_i, results, sinks_ptr, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
+        qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_places"))
+def attention_fwd(
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    sinks_ptr,
+    results,
+    call,
+    rotation,
+    rotation_k,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    together,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    softmax_scale,
+    qk_scale,
+    n_places,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    PIPELINED: tl.constexpr,
+    ONLY_NAN: tl.constexpr,
+):
+    if n_places is None:
+        tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+        place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+        start_m = tile * BLOCK_M
+        if call.sequences.cu_q_ptr is not None:
+            if start_m >= place.seqlen_q:
+                return
+        if ONLY_NAN:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            sums = results.row_sum + row_base(place, nheads_q, seqlen_q) + offs_m
+            if not has_nan(tl.load(sums, mask=offs_m < place.seqlen_q, other=0.0)):
+                return
+        _attend_tile(
+            tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
+            nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions, scale,
+            softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV, ACC, PRECISION,
+            EXACT, PIPELINED,
+        )  # fmt: skip
     else:
-        l_i = tl.where(unseen, 1.0, l_i)
-    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
-    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
-    if call.dropout.seed_ptr is not None:
-        out = out * call.dropout.factor
-    out = round_to(out, results.out.ptr.dtype.element_ty)
-    stats = row_base(place, nheads_q, seqlen_q) + offs_m
-    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=query_exists)
-    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
-    tl.store(results.row_max + stats, m_i, mask=query_exists)
-    tl.store(results.row_sum + stats, l_i, mask=query_exists)
-    out_head = head_base(results.out, place.batch, head, place.first_q)
-    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    if results.rest is not None:
-        w_i = tl.max(w_i, 1)
-        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
-        # passes unchanged, as it must for the backward to cancel it.
-        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
-        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
-            exact = exact * (c_i / l_i)[:, None]
-        if call.dropout.seed_ptr is not None:
-            exact = exact * call.dropout.factor
-        rest = encode_rest(exact, out)
-        rest_head = head_base(results.rest, place.batch, head, place.first_q)
-        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        # What does not depend on the tile would be computed once, ahead of the loop, and kept in registers that the
+        # loops inside need. The condition, which is never false where sequences are not packed, keeps it inside too.
+        for number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
+            tile, head, sequence = numbered_tile(
+                number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
+            )
+            place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+            if tile * BLOCK_M < place.seqlen_q:
+                _attend_tile(
+                    tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
+                    nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions,
+                    scale, softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV,
+                    ACC, PRECISION, EXACT, PIPELINED,
+                )  # fmt: skip
 
 
-def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem, *, only_nan: bool = False
+) -> None:
     """Fill the results; layouts as in the module docstring, and out and rest as tensors.
 
-    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales.
+    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales. With `only_nan`,
+    results are there, and tiles of them stay of which no row_sum is NaN.
     """
-    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd
+    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd.plain
     n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
-    attention_fwd[(n_tiles * problem.shape.nheads_q * problem.shape.n_sequences,)](
+    n_programs, n_places = programs_of(config, n_tiles * problem.shape.nheads_q * problem.shape.n_sequences, q.device)
+    attention_fwd[(n_programs,)](
         heads(q),
         heads(k),
         heads(v),
@@ -372,4 +479,6 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         **launch_arguments(q, v, problem, config, n_tiles),
         **config.boundary(),
         PIPELINED=config.style == "pipelined",
+        ONLY_NAN=only_nan,
+        n_places=n_places,
     )

@@ -20,9 +20,10 @@ Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 # What is done for each pair besides the products: fields of an Entry.
 Work = Literal["streamed", "dense", "scored"]
 
-# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; or by them
-# and with the product of the weights and values of a block behind the product that makes the scores of the next.
-Style = Literal["pointers", "descriptors", "pipelined"]
+# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
+# with the product of the weights and values of a block behind the product that makes the scores of the next; or by
+# warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
+Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
 
 # Shared memory one program may use, in bytes.
 SHARED_MEMORY: dict[Arch, int] = {
@@ -55,7 +56,8 @@ class TileConfig:
 
     Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over,
     and no more than EDGE_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma, with two in
-    dk/dv 3.9 does.
+    dk/dv 3.9 does. `persistent` programs for each multiprocessor walk over all tiles; with 0 each tile has its own. The
+    forward alone knows how to.
     """
 
     BLOCK_M: int
@@ -65,6 +67,7 @@ class TileConfig:
     style: Style = "pointers"
     EDGE: int = 64
     EDGE_STAGES: int = 2
+    persistent: int = 0
 
     def __post_init__(self) -> None:
         for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
@@ -78,6 +81,12 @@ class TileConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 1 and more")
         if self.style not in get_args(Style):
             raise ValueError(f"style: got {self.style!r}, allowed are {', '.join(get_args(Style))}")
+        if self.persistent < 0:
+            raise ValueError(f"persistent: got {self.persistent}, allowed are 0 and more")
+        if self.style == "specialized" and (self.num_warps, self.persistent) != (4, 0):
+            raise ValueError(
+                f"num_warps, persistent: got {self.num_warps}, {self.persistent}, allowed with specialized are 4, 0"
+            )
 
     def within(self, block_q: int, block_k: int) -> TileConfig:
         """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
@@ -92,11 +101,19 @@ class TileConfig:
         return {"EDGE": min(self.EDGE, block), "EDGE_STAGES": min(self.EDGE_STAGES, self.num_stages)}
 
     @cached_property
+    def plain(self) -> TileConfig:
+        """For calls that a specialised kernel does not take: the same queries, by all warps alike."""
+        if self.style != "specialized":
+            return self
+        return replace(self, BLOCK_N=min(self.BLOCK_N, 64), num_warps=8, num_stages=3, style="pipelined")
+
+    @cached_property
     def turning(self) -> TileConfig:
         """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
-        return (
-            self if self.style == "pointers" else replace(self, style="descriptors", num_stages=min(self.num_stages, 2))
-        )
+        plain = self.plain
+        if plain.style == "pointers":
+            return plain
+        return replace(plain, style="descriptors", num_stages=min(plain.num_stages, 2))
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -124,6 +141,13 @@ class KernelConfigs:
     dkdv: TileConfig
     dq: TileConfig
     one_pass: TileConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name, config in (("dkdv", self.dkdv), ("dq", self.dq)):
+            if config.persistent or config.style == "specialized":
+                raise ValueError(
+                    f"{name}: got persistent={config.persistent} and {config.style}, allowed are 0 and other styles"
+                )
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """:meth:`TileConfig.within` a block, of each."""
@@ -255,7 +279,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32, 1), dq=_T(128, 64, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(64, 64, 8, 3, EDGE=32, EDGE_STAGES=1),
+                    fwd=_T(64, 64, 8, 3),
                     dkdv=_T(16, 64, 4, 1),
                     dq=_T(64, 64, 8, 2, EDGE=32, EDGE_STAGES=1),
                 ),
@@ -271,7 +295,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16, 1), dq=_T(64, 32, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(64, 32, 8, 2, EDGE=16, EDGE_STAGES=1),
+                    fwd=_T(64, 32, 8, 3, EDGE_STAGES=1),
                     dkdv=_T(16, 64, 8, 1),
                     dq=_T(64, 16, 8, 2),
                 ),
@@ -455,6 +479,18 @@ def arch_of(device: torch.device) -> Arch:
     if triton.knobs.runtime.interpret:
         return "interpreter"
     return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has; few where there is no GPU, so that small inputs still give a program several tiles."""
+    if triton.knobs.runtime.interpret:
+        return 3
+    return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache
+def _gpu_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @lru_cache

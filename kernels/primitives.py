@@ -30,16 +30,21 @@ class Heads(NamedTuple):
 
 @triton.jit
 def program_tile(n_tiles, nheads, together, REVERSED: tl.constexpr):
-    """(tile, head, batch) of this program in a one-dimensional grid.
+    """(tile, head, batch) of this program in a one-dimensional grid, which has one for each tile."""
+    return numbered_tile(tl.program_id(0), tl.num_programs(0), n_tiles, nheads, together, REVERSED)
+
+
+@triton.jit
+def numbered_tile(number, n_places, n_tiles, nheads, together, REVERSED: tl.constexpr):
+    """(tile, head, batch) of one of `n_places`, by its number in the order in which they are taken.
 
     `together` heads run side by side, of each first the tile with the most work: what the last programs wait for is
     short then. Under a causal mask the last queries have the most: REVERSED starts with them.
     """
-    pid = tl.program_id(0)
-    n_heads = tl.num_programs(0) // n_tiles  # of all batches
-    first = pid // (n_tiles * together) * together
+    n_heads = n_places // n_tiles  # of all batches
+    first = number // (n_tiles * together) * together
     side_by_side = tl.minimum(together, n_heads - first)
-    place = pid - first * n_tiles
+    place = number - first * n_tiles
     tile = place // side_by_side
     if REVERSED:
         tile = n_tiles - 1 - tile

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig, multiprocessors
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation
@@ -87,6 +87,17 @@ def launch_arguments(
         **_constants(q.shape[3], v.shape[3], q.dtype, problem.precision, config),
         **LAUNCH_OPTIONS,
     }
+
+
+def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
+    """(programs, tiles that they walk over) for so many tiles in all; None where each program has its own.
+
+    They step from tile to tile by their own number, in int32.
+    """
+    n_programs = min(config.persistent * multiprocessors(device), n_tiles) if config.persistent else n_tiles
+    if not config.persistent or n_tiles + n_programs >= 2**31:
+        return n_tiles, None
+    return n_programs, n_tiles
 
 
 @lru_cache(maxsize=1024)

@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # What each kernel writes; its other tensors are read.
 OUTPUTS = {
     "attention_fwd": {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"},
+    "attention_fwd_specialized": {
+        *("results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"),
+    },
     "attention_bwd_rows": {"delta_ptr", "shift_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
     "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "total.ptr"},
@@ -53,6 +57,8 @@ def tensors_in(arguments: dict[str, Any]) -> dict[str, Tensor]:
         elif isinstance(x, tuple):
             fields = getattr(x, "_fields", range(len(x)))
             found |= tensors_in({f"{name}.{field}": y for field, y in zip(fields, x, strict=True)})
+        elif isinstance(x, TensorDescriptor):
+            found[name] = x.base
     return found
 
 

@@ -13,8 +13,9 @@ import triton.language as tl
 from fusedattn import masks, ops
 from fusedattn.constants import Options
 from fusedattn.kernels import configs
+from fusedattn.kernels import problem as problems
 from fusedattn.kernels.primitives import program_tile
-from fusedattn.kernels.problem import launch_arguments
+from fusedattn.kernels.problem import launch_arguments, programs_of
 from tests.conftest import DEVICE
 
 
@@ -49,6 +50,18 @@ def test_order(n_tiles, nheads, batch, together, reverse):
         assert set(heads[first * n_tiles : (first + together) * n_tiles]) == set(group)
         tiles = [tile for tile, _, _ in part]
         assert tiles == sorted(tiles, reverse=reverse)
+
+
+def test_persistent_programs(monkeypatch):
+    """As many as the multiprocessors hold, or as there are tiles; none where a number would leave int32."""
+    tile = configs.TileConfig(32, 16, 4, 1, persistent=2)
+    monkeypatch.setattr(problems, "multiprocessors", lambda device: 5)
+    device = torch.device(DEVICE)
+    assert programs_of(replace(tile, persistent=0), 7, device) == (7, None)
+    assert programs_of(tile, 7, device) == (7, 7)
+    assert programs_of(tile, 1000, device) == (10, 1000)
+    assert programs_of(tile, 2**31 - 11, device) == (10, 2**31 - 11)
+    assert programs_of(tile, 2**31 - 10, device) == (2**31 - 10, None)
 
 
 def test_heads_side_by_side_fit_into_the_cache():

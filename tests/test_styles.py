@@ -29,9 +29,10 @@ CASES = [
 ]
 
 
-def use_style(monkeypatch: pytest.MonkeyPatch, style: configs.Style) -> None:
+def use_style(monkeypatch: pytest.MonkeyPatch, style: configs.Style, *, persistent: int = 0) -> None:
     names = ("fwd", "dkdv", "dq")
     tiles = {name: replace(getattr(configs.INTERPRETER, name), style=style) for name in names}
+    tiles["fwd"] = replace(tiles["fwd"], persistent=persistent)
     monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(**tiles))
 
 
@@ -44,6 +45,34 @@ def test_styles_agree_bit_for_bit(monkeypatch, case):
     for style in ("descriptors", "pipelined"):
         use_style(monkeypatch, style)
         assert_equal(testing.run(triton_attention, inputs), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("case", [*CASES, testing.CASES[-1]], ids=lambda case: case.name)
+def test_persistent_programs_agree_bit_for_bit(monkeypatch, case):
+    """Tiles, heads and sequences that many programs do not divide; also fewer of them than programs."""
+    inputs = inputs_of(case)
+    found = []
+    for persistent in (0, 1, 1000):
+        use_style(monkeypatch, "pipelined", persistent=persistent)
+        out, lse = triton_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+        found.append({"out": out, "lse": lse})
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+@interpreted
+def test_persistent_programs_pass_over_tiles_that_packed_sequences_lack(monkeypatch):
+    q, k, v = (torch.randn(n, 2, 16) for n in (120, 90, 90))
+    cu_seqlens = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 100, 120], [0, 40, 50, 88, 90])]
+    found = []
+    for persistent in (0, 1):
+        use_style(monkeypatch, "pipelined", persistent=persistent)
+        out, lse = attention_varlen(
+            q, k, v, *cu_seqlens, 97, 40, mask=masks.causal(), return_lse=True, backend="triton"
+        )  # fmt: skip
+        found.append({"out": out, "lse": lse})
+    assert_equal(*found)
 
 
 @interpreted

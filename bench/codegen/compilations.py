@@ -110,19 +110,23 @@ def compile_case(case: Case) -> list[Report]:
         with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
                 features = launches.FEATURES[name]
-                launches.call(case.head_dim, DTYPES[case.dtype], features, training=True)
-                if name in case.inference:
-                    launches.call(case.head_dim, DTYPES[case.dtype], features, training=False)
+                # Without a mask, a specialised kernel takes whole blocks of keys.
+                seqlen_k = 256 if name == "plain" else launches.SEQLEN_K
+                for training in (True, False)[: 1 + (name in case.inference)]:
+                    launches.call(
+                        case.head_dim, DTYPES[case.dtype], features, training=training, seqlen_k=seqlen_k
+                    )  # fmt: skip
         return [_report(case, launch) for launch in found]
 
 
 @contextmanager
 def _configured(config: configs.TileConfig | None) -> Iterator[None]:
-    """Inside, every launch has this config, if there is one."""
+    """Inside, every launch has this config, if there is one; the backward as far as it knows it."""
     if config is None:
         yield
     else:
-        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, config, config)):
+        backward = replace(config.plain, persistent=0)
+        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, backward, backward)):
             yield
 
 
@@ -169,5 +173,10 @@ def _config(launch: launches.Launch) -> dict[str, int]:
     options = {"num_warps": 4, "num_stages": 0} | launch.options
     if metadata is not None:
         options = {name: getattr(metadata, name, value) for name, value in options.items()}
-    style = {"descriptors": launch.has_descriptors, "pipelined": launch.constants.get("PIPELINED", False)}
+    style = {
+        "descriptors": launch.has_descriptors,
+        "pipelined": launch.constants.get("PIPELINED", False),
+        "specialized": launch.kernel == "attention_fwd_specialized",
+        "persistent": launch.is_persistent,
+    }
     return tile | options | {name: 1 for name, value in style.items() if value}

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, guard, problem
 from fusedattn.masks import Mask
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
@@ -69,7 +69,8 @@ LAYOUT_BLOCK, REACH = 128, 32
 @dataclass(frozen=True)
 class Launch:
     """One compiled launch: values of the kernel's constexpr parameters, what it is given that it might be without,
-    whether tensor descriptors are among that, launch options, and what came of it.
+    whether tensor descriptors are among that, whether its programs walk over tiles, launch options, and what came of
+    it.
 
     `compiled` is Triton's CompiledKernel, or None where `error` says why there is none; `log` is what ptxas printed.
     """
@@ -78,6 +79,7 @@ class Launch:
     constants: dict[str, Any]
     features: tuple[str, ...]
     has_descriptors: bool
+    is_persistent: bool
     options: dict[str, int]
     compiled: Any
     log: str
@@ -160,9 +162,9 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     seen: dict[JITFunction, list[Any]] = {}
     run = JITFunction.run
 
-    def compile_instead(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def compile_instead(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         if kernels and fn.__name__ not in kernels:
-            return
+            return None
         parameters = {name: value for name, value in named.items() if name in fn.signature.parameters}
         arguments = fn.signature.bind(*args, **parameters).arguments
         log, compiled, error = io.StringIO(), None, ""
@@ -172,7 +174,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         except Exception as raised:  # one of many, which must not keep the others from being seen
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         if compiled is not None and compiled in seen.setdefault(fn, []):
-            return
+            return compiled
         seen.setdefault(fn, []).append(compiled)
         launches.append(
             Launch(
@@ -180,17 +182,22 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
                 features=tuple(sorted(features_of(arguments))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
+                is_persistent=arguments.get("n_places") is not None,
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
                 log=log.getvalue(),
                 error=error,
             )
         )
+        return compiled
 
     triton.runtime.driver.set_active(NoDevice(TARGETS[arch]))
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(configs, "arch_of", lambda device: arch),
+        patch.object(problem, "multiprocessors", lambda device: 1),
+        patch.object(guard, "knows", lambda device: True),
+        patch.object(guard, "accepts", lambda key, compiled: True),
         patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -206,11 +213,20 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
 
 
 def call(
-    head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True, head_dim_v: int | None = None
+    head_dim: int,
+    dtype: torch.dtype,
+    features: frozenset[str],
+    *,
+    training: bool = True,
+    head_dim_v: int | None = None,
+    seqlen_k: int = SEQLEN_K,
 ) -> None:
-    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
+    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
+
+    Another `seqlen_k` is for features that have nothing of its size.
+    """
     seqlen_q = FEW_QUERIES if "few queries" in features else SEQLEN_Q
-    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, SEQLEN_K, head_dim)
+    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, seqlen_k, head_dim)
     shape_v = (*shape_k[:3], head_dim_v or head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]

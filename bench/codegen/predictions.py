@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
@@ -27,7 +27,7 @@ from bench.codegen import compilations
 from bench.codegen.estimate import Kernel, Problem, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
-from bench.codegen.loops import LANES
+from bench.codegen.loops import LANES, WARP_GROUP
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.page import with_block
@@ -38,12 +38,14 @@ COMMAND = "python -m bench.codegen.predictions"
 PREDICTED = ("plain", "causal+rope", "bias", "all", "one pass", "one pass, causal+rope")
 
 # Operations of a pair of a query and a key and one feature: of the products that the kernel has to do.
-OPERATIONS = {"attention_fwd": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
+OPERATIONS = {"attention_fwd": 4, "attention_fwd_specialized": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
+BACKWARD = ("attention_bwd_dkdv", "attention_bwd_dq")
 ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv where it adds up dq too
 TOTAL_BYTES = 4  # of an element of the sum that is dq then
 # What the innermost loops with products are, by how many a kernel has.
-LOOPS = {
+LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+    "attention_fwd_specialized": {2: ("full", "full")},  # that of each group of warps that multiply
     "attention_bwd_dkdv": {2: ("full", "boundary"), 1: ("boundary",)},
     "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
 }
@@ -67,6 +69,11 @@ class Prediction:
         return "full" if "full" in self.bounds else "boundary"
 
     @property
+    def boundary(self) -> Bound:
+        """That of blocks at the boundary of a mask: where one loop does all, its own."""
+        return self.bounds.get("boundary", self.bounds[self.main])
+
+    @property
     def flops(self) -> float:
         """Operations a second of the main loop, at best."""
         return self._operations / self.machine.seconds(self.bounds[self.main].clocks) * self.machine.multiprocessors
@@ -86,7 +93,7 @@ class Prediction:
             self.report.edge,
             self.report.ctas_per_sm,
             self.bounds[self.main].program_clocks,
-            self.bounds["boundary"].program_clocks,
+            self.boundary.program_clocks,
             by_keys=self.report.kernel == "attention_bwd_dkdv",
         )
 
@@ -103,13 +110,18 @@ class Prediction:
     def repeated(self) -> float:
         """Multiply-adds that the main loop does, over those that it has to do; 0 without matrix instructions."""
         names = LOOPS[self.report.kernel][len(self.report.loops)]
-        macs = self.report.loops[names.index(self.main)].macs * self.report.config["num_warps"]
+        macs = self.report.loops[names.index(self.main)].macs * _multiplying(self.report)
         return 2 * macs / self._operations
 
 
 def is_one_pass(report: Report) -> bool:
     """Whether a kernel adds up dq besides what it owns."""
     return "one-pass" in report.features.split("+")
+
+
+def _multiplying(report: Report) -> int:
+    """Warps of a program that run the loops: a group for each where they have different tasks."""
+    return WARP_GROUP * len(report.loops) if report.config.get("specialized") else report.config["num_warps"]
 
 
 def predict(report: Report) -> Prediction:
@@ -131,9 +143,9 @@ def predict(report: Report) -> Prediction:
         name: bound(
             loop,
             machine,
-            warps=config["num_warps"],
+            warps=_multiplying(report),
             ctas=report.ctas_per_sm,
-            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] else 0,
+            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] or config.get("specialized") else 0,
         )
         for name, loop in zip(names, report.loops, strict=True)
     }
@@ -164,20 +176,21 @@ def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
 def _cells(x: Prediction, rank: int) -> list[object]:
     found, report = x.bounds[x.main], x.report
     loop = report.loops[LOOPS[report.kernel][len(report.loops)].index(x.main)]
+    style = loop.style.replace("loads", "TMA by other warps") if report.config.get("specialized") else loop.style
     return [
         rank,
         report.kernel,
         report.head_dim,
         report.features,
         report.tile,
-        f"{loop.style}, {loop.overlapped:.0%} beside wgmma" if loop.counts["wgmma"] else loop.style,
+        f"{style}, {loop.overlapped:.0%} beside wgmma" if loop.counts["wgmma"] else style,
         report.ctas_per_sm,
         f"{x.flops / 1e12:.0f}",
         *found.limiters,
         f"{found.clocks:.0f}",
         *(f"{found.resources[name]:.0f}" for name in RESOURCES),
         f"{x.repeated:.2f}",
-        f"{x.bounds['boundary'].clocks:.0f}",
+        f"{x.boundary.clocks:.0f}",
     ]
 
 
@@ -193,14 +206,14 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
         together = next((x for x in of_call if x.one_pass), None)
         of_call = [x for x in of_call if not x.one_pass]
-        if features not in SHOWN or {x.report.kernel for x in of_call} != set(OPERATIONS):
+        if features not in SHOWN or not set(BACKWARD) < {x.report.kernel for x in of_call}:
             continue
         for seqlen in SEQLENS:
             nheads = FEATURES_IN_ALL // head_dim
             problem = Problem(TOKENS // seqlen, nheads, 1, seqlen, seqlen, head_dim, causal=features != "plain")
             found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
-            forward = found.pop("attention_fwd")
-            backward = sum(x.seconds for x in found.values())
+            forward = found["attention_fwd_specialized" if "attention_fwd_specialized" in found else "attention_fwd"]
+            backward = sum(found[kernel].seconds for kernel in BACKWARD)
             yield from _lines(
                 (
                     *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
@@ -230,7 +243,7 @@ def _called(x: Prediction) -> str:
 def figures(predictions: list[Prediction], target: Arch) -> str:
     """The part of the page."""
     machine = MACHINES[target]
-    training = [x for x in predictions if x.report.kernel != "attention_fwd" or "rest" in x.report.features.split("+")]
+    training = [x for x in predictions if x.report.kernel in BACKWARD or "rest" in x.report.features.split("+")]
     lines = [
         f"{target} with {machine.multiprocessors} multiprocessors at {machine.hertz / 1e9:.3f} GHz (at most "
         f"{machine.peak / 1e12:.0f} TFLOP/s), Triton {triton.__version__}, bfloat16. One tile of each kernel, in "
@@ -273,14 +286,21 @@ def compiled(
 
 
 def tile_config(text: str) -> TileConfig:
-    """Of "128x64,8,3,pipelined,32": queries x keys, warps, stages; style and edge if they are not the usual ones."""
-    match = re.fullmatch(r"(\d+)x(\d+),(\d+),(\d+)(?:,(pointers|descriptors|pipelined)(?:,(\d+))?)?", text)
+    """Of "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages; what else is not as usual."""
+    match = re.fullmatch(rf"(\d+)x(\d+),(\d+),(\d+)(?:,({'|'.join(get_args(Style))}))?(?:,(\d+))?(,persistent)?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32,persistent"
+        )
     block_m, block_n, warps, stages = map(int, match.groups()[:4])
     config = TileConfig(block_m, block_n, warps, stages)
-    style, edge = match.groups()[4:]
-    return replace(config, style=cast(Style, style or config.style), EDGE=int(edge or config.EDGE))
+    style, edge, persistent = match.groups()[4:]
+    return replace(
+        config,
+        style=cast(Style, style or config.style),
+        EDGE=int(edge or config.EDGE),
+        persistent=1 if persistent else 0,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

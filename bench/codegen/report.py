@@ -56,8 +56,8 @@ class Report:
         blocks = [self.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK") if name in self.config]
         text = f"{'x'.join(map(str, blocks))} w{self.config['num_warps']} s{self.config['num_stages']}"
         edge = f" e{self.edge}" if self.edge != self.config.get(self.walks_over, 0) else ""
-        style = next((f" {name}" for name in ("pipelined", "descriptors") if self.config.get(name)), "")
-        return text + edge + style
+        style = next((f" {name}" for name in ("specialized", "pipelined", "descriptors") if self.config.get(name)), "")
+        return text + edge + style + (" persistent" if self.config.get("persistent") else "")
 
     @property
     def faults(self) -> list[str]:

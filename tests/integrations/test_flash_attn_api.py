@@ -398,25 +398,6 @@ def test_deterministic_and_two_runs():
     assert torch.equal(flash_attn_func(q, k, v, deterministic=True), flash_attn_func(q, k, v))
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-def test_deterministic_is_passed_on(monkeypatch, packed, deterministic):
-    seen = []
-    name = "attention_varlen" if packed else "attention"
-    function = getattr(flash_attn_interface, name)
-
-    def spy(*args, **options):
-        seen.append(options["deterministic"])
-        return function(*args, **options)
-
-    monkeypatch.setattr(flash_attn_interface, name, spy)
-    if packed:
-        flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, deterministic=deterministic)
-    else:
-        flash_attn_func(X, X, X, deterministic=deterministic)
-    assert seen == [deterministic]
-
-
 X = torch.zeros(2, 5, 2, 8, device=DEVICE)
 P = torch.zeros(5, 2, 8, device=DEVICE)
 CU = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)

@@ -25,11 +25,13 @@ from tests.mutation.suites import (
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
 DESCRIPTORS = "kernels/descriptors.py"
+SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
+WARPS, GUARD = "tests/test_specialized.py", "tests/test_guard.py"
 
 # fmt: off
 FORWARD = (
     Fault(FWD, "query_exists = offs_m < place.seqlen_q", "query_exists = offs_m <= place.seqlen_q", "forward: one query too many", MEMORY),
-    Fault(FWD, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "forward: wrong KV head"),
+    Fault(FWD, "place.head // (nheads_q // nheads_kv)", "place.head % nheads_kv", "forward: wrong KV head"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
     Fault(FWD, "dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)", "dot_add(p, v_tile, acc, ACC, PRECISION)", "forward: no rescaling"),
     Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)", "w_i = dot_add(p, ones, w_i, ACC, PRECISION)", "forward: rounded weights not rescaled", COMMON),
@@ -49,7 +51,10 @@ FORWARD = (
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
     Fault(PRIMITIVES, "side_by_side = tl.minimum(together, n_heads - first)", "side_by_side = together", "tiles of heads beyond the last", ORDER),
-    Fault(PRIMITIVES, "first = pid // (n_tiles * together) * together", "first = pid // (n_tiles * together)", "groups of heads overlap", ORDER),
+    Fault(PRIMITIVES, "first = number // (n_tiles * together) * together", "first = number // (n_tiles * together)", "groups of heads overlap", ORDER),
+    Fault(PROBLEM, "min(config.persistent * multiprocessors(device), n_tiles)", "config.persistent * multiprocessors(device)", "more persistent programs than tiles", ORDER),
+    Fault(PROBLEM, " or n_tiles + n_programs >= 2**31", "", "persistent programs step beyond int32", ORDER),
+    Fault(FWD, "tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True)", "tl.range(tl.program_id(0), n_places - 1, tl.num_programs(0), disable_licm=True)", "forward: persistent programs leave out the last tile", f"{STYLES} -k persist"),
     Fault(PRIMITIVES, "        tile = n_tiles - 1 - tile\n", "        tile = tile\n", "the longest tiles last", ORDER),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([0, head, first + start, 0])", "tiles of the first batch"),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([batch, head, start, 0])", "tiles of the first sequence", PACKED),
@@ -69,9 +74,9 @@ FORWARD = (
     Fault(FWD, "tl.where(unseen[:, None], 0.0, acc / l_i[:, None])", "acc / l_i[:, None]", "forward: a NaN value in a row of scores of -inf", "tests/test_fuzz.py -k 'contract_holds and inf'"),
     Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
     Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
-    Fault(FWD, "tl.store(results.row_sum + stats, l_i, mask=query_exists)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=query_exists)", "forward: row sums off by 1 %"),
+    Fault(FWD, "tl.store(results.row_sum + stats, l_i, mask=exists)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=exists)", "forward: row sums off by 1 %"),
     Fault(FWD, "exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]", "exact = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]", "forward: rest without the rounding of the weights", COMMON),
-    Fault(FWD, "rest_head = head_base(results.rest, place.batch, head, place.first_q)", "rest_head = head_base(results.rest, place.batch, 0, place.first_q)", "forward: rest of head 0 only", COMMON),
+    Fault(FWD, "rest_head = head_base(results.rest, place.batch, place.head, place.first_q)", "rest_head = head_base(results.rest, place.batch, 0, place.first_q)", "forward: rest of head 0 only", COMMON),
     Fault(FWD, "        heads(v),\n", "        heads(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),
     Fault(FWD, "out=heads(results.out)", "out=heads(results.out)._replace(stride_h=q.stride(1), stride_s=q.stride(2))", "forward: strides of q for out", STRIDES),
     Fault(FWD, "start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV", "start_n, HEAD_DIM, BLOCK_N, BLOCK_DV", "forward: values as wide as keys in full blocks", "tests/test_styles.py -k by_pointers"),
@@ -80,6 +85,42 @@ FORWARD = (
     Fault(FWD, "rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)", "rest, HEAD_DIM, BLOCK_M, BLOCK_DV)", "forward: rest as wide as q", budget("values", dtype="bfloat16")),
     Fault(PROBLEM, "problem.softmax_scale * LOG2E.value", "problem.softmax_scale", "forward: base-2 exponents without log2 e"),
     Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
+)
+
+SPECIALIZED = (
+    Fault(SPECIAL, "head_kv = head // (nheads_q // nheads_kv)", "head_kv = head % nheads_kv", "specialised: wrong KV head", WARPS),
+    Fault(SPECIAL, "head_base(q, sequence, head, 0)", "head_base(q, 0, head, 0)", "specialised: queries of the first batch", f"{WARPS} -k 'one and query'"),
+    Fault(SPECIAL, "[seqlen_q, HEAD_DIM]", "[seqlen_q, BLOCK_D]", "specialised: features beyond head_dim", f"{WARPS} -k written_once"),
+    Fault(SPECIAL, "head_kv, 0, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "head_kv, 0, start_n + 1, HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "specialised: values of the next keys", WARPS),
+    Fault(SPECIAL, "(blocks.n_full + blocks.n_boundary) * BLOCK_N", "blocks.n_full * BLOCK_N", "specialised: blocks at the boundary left out", WARPS),
+    Fault(SPECIAL, "scores = tl.where(pairs, scores, float(\"-inf\"))", "scores = tl.where(pairs, scores, 0.0)", "specialised: hidden scores are 0", WARPS),
+    Fault(SPECIAL, "MASKED: tl.constexpr = call.mask.HAS_LOWER or call.mask.HAS_UPPER", "MASKED: tl.constexpr = call.mask.HAS_UPPER", "specialised: a window that looks back only is no mask", f"{WARPS} -k behind"),
+    Fault(SPECIAL, "l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float(\"nan\"), l_i)", "l_i = l_i", "specialised: nothing to repair", f"{WARPS} -k finite"),
+    Fault(SPECIAL, "        attention_fwd.launch(q, k, v, results, problem, only_nan=True)\n", "        pass\n", "specialised: no repair", f"{WARPS} -k finite"),
+    Fault(SPECIAL, "        problem = replace(problem, rotation_q=None)\n", "", "specialised: the repair turns queries twice", f"{WARPS} -k turns"),
+    Fault(SPECIAL, "of_queries=True)", "of_queries=False)", "specialised: queries turned as keys", f"{WARPS} -k RoPE"),
+    Fault(SPECIAL, "        and q.dtype.itemsize == 2\n", "", "specialised: float32 taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and not problem.rotates_in_place\n", "", "specialised: keys that come unrotated taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and problem.sinks is None\n        and call.score is UNMODIFIED\n", "", "specialised: scores that are changed taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and call.dropout.seed_ptr is None\n", "", "specialised: dropout taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and call.sequences.cu_q_ptr is None\n", "", "specialised: packed sequences taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and mask.valid_ptr is None\n", "", "specialised: padding taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and mask.prefix_ptr is None\n", "", "specialised: a prefix taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and mask.documents.q_ptr is None\n", "", "specialised: documents taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "        and not mask.BY_PAIR.value\n", "", "specialised: masks of pairs taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "problem.shape.seqlen_k % config.BLOCK_N == 0", "True", "specialised: keys without a mask that are no whole blocks taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "all(map(is_describable, (q, k, v)))", "all(map(is_describable, (k, v)))", "specialised: queries that no descriptor can address taken", f"{WARPS} -k taken"),
+    Fault(SPECIAL, "x % 16 == 0", "True", "specialised: a key that names two compilations", f"{GUARD} -k key"),
+    Fault(SPECIAL, "    copy_context().run(_with_allocator, run)\n", "    _with_allocator(run)\n", "specialised: a user's allocator replaced", f"{WARPS} -k allocator"),
+    Fault(FWD, "if not has_nan(tl.load(sums,", "if has_nan(tl.load(sums,", "forward: repairs what needs none", f"{WARPS} -k turns"),
+    Fault(CHECK, "\"ttg.warp_specialize\" not in asm[\"ttgir\"]", "False", "guard: a loop that was not split accepted", GUARD),
+    Fault(CHECK, "not spills or any(map(int, spills))", "any(map(int, spills))", "guard: no word of spills taken for none", GUARD),
+    Fault(CHECK, "    if cubin != asm[\"cubin\"]:", "    if not cubin:", "guard: figures of other code", GUARD),
+    Fault(CHECK, "    if \"serializ\" in log:", "    if \"serializ\" in asm[\"ttgir\"]:", "guard: products that wait accepted", GUARD),
+    Fault(CHECK, "shared_bytes > SHARED_MEMORY[\"sm_90\"]", "shared_bytes < 0", "guard: more shared memory than there is accepted", GUARD),
+    Fault(CHECK, "        and triton.__version__ in VERSIONS\n", "", "guard: any version of Triton", GUARD),
+    Fault(CHECK, "get_device_capability(index) == CAPABILITY", "get_device_capability(index) >= CAPABILITY", "guard: newer GPUs", GUARD),
+    Fault(CHECK, "    if key not in _reasons:\n", "    if True:\n", "guard: looks at every launch", GUARD),
 )
 
 BACKWARD = (
@@ -191,4 +232,4 @@ ROTATION = (
 
 # fmt: on
 
-FAULTS = (*FORWARD, *BACKWARD, *ARITHMETIC, *ROTATION)
+FAULTS = (*FORWARD, *SPECIALIZED, *BACKWARD, *ARITHMETIC, *ROTATION)

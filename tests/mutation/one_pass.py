@@ -4,7 +4,6 @@ from tests.mutation.fault import Fault
 
 DQ_SUM, BWD, MASKING = "kernels/dq_sum.py", "kernels/attention_bwd.py", "kernels/masking.py"
 OPS, CONSTANTS, FUSED = "fusedattn/ops.py", "fusedattn/constants.py", "fusedattn/fused.py"
-FLASH_ATTN = "fusedattn/integrations/flash_attn/flash_attn_interface.py"
 
 
 def one_pass(words: str) -> str:
@@ -41,7 +40,5 @@ FAULTS = (
     Fault(MASKING, "boundary_queries(i - blocks.n_full, blocks", "boundary_queries(i, blocks", "one pass: NaN not for all of the boundary", POISON),
     Fault(OPS, "not (sizes.deterministic or torch.are_deterministic_algorithms_enabled())", "not sizes.deterministic", "one pass: torch does not overrule", WHO),
     Fault(CONSTANTS, "deterministic=int(deterministic)", "deterministic=1", "one pass: never", WHO),
-    Fault(FLASH_ATTN, "partial(attention, q, k, v, deterministic=deterministic, **options)", "partial(attention, q, k, v, **options)", "flash_attn: deterministic is dropped", "tests/integrations/test_flash_attn_api.py -k deterministic"),
-    Fault(FLASH_ATTN, "    options[\"deterministic\"] = deterministic\n", "", "flash_attn: deterministic is dropped with packed sequences", "tests/integrations/test_flash_attn_api.py -k deterministic"),
 )
 # fmt: on

@@ -121,7 +121,7 @@ DISTANCES = (
 
 SINK = (
     Fault(FWD, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
-    Fault(FWD, "sink = tl.load(sinks_ptr + head)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
+    Fault(FWD, "sink = tl.load(sinks_ptr + place.head)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(FWD, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
     Fault(FWD, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
     Fault(FWD, "        w_i = w_i * alpha[:, None]\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),

@@ -26,13 +26,13 @@ PLACES = (
 )
 
 OFFSETS = (
-    Fault(FWD, "q_head = head_base(q, place.batch, head, place.first_q)", "q_head = head_base(q, place.batch, head, 0)", "forward: queries of the first sequence for all", PACKED),
+    Fault(FWD, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, 0)", "forward: queries of the first sequence for all", PACKED),
     Fault(FWD, "k_head = head_base(k, place.batch, head_kv, place.first_k)", "k_head = head_base(k, place.batch, head_kv, 0)", "forward: keys of the first sequence for all", PACKED),
     Fault(FWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, place.first_q)", "forward: values from where the queries begin", PACKED),
-    Fault(FWD, "out_head = head_base(results.out, place.batch, head, place.first_q)", "out_head = head_base(results.out, place.batch, head, place.first_k)", "forward: out where the keys begin", PACKED),
-    Fault(FWD, "rest_head = head_base(results.rest, place.batch, head, place.first_q)", "rest_head = head_base(results.rest, place.batch, head, 0)", "forward: rest of the first sequence only", PACKED),
+    Fault(FWD, "out_head = head_base(results.out, place.batch, place.head, place.first_q)", "out_head = head_base(results.out, place.batch, place.head, place.first_k)", "forward: out where the keys begin", PACKED),
+    Fault(FWD, "rest_head = head_base(results.rest, place.batch, place.head, place.first_q)", "rest_head = head_base(results.rest, place.batch, place.head, 0)", "forward: rest of the first sequence only", PACKED),
     Fault(FWD, "if start_m >= place.seqlen_q:", "if start_m + BLOCK_M > place.seqlen_q:", "forward: the last tile of a sequence left out", PACKED),
-    Fault(FWD, "        if start_m >= place.seqlen_q:\n            return\n", "        pass\n", "forward: tiles behind the last of a sequence", PACKED,
+    Fault(FWD, "            if start_m >= place.seqlen_q:\n                return\n", "            pass\n", "forward: tiles behind the last of a sequence", PACKED,
           equivalent="rows that do not exist are neither read nor written; leaving them out saves time"),
     Fault(FWD, "place.batch, place.first_q, at_end", "place.batch, 0, at_end", "forward: positions of the first sequence for all", PACKED),
     Fault(BWD, "k_head = head_base(k, first_place.batch, head_kv, first_place.first_k)", "k_head = head_base(k, first_place.batch, head_kv, 0)", "dk, dv: keys of the first sequence for all", PACKED),

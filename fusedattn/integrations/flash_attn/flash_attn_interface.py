@@ -67,8 +67,7 @@ def flash_attn_func(
         softcap: bound of the scores, before the bias; 0 and less for none.
         alibi_slopes: float32 ``(nheads,)`` or ``(batch, nheads)``; ``-slope * |i + seqlen_k - seqlen_q - j|`` is added
             to the score of query ``i`` and key ``j``.
-        deterministic: as for :func:`fusedattn.attention`, and False by default, as in ``flash_attn``: gradients may be
-            summed in any order.
+        deterministic: of no effect: results are the same on every run in any case.
         return_attn_probs: also return softmax_lse and S_dmask.
 
     Returns:
@@ -88,7 +87,7 @@ def flash_attn_func(
         check_shape(name, x, "(batch, seqlen, nheads, head_dim)")
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = (with_contiguous_features(x).transpose(1, 2) for x in (q, k, v))
-    attend = partial(attention, q, k, v, deterministic=deterministic, **options)
+    attend = partial(attention, q, k, v, **options)
     if return_attn_probs:
         out, lse = attend(return_lse=True)
         return out.transpose(1, 2).contiguous(), lse, q.new_empty(0)
@@ -193,7 +192,6 @@ def flash_attn_varlen_func(
     for name, x, shape in (("q", q, "(total_q, nheads, head_dim)"), ("k", k, cached), ("v", v, cached)):
         check_shape(name, x, shape)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options["deterministic"] = deterministic
     max_seqlen_q, max_seqlen_k = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)

@@ -1,0 +1,183 @@
+"""Forward of attention by warps with different tasks: one group of them asks for tiles, two others multiply.
+
+What is computed and written is what kernels/attention_fwd.py has, with its functions. Hopper's compiler splits a loop
+between warps (``tl.range(warp_specialize=True)``) under conditions that decide what is here, and which calls it takes:
+
+- There is one loop, without a branch, and what it reads comes by tensor descriptors. Where a mask hides anything it is
+  applied to every block, and the keys of a call without a mask must be whole blocks.
+- There is no second pass after a NaN. Under a mask the sum of a row whose result has a NaN is written as NaN, and
+  attention_fwd is launched behind this kernel for the tiles that have one. Without a mask each query sees all values,
+  and a NaN belongs where it is.
+- A rotation of queries does not compile everywhere: they come rotated.
+
+    q, k, v, results    as in kernels/attention_fwd.py, of 16 bits, such that descriptors can address q, k and v
+    grid                (tiles of queries * nheads_q * sequences,)
+
+kernels/guard.py looks at what was compiled before it is launched.
+"""
+
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels import attention_fwd, guard
+from fusedattn.kernels.attention_fwd import Results, add_values, store_results, weights
+from fusedattn.kernels.descriptors import full_tile, is_describable, tiles_of
+from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
+from fusedattn.kernels.primitives import dot, head_base, heads, program_tile
+from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.rope import rotated
+from fusedattn.kernels.scores import UNMODIFIED
+from fusedattn.kernels.sequences import place_of
+from fusedattn.kernels.tile import NOT_SPECIALIZED
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def attention_fwd_specialized(
+    q,
+    k_tiles,
+    v_tiles,
+    results,
+    call,
+    nheads_q,
+    nheads_kv,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    together,
+    lower_start,
+    upper_start,
+    lower_end,
+    upper_end,
+    n_positions,
+    scale,
+    softmax_scale,
+    qk_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    start_m = tile * BLOCK_M
+    head_kv = head // (nheads_q // nheads_kv)
+    MASKED: tl.constexpr = call.mask.HAS_LOWER or call.mask.HAS_UPPER
+    HAS_REST: tl.constexpr = results.rest is not None
+    DTYPE: tl.constexpr = q.ptr.dtype.element_ty
+    rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
+    offs_n = tl.arange(0, BLOCK_N)
+
+    # (BLOCK_M, BLOCK_D). Each of the two groups that multiply takes half of the rows, also of the descriptor: one that
+    # the host made would still copy all of them.
+    q_tiles = tl.make_tensor_descriptor(
+        head_base(q, sequence, head, 0), [seqlen_q, HEAD_DIM], [q.stride_s, 1], [BLOCK_M, BLOCK_D]
+    )
+    q_tile = q_tiles.load([start_m, 0])
+
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    w_i = tl.zeros([BLOCK_M, 16], ACC)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
+    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
+    stop = blocks.start + (blocks.n_full + blocks.n_boundary) * BLOCK_N
+    for start_n in tl.range(blocks.start, stop, BLOCK_N, warp_specialize=True):
+        # Rows beyond the last key are zeros.
+        k_tile = full_tile(None, k_tiles, None, sequence, head_kv, 0, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v_tile = full_tile(None, v_tiles, None, sequence, head_kv, 0, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+        keys = start_n + offs_n
+        if MASKED:
+            key_visible = load_key_visible(call.mask, place, bounds, keys)[None, :]
+            # Rows that do not exist may see something: nothing of them is written.
+            pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys[None, :], key_visible, key_visible)
+            scores = tl.where(pairs, scores, float("-inf"))
+        p, alpha, m_i, l_i, _ = weights(
+            scores, m_i, l_i, l_i, call, place, nheads_q, rows, keys[None, :], qk_scale, HAS_REST, EXACT, DTYPE
+        )
+        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+    if MASKED:
+        l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float("nan"), l_i)
+    store_results(
+        acc, m_i, l_i, w_i, l_i, results, None, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
+        qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
+    )  # fmt: skip
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> bool:
+    """Whether the config asks for this kernel, it can do what the call asks for, and the guard knows the GPU."""
+    config, call, mask = problem.configs.fwd, problem.call, problem.call.mask
+    return (
+        config.style == "specialized"
+        and q.dtype.itemsize == 2
+        and not problem.rotates_in_place
+        and problem.sinks is None
+        and call.score is UNMODIFIED
+        and call.dropout.seed_ptr is None
+        and call.sequences.cu_q_ptr is None
+        and mask.valid_ptr is None
+        and mask.prefix_ptr is None
+        and mask.documents.q_ptr is None
+        and not mask.BY_PAIR.value
+        and (problem.band.has_lower or problem.band.has_upper or problem.shape.seqlen_k % config.BLOCK_N == 0)
+        and all(map(is_describable, (q, k, v)))
+        and guard.knows(q.device)
+    )
+
+
+def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
+    """Fill the results, as attention_fwd does, of a call that this kernel takes; by attention_fwd if the guard says so.
+
+    No user's allocator of Triton is replaced: that of the descriptor of q is set in a context of its own.
+    """
+    config, shape = problem.configs.fwd, problem.shape
+    if problem.rotation_q is not None:
+        q = rotated(q, problem.rotation_q, problem.call.sequences, shape, of_queries=True)
+        problem = replace(problem, rotation_q=None)
+    n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    of_results = results._replace(
+        out=heads(results.out), rest=None if results.rest is None else heads(results.rest)
+    )  # fmt: skip
+    run = partial(
+        attention_fwd_specialized.run,
+        heads(q),
+        tiles_of(k, config.BLOCK_N, config.style),
+        tiles_of(v, config.BLOCK_N, config.style),
+        of_results,
+        problem.call,
+        grid=(n_tiles * shape.nheads_q * shape.n_sequences,),
+        softmax_scale=problem.softmax_scale,
+        **launch_arguments(q, v, problem, config, n_tiles),
+    )
+    strides = (*heads(q)[1:], *of_results.out[1:], *(() if of_results.rest is None else of_results.rest[1:]))
+    key = (
+        *(q.device, q.dtype, q.shape[3], v.shape[3], config, problem.band.has_lower, problem.band.has_upper),
+        *map(_kind, (shape.nheads_q, shape.nheads_kv, *strides)),
+    )
+    if not guard.accepts(key, lambda: run(warmup=True)):
+        attention_fwd.launch(q, k, v, results, problem)
+        return
+    copy_context().run(_with_allocator, run)
+    if problem.band.has_lower or problem.band.has_upper:
+        attention_fwd.launch(q, k, v, results, problem, only_nan=True)
+
+
+def _with_allocator(run: Callable[..., None]) -> None:
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    run(warmup=False)
+
+
+def _kind(x: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles another kernel for."""
+    return x == 1, x % 16 == 0, x >= 2**31

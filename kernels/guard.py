@@ -1,0 +1,94 @@
+"""Whether what a compiler has made of a kernel may be launched.
+
+Hopper's compiler splits loops between warps by itself. Where it cannot, it raises, or leaves the loop as it is, with
+spills, or lets the assembler wait after each product; some of its versions have made kernels that hang or are wrong. So
+such a kernel is launched on GPUs and under versions of Triton only for which its machine code has been looked at, and
+once what was compiled for the call at hand has been looked at too. The verdict is kept: later calls look up a key.
+
+FUSEDATTN_WARP_SPECIALIZE=0 in the environment refuses all of them.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from fusedattn.kernels.configs import SHARED_MEMORY
+
+SWITCH = "FUSEDATTN_WARP_SPECIALIZE"
+VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
+CAPABILITY = (9, 0)
+
+_allowed = os.environ.get(SWITCH, "1") != "0"
+_reasons: dict[Hashable, str] = {}  # why what a key names is not launched; empty where it is
+
+
+def knows(device: torch.device) -> bool:
+    """Whether a compiled kernel is worth a look at all; an interpreted one has nothing that could go wrong."""
+    return triton.knobs.runtime.interpret or (
+        _allowed
+        and triton.__version__ in VERSIONS
+        and _is_known(device.index if device.index is not None else torch.cuda.current_device())
+    )
+
+
+@lru_cache
+def _is_known(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) == CAPABILITY
+
+
+def accepts(key: Hashable, compiled: Callable[[], Any]) -> bool:
+    """Whether to launch the kernel that `key` names, which `compiled` gives; it is asked for the first time only.
+
+    Warns:
+        RuntimeWarning: the kernel is refused, and why; once.
+    """
+    if triton.knobs.runtime.interpret:
+        return True
+    if key not in _reasons:
+        _reasons[key] = reason(compiled)
+        if _reasons[key]:
+            warnings.warn(f"a warp-specialised kernel is not launched: {_reasons[key]}", RuntimeWarning, stacklevel=2)
+    return not _reasons[key]
+
+
+def reason(compiled: Callable[[], Any]) -> str:
+    """Why what `compiled` gives, Triton's CompiledKernel, must not be launched; empty where it may be."""
+    try:
+        kernel = compiled()
+        asm, shared_bytes = kernel.asm, kernel.metadata.shared
+        if "ttg.warp_specialize" not in asm["ttgir"]:
+            return "its loop was not split between warps"
+        cubin, log = _assembled(asm["ptx"])
+    except Exception as error:  # whatever it is, there is another kernel
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if cubin != asm["cubin"]:
+        return "its machine code is not what the assembler gives for it"
+    if shared_bytes > SHARED_MEMORY["sm_90"]:
+        return f"it takes {shared_bytes} bytes of shared memory"
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    if not spills or any(map(int, spills)):
+        return "it spills registers"
+    if "serializ" in log:
+        return "its products wait for each other"
+    return ""
+
+
+def _assembled(ptx: str) -> tuple[bytes, str]:
+    """(machine code, what ptxas prints) of a kernel for sm_90a, with the options of Triton: it keeps no log."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [get_ptxas(90).path, "-lineinfo", "-v", "--regAllocOptLevel=2", "--gpu-name=sm_90a", source]
+        done = subprocess.run([*command, "-o", result], capture_output=True, text=True, check=True)
+        return result.read_bytes(), done.stderr
