@@ -34,16 +34,16 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
-        ((64, 256), ("bias", "everything")),
-        ((512,), ("causal", "everything")),
+        ((64, 256), ("bias", "everything", "few queries", "decode")),
+        ((512,), ("causal", "everything", "decode")),
     ),
     "fp16": (((128,), HEAVIEST),),
-    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((512,), ("causal",))),
+    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode",)), ((512,), ("causal", "decode"))),
     "tf32": ((HEAD_DIMS, HEAVIEST),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
-    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything"))),
-    "fp32": ((HEAD_DIMS, HEAVIEST),),
+    "bf16": ((HEAD_DIMS, (*HEAVIEST, "decode")), ((128,), ("bias", "everything"))),
+    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode")),),
 }
 
 
@@ -121,7 +121,10 @@ def _configured(config: configs.TileConfig | None) -> Iterator[None]:
     if config is None:
         yield
     else:
-        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, config, config)):
+        with (
+            patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, config, config)),
+            patch.object(configs, "lookup_few_queries", lambda *asked: configs.FewQueries(config, configs.SPLIT)),
+        ):
             yield
 
 

@@ -30,12 +30,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import integrations, kernels, learned, masking, operation, package, scores, sequences
+from tests.mutation import decode, integrations, kernels, learned, masking, operation, package, scores, sequences
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results/mutants.json"
-SUBJECTS = (kernels, masking, scores, learned, sequences, operation, package, integrations)
+SUBJECTS = (kernels, masking, scores, learned, sequences, decode, operation, package, integrations)
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip
