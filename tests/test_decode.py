@@ -5,6 +5,7 @@ The interpreter's tile has 16 rows, and a split 32 keys (kernels/configs.py), so
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -293,15 +294,18 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
     blind = ~allowed[..., keys].any(-1)  # (batch, heads, queries) that see none of these
     assert blind.any()
     for name in ("out", "lse", "dq"):
-        assert torch.equal(got[name][blind], expected[name][blind]), name
-        assert not got[name][~blind].isfinite().flatten(1).all(-1).any() or name == "lse"
+        # The second pass, after a NaN was found, sums weights that are relative to the last maximum.
+        eps = torch.finfo(expected[name].dtype).eps
+        own, atol = expected[name][blind], 4 * eps * expected[name].abs().max().item()
+        torch.testing.assert_close(got[name][blind], own, rtol=4 * eps, atol=atol)
+    assert value == value or got["out"][~blind].isnan().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}])
 @pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
 def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
     """In one split alone, and in all of them."""
-    for where in (slice(40, 41), slice(0, 5), slice(None)):
+    for where, run in ((slice(40, 41), functools.partial(testing.run, triton_attention)), (slice(None), forward)):
         inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, **options))
         q, k, v = inputs.q, inputs.k.clone(), inputs.v.clone()
         q = q.abs()
@@ -316,9 +320,9 @@ def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
         if kind == "NaN value of no weight":
             k[:, :, where, 0] = -torch.inf
         changed = replace(inputs, q=q, k=k, v=v)
-        got = testing.run(triton_attention, changed)
+        got = run(changed)
         with in_tiles_of_one_head():
-            expected = testing.run(triton_attention, changed)
+            expected = run(changed)
         for name, x in expected.items():
             assert torch.equal(got[name].isnan(), x.isnan()), (name, where)
             torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5, equal_nan=True)
