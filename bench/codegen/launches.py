@@ -178,7 +178,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
             Launch(
                 kernel=fn.__name__,
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
-                features=tuple(sorted(features_of(arguments))),
+                features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
