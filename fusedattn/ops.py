@@ -177,6 +177,7 @@ def _problem(
         precision=_precision(q.dtype),
         configs=tiles,
         exact_rows=exact_rows,
+        few_queries=None if tensors.layout is not None else configs.few_queries_for_tensor(q, head_dim, work),
         rotates_in_place=tensors.cos is not None
         and shape.max_seqlen_q * shape.nheads_q <= configs.ROTATION_IN_PLACE * shape.nheads_kv,
         open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
@@ -210,6 +211,7 @@ def attention_fwd(
     """
     from fusedattn.kernels import attention_fwd as kernel
     from fusedattn.kernels import attention_fwd_specialized as specialized
+    from fusedattn.kernels.epilogue import Results
     from fusedattn.kernels.rope import rotated
 
     if not scale > 0:
@@ -223,7 +225,7 @@ def attention_fwd(
         problem = _problem(q, k, v, constants, bias, relative, sinks, slopes, learned)
         if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
             k = rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
-        results = kernel.Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
+        results = Results(out, lse, row_max, row_sum, rest if rest.numel() else None)
         launch = specialized.launch if specialized.takes(q, k, v, problem) else kernel.launch
         launch(q, k, v, results, problem)
     return out, lse, row_max, row_sum, rest

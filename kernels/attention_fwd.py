@@ -12,22 +12,26 @@ walks over the key blocks that the tile may see. What happens to scores on the w
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
     rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs, or None
-    grid    (tiles of queries * nheads_q * sequences,), or fewer programs that walk over all of these
-"""
+    grid    (tiles of queries * nheads_q * sequences,)
 
-from typing import Any, NamedTuple
+Where there are few queries a program owns those of several heads, which share a KV head (kernels/grouped.py), and only
+a part of their keys, whose sums kernels/combine.py brings together; the grid is then
+``(splits * parts of a group * nheads_kv * sequences,)``. Which of all this a call is: kernels/tiling.py.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels import combine
 from fusedattn.kernels.descriptors import full_tile, tiles_of
+from fusedattn.kernels.epilogue import Results, store_nothing, store_partials, store_results
+from fusedattn.kernels.grouped import grouped_program, load_rows, row_offsets, rows_of, with_rows
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
     bits_of,
     dot,
     dot_add,
-    encode_rest,
     exp_scaled,
     has_nan,
     head_base,
@@ -35,27 +39,16 @@ from fusedattn.kernels.primitives import (
     load_tile,
     numbered_tile,
     of_bits,
-    program_tile,
     round_to,
     softmax_update,
     split_poison,
-    store_tile,
 )
 from fusedattn.kernels.problem import Problem, launch_arguments, programs_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.scores import modified
-from fusedattn.kernels.sequences import place_of, row_base
+from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.tile import NOT_SPECIALIZED, kept_only
-
-
-class Results(NamedTuple):
-    """What the forward fills; `rest` may be None. Layouts as in the module docstring."""
-
-    out: Any
-    lse: Any
-    row_max: Any
-    row_sum: Any
-    rest: Any
+from fusedattn.kernels.tiling import tiling_of
 
 
 @triton.jit
@@ -142,78 +135,12 @@ def add_values(
 
 
 @triton.jit
-def store_results(
-    acc,
-    m_i,
-    l_i,
-    w_i,
-    c_i,
-    results,
-    sinks_ptr,
-    call,
-    place,
-    nheads_q,
-    seqlen_q,
-    start_m,
-    softmax_scale,
-    qk_scale,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Divide and write what a tile of queries has summed."""
-    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
-    # the backward.
-    unseen = l_i == 0.0
-    if call.dropout.seed_ptr is None:
-        c_i = l_i
-    if sinks_ptr is not None:
-        # One more score, whose value is 0. With sinks the scores are scaled.
-        sink = tl.load(sinks_ptr + place.head).to(ACC)
-        m_new = tl.maximum(m_i, sink)
-        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
-        acc = acc * alpha[:, None]
-        w_i = w_i * alpha[:, None]
-        c_i = c_i * alpha
-        m_i = m_new
-    else:
-        l_i = tl.where(unseen, 1.0, l_i)
-    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
-    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
-    if call.dropout.seed_ptr is not None:
-        out = out * call.dropout.factor
-    out = round_to(out, results.out.ptr.dtype.element_ty)
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    exists = offs_m < place.seqlen_q
-    stats = row_base(place, nheads_q, seqlen_q) + offs_m
-    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=exists)
-    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
-    tl.store(results.row_max + stats, m_i, mask=exists)
-    tl.store(results.row_sum + stats, l_i, mask=exists)
-    out_head = head_base(results.out, place.batch, place.head, place.first_q)
-    store_tile(out_head, start_m, results.out.stride_s, place.seqlen_q, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    if results.rest is not None:
-        w_i = tl.max(w_i, 1)
-        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
-        # passes unchanged, as it must for the backward to cancel it.
-        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
-        if sinks_ptr is not None or call.dropout.seed_ptr is not None:
-            exact = exact * (c_i / l_i)[:, None]
-        if call.dropout.seed_ptr is not None:
-            exact = exact * call.dropout.factor
-        rest = encode_rest(exact, out)
-        rest_head = head_base(results.rest, place.batch, place.head, place.first_q)
-        store_tile(rest_head, start_m, results.rest.stride_s, place.seqlen_q, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-
-
-@triton.jit
 def _attend_tile(
-    tile,
     place,
+    tile_rows,
+    head_kv,
+    split,
+    n_splits,
     q,
     k,
     v,
@@ -221,6 +148,7 @@ def _attend_tile(
     v_tiles,
     sinks_ptr,
     results,
+    partials,
     call,
     rotation,
     rotation_k,
@@ -248,26 +176,24 @@ def _attend_tile(
     EXACT: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     PIPELINED: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One tile of queries of one head, from its first key to what is written of it."""
-    start_m = tile * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)
+    """One tile of queries, from its first key to what is written of it; all keys, or with SPLIT those of one split."""
+    start_m = tile_rows.start
     offs_n = tl.arange(0, BLOCK_N)
-    rows = offs_m[:, None]
-    query_exists = offs_m < place.seqlen_q
-    exists = query_exists[:, None]
-    head_kv = place.head // (nheads_q // nheads_kv)
+    rows = tile_rows.queries[:, None]
+    exists = tile_rows.exist[:, None]
     k_head = head_base(k, place.batch, head_kv, place.first_k)
     v_head = head_base(v, place.batch, head_kv, place.first_k)
 
     # (BLOCK_M, BLOCK_D)
-    q_head = head_base(q, place.batch, place.head, place.first_q)
-    q_tile = load_tile(q_head, start_m, q.stride_s, query_exists, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    q_tile = load_rows(q, place, tile_rows, HEAD_DIM, BLOCK_M, BLOCK_D, HEADS)
     if rotation.ROTARY_DIM > 0:
         at_end = place.seqlen_k - place.seqlen_q
         q_tile = rotate_tile(
             q_tile, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, False,
-            BLOCK_M, BLOCK_D, ACC,
+            BLOCK_M, BLOCK_D, ACC, HEADS,
         )  # fmt: skip
     q_tile = round_to(q_tile, q.ptr.dtype.element_ty)
 
@@ -276,11 +202,11 @@ def _attend_tile(
     w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are kept and rounded for the product with v
     c_i = tl.zeros([BLOCK_M], ACC)  # as l_i, of the weights that dropout keeps
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    HAS_REST: tl.constexpr = results.rest is not None
+    HAS_REST: tl.constexpr = (partials.rounded_sum if SPLIT > 0 else results.rest) is not None
     DTYPE: tl.constexpr = v.ptr.dtype.element_ty
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
+    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M // HEADS, EDGE, BLOCK_N, split, SPLIT)
     first_full = blocks.start + blocks.n_left * EDGE
     stop_full = first_full + blocks.n_full * EDGE
     if PIPELINED:
@@ -372,10 +298,17 @@ def _attend_tile(
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
-    store_results(
-        acc, m_i, l_i, w_i, c_i, results, sinks_ptr, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
-        qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
-    )  # fmt: skip
+    w_i = tl.max(w_i, 1)  # all columns are the same
+    if SPLIT > 0:
+        store_partials(
+            acc, m_i, l_i, w_i, c_i, partials, place, tile_rows, split, n_splits, nheads_q, seqlen_q,
+            HEAD_DIM_V, BLOCK_DV,
+        )  # fmt: skip
+    else:
+        store_results(
+            acc, m_i, l_i, w_i, c_i, sinks_ptr, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
+            softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS, ACC, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_places"))
@@ -387,6 +320,7 @@ def attention_fwd(
     v_tiles,
     sinks_ptr,
     results,
+    partials,
     call,
     rotation,
     rotation_k,
@@ -415,26 +349,41 @@ def attention_fwd(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
     PIPELINED: tl.constexpr,
     ONLY_NAN: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     if n_places is None:
-        tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+        tile, head, head_kv, sequence = grouped_program(
+            n_tiles, nheads_q, nheads_kv, together, HEADS, REVERSED=call.mask.HAS_UPPER
+        )
         place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-        start_m = tile * BLOCK_M
+        if SPLIT > 0:  # the tiles are splits of the keys of all queries
+            start_m = 0
+        else:
+            start_m = tile * (BLOCK_M // HEADS)
         if call.sequences.cu_q_ptr is not None:
             if start_m >= place.seqlen_q:
                 return
+        tile_rows = rows_of(place, start_m, head, (head_kv + 1) * (nheads_q // nheads_kv), BLOCK_M, HEADS)
+        place = with_rows(place, tile_rows, HEADS)
+        if SPLIT > 0:
+            bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+            blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M // HEADS, EDGE, BLOCK_N, tile, SPLIT)
+            if blocks.n_full + blocks.n_boundary == 0:
+                store_nothing(partials, place, tile_rows, tile, n_tiles, nheads_q, seqlen_q, ACC, BLOCK_M)
+                return
         if ONLY_NAN:
-            offs_m = start_m + tl.arange(0, BLOCK_M)
-            sums = results.row_sum + row_base(place, nheads_q, seqlen_q) + offs_m
-            if not has_nan(tl.load(sums, mask=offs_m < place.seqlen_q, other=0.0)):
+            sums = results.row_sum + row_offsets(place, tile_rows, nheads_q, seqlen_q)
+            if not has_nan(tl.load(sums, mask=tile_rows.exist, other=0.0)):
                 return
         _attend_tile(
-            tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
-            nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions, scale,
-            softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV, ACC, PRECISION,
-            EXACT, PIPELINED,
+            place, tile_rows, head_kv, tile, n_tiles, q, k, v, k_tiles, v_tiles, sinks_ptr, results, partials, call,
+            rotation, rotation_k, nheads_q, nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end,
+            upper_end, n_positions, scale, softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE,
+            BLOCK_D, BLOCK_DV, ACC, PRECISION, EXACT, EDGE_STAGES, PIPELINED, HEADS, SPLIT,
         )  # fmt: skip
     else:
         # What does not depend on the tile would be computed once, ahead of the loop, and kept in registers that the
@@ -445,11 +394,13 @@ def attention_fwd(
             )
             place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
             if tile * BLOCK_M < place.seqlen_q:
+                tile_rows = rows_of(place, tile * BLOCK_M, head, nheads_q, BLOCK_M, HEADS)
                 _attend_tile(
-                    tile, place, q, k, v, k_tiles, v_tiles, sinks_ptr, results, call, rotation, rotation_k, nheads_q,
-                    nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end, upper_end, n_positions,
-                    scale, softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV,
-                    ACC, PRECISION, EXACT, PIPELINED,
+                    place, tile_rows, head // (nheads_q // nheads_kv), 0, 1, q, k, v, k_tiles, v_tiles, sinks_ptr,
+                    results, partials, call, rotation, rotation_k, nheads_q, nheads_kv, seqlen_q, seqlen_k,
+                    lower_start, upper_start, lower_end, upper_end, n_positions, scale, softmax_scale, qk_scale,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV, ACC, PRECISION, EXACT,
+                    EDGE_STAGES, PIPELINED, HEADS, SPLIT,
                 )  # fmt: skip
 
 
@@ -461,9 +412,15 @@ def launch(
     There is at least one query, and `scale` is positive: the kernel takes maxima before it scales. With `only_nan`,
     results are there, and tiles of them stay of which no row_sum is NaN.
     """
-    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd.plain
-    n_tiles = triton.cdiv(problem.shape.max_seqlen_q, config.BLOCK_M)
-    n_programs, n_places = programs_of(config, n_tiles * problem.shape.nheads_q * problem.shape.n_sequences, q.device)
+    tiling = tiling_of(problem)
+    config = tiling.config
+    filled, partials = Results(None, None, None, None, None), None
+    if tiling.split:
+        dropped = problem.call.dropout.seed_ptr is not None
+        partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
+    else:
+        filled = results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest))
+    n_programs, n_places = programs_of(config, tiling.n_programs, q.device)
     attention_fwd[(n_programs,)](
         heads(q),
         heads(k),
@@ -471,14 +428,19 @@ def launch(
         tiles_of(k, config.BLOCK_N, config.style),
         tiles_of(v, config.BLOCK_N, config.style),
         problem.sinks,
-        results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest)),
+        filled,
+        partials,
         problem.call,
         rotation_arguments(problem.rotation_q),
         rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
         softmax_scale=problem.softmax_scale,
-        **launch_arguments(q, v, problem, config, n_tiles),
+        **launch_arguments(q, v, problem, config, tiling.n_tiles),
         **config.boundary(),
         PIPELINED=config.style == "pipelined",
         ONLY_NAN=only_nan,
         n_places=n_places,
+        HEADS=tiling.heads,
+        SPLIT=tiling.split,
     )
+    if partials is not None:
+        combine.launch(partials, results, problem)

@@ -26,8 +26,10 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import attention_fwd, guard
-from fusedattn.kernels.attention_fwd import Results, add_values, store_results, weights
+from fusedattn.kernels.attention_fwd import add_values, weights
 from fusedattn.kernels.descriptors import full_tile, is_describable, tiles_of
+from fusedattn.kernels.epilogue import Results, store_results
+from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import dot, head_base, heads, program_tile
 from fusedattn.kernels.problem import Problem, launch_arguments
@@ -35,6 +37,7 @@ from fusedattn.kernels.rope import rotated
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.tile import NOT_SPECIALIZED
+from fusedattn.kernels.tiling import tiling_of
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -109,9 +112,10 @@ def attention_fwd_specialized(
         acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
     if MASKED:
         l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float("nan"), l_i)
+    tile_rows = rows_of(place, start_m, head, nheads_q, BLOCK_M, 1)
     store_results(
-        acc, m_i, l_i, w_i, l_i, results, None, call, place, nheads_q, seqlen_q, start_m, softmax_scale,
-        qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC, EXACT,
+        acc, m_i, l_i, tl.max(w_i, 1), l_i, None, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
+        softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, ACC, EXACT,
     )  # fmt: skip
 
 
@@ -120,6 +124,7 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -
     config, call, mask = problem.configs.fwd, problem.call, problem.call.mask
     return (
         config.style == "specialized"
+        and tiling_of(problem).config == config.plain  # not few queries
         and q.dtype.itemsize == 2
         and not problem.rotates_in_place
         and problem.sinks is None

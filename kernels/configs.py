@@ -166,6 +166,23 @@ class KernelConfigs:
 
 
 @dataclass(frozen=True)
+class FewQueries:
+    """The forward of calls whose queries, those of all heads that share a KV head together, fit into one small tile.
+
+    BLOCK_M of `config` is the most rows that such a tile has; a call gets the power of two that it needs, from 16 on.
+    Keys are cut at multiples of `split`, and each part is a program of its own.
+    """
+
+    config: TileConfig
+    split: int
+
+    def __post_init__(self) -> None:
+        block = max(self.config.BLOCK_N, self.config.EDGE)
+        if self.split % block:
+            raise ValueError(f"split: got {self.split}, allowed are multiples of {block} keys")
+
+
+@dataclass(frozen=True)
 class Entry:
     """What one (architecture, dtype, head_dim) launches.
 
@@ -415,6 +432,24 @@ EXACT_ROWS: dict[int, TileConfig] = {
     512: _T(16, 16, 8, 1),
 }
 
+# Of few queries: itemsize of the dtype -> largest head_dim -> config. Loads in flight are what counts: two programs on
+# a multiprocessor, or more stages.
+_FEW: dict[int, dict[int, TileConfig]] = {
+    2: {64: _T(32, 64, 4, 3), 128: _T(32, 32, 4, 4), 256: _T(16, 32, 8, 2), 512: _T(16, 16, 8, 2)},
+    4: {64: _T(16, 32, 8, 1), 128: _T(16, 32, 8, 1), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)},
+}
+FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
+    "sm_80": _FEW,
+    "sm_86": _FEW | {2: _FEW[2] | {128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 2), 512: _T(16, 16, 8, 1)}},
+    "sm_90": _FEW,
+    "sm_100": _FEW | {2: _FEW[2] | {128: _T(32, 32, 8, 4)}},  # with 4 warps it spills
+    "gfx942": _FEW | {2: {64: _T(32, 64, 4, 2), 128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)}},
+}
+
+# Keys of a split. A shorter one makes more programs of one sequence. What one of this length leaves in memory is less
+# than 4 % of the keys and values that it reads, in 16 bits and with up to 16 heads that share them.
+SPLIT = 512
+
 # Small tiles, so that small inputs still take several blocks and ragged ones, in the styles of the newest targets.
 INTERPRETER = KernelConfigs(
     fwd=_T(32, 16, 4, 1, "pipelined"),
@@ -422,6 +457,7 @@ INTERPRETER = KernelConfigs(
     dq=_T(32, 16, 4, 1, "descriptors"),
     one_pass=_T(32, 32, 4, 1, "descriptors", 16),
 )
+INTERPRETER_FEW_QUERIES = FewQueries(_T(16, 16, 4, 1, EDGE=16), split=32)
 
 
 def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:
@@ -446,6 +482,15 @@ def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
     return next(config for largest, config in EXACT_ROWS.items() if head_dim <= largest)
 
 
+def lookup_few_queries(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> FewQueries:
+    """What is launched for few queries; the arguments are those of :func:`lookup`."""
+    if arch == "interpreter":
+        return INTERPRETER_FEW_QUERIES
+    by_head_dim = FEW_QUERIES[arch][dtype.itemsize]
+    config = next(config for largest, config in by_head_dim.items() if head_dim <= largest)
+    return FewQueries(config.smaller() if work == "scored" else config, SPLIT)
+
+
 def has_backward(arch: Arch, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether tiles of the backward fit into the shared memory of an architecture."""
     return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)
@@ -468,6 +513,11 @@ def exact_rows_for_tensor(x: torch.Tensor, head_dim: int) -> TileConfig:
 def for_tensor(x: torch.Tensor, head_dim: int, work: Work) -> KernelConfigs:
     """The configs for a launch on the device of ``x``, with its dtype."""
     return lookup(arch_of(x.device), head_dim, x.dtype, work)
+
+
+def few_queries_for_tensor(x: torch.Tensor, head_dim: int, work: Work) -> FewQueries:
+    """What is launched for few queries on the device of ``x``, with its dtype."""
+    return lookup_few_queries(arch_of(x.device), head_dim, x.dtype, work)
 
 
 def arch_of(device: torch.device) -> Arch:

@@ -48,6 +48,13 @@ class Band:
         """Whether queries do not look ahead further than so far."""
         return self.upper_start is not None or self.upper_end is not None
 
+    @property
+    def width(self) -> int:
+        """No query lies between bounds of more keys than this."""
+        sizes = self.sizes
+        widths = (sizes[f"upper_{end}"] - sizes[f"lower_{end}"] + 1 for end in ("start", "end"))
+        return max(0, min(widths))
+
     def at(self, shape: Shape) -> tuple[int, int]:
         """(lower, upper) of sequences that are not packed."""
         sizes, at_end = self.sizes, shape.seqlen_k - shape.seqlen_q

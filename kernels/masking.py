@@ -133,11 +133,21 @@ def _document_range(ranges_ptr, stride, base, offs, exists):
 
 @triton.jit
 def key_blocks(
-    mask, place, bounds, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_N: tl.constexpr
-):  # fmt: skip
+    mask,
+    place,
+    bounds,
+    start_m,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FULL_N: tl.constexpr,
+    split=0,
+    SPLIT: tl.constexpr = 0,
+):
     """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit.
 
-    Full ones come in runs of FULL_N keys, a multiple of BLOCK_N, for who takes more of them at a time.
+    Full ones come in runs of FULL_N keys, a multiple of BLOCK_N, for who takes more of them at a time. With SPLIT, a
+    multiple of both, those of the SPLIT keys alone that begin ``split * SPLIT`` behind the first visited key: what is
+    hidden before it, as by padding or a window, moves no block. A layout cannot be split.
     """
     if mask.layout.key_lists_ptr is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
@@ -168,6 +178,10 @@ def key_blocks(
             stop = tl.minimum(stop, end - place.first_k)
             full_start = tl.maximum(full_start, full_first - place.first_k)
             full_stop = tl.minimum(full_stop, full_end - place.first_k)
+        if SPLIT > 0:
+            start += split * SPLIT
+            stop = tl.minimum(stop, start + SPLIT)
+            full_stop = tl.minimum(full_stop, stop)
         if mask.BY_PAIR:
             n = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N)
             return Blocks(start, n, 0, n)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, KernelConfigs, TileConfig, multiprocessors
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, FewQueries, KernelConfigs, TileConfig, multiprocessors
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation
@@ -23,6 +23,7 @@ class Problem:
         sinks: float32 ``(nheads_q,)`` or None; the scores are then modified, if only by their scale.
         scale: of the scores, positive.
         precision: of float32 products, "ieee" or "tf32".
+        few_queries: what the forward launches for few of them, or None where it shall not.
         rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
         open_order: gradients may be summed in whatever order programs come.
         l2_bytes: of the cache, for the heads that run side by side.
@@ -38,6 +39,7 @@ class Problem:
     precision: str
     configs: KernelConfigs
     exact_rows: TileConfig
+    few_queries: FewQueries | None
     rotates_in_place: bool
     open_order: bool
     l2_bytes: int
@@ -46,6 +48,11 @@ class Problem:
     def softmax_scale(self) -> float:
         """What is left to scale in the softmax: modified scores have been scaled before."""
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
+
+    @property
+    def groups_heads(self) -> bool:
+        """Whether heads may share a tile: a function of the user's may ask for the number of one head."""
+        return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None
 
 
 def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:

@@ -60,14 +60,16 @@ def rotate_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
+    HEADS: tl.constexpr = 1,
 ):
     """Rotate the first ROTARY_DIM features of rows ``start + arange(BLOCK)``; ``(BLOCK, BLOCK_D)``, in ACC.
 
-    Rows stand at ``positions[first + row]``, or at ``row + position_offset``. A position outside the tables makes its
-    row NaN: there is no table entry that would be right.
+    They stand at ``positions[first + row]``, or at ``row + position_offset``. A position outside the tables makes its
+    row NaN: there is no table entry that would be right. With HEADS each of ``BLOCK // HEADS`` rows is there so often,
+    one behind the other (kernels/grouped.py).
     """
     HALF: tl.constexpr = rotation.ROTARY_DIM // 2
-    rows = start + tl.arange(0, BLOCK)
+    rows = start + tl.arange(0, BLOCK) // HEADS
     exists = (rows >= 0) & (rows < seqlen)
     if rotation.positions_ptr is not None:
         positions_row = rotation.positions_ptr + tl.cast(batch, tl.int64) * rotation.stride_pb + first

@@ -20,12 +20,15 @@ import pytest
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+RESULTS = {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"}
+# Which a split leaves out that has no keys.
+UNLESS_NOTHING = {"partials.weighted", "partials.rounded_sum", "partials.kept_sum"}
+
 # What each kernel writes; its other tensors are read.
 OUTPUTS = {
-    "attention_fwd": {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"},
-    "attention_fwd_specialized": {
-        *("results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"),
-    },
+    "attention_fwd": RESULTS | {"partials.row_max", "partials.row_sum"} | UNLESS_NOTHING,
+    "attention_fwd_specialized": RESULTS,
+    "attention_combine": RESULTS,
     "attention_bwd_rows": {"delta_ptr", "shift_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
     "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "total.ptr"},
@@ -38,10 +41,11 @@ OUTPUTS = {
     "_key_range": {"key_range_ptr"},
 }
 
-# Outputs that are 0 before: distances that no key has stay so, and sums are added to.
+# Outputs that are 0 before, where distances that no key has stay so, and sums are added to; and those of splits.
 WRITTEN_IN_PART = {
     ("attention_bwd_dkdv", "total.ptr"),
     *((kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]),
+    *(("attention_fwd", name) for name in UNLESS_NOTHING),
 }
 
 # Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.

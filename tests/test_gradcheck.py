@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import masks, testing
+from fusedattn.kernels import configs
 from fusedattn.testing import Case
 from tests.conftest import INTERPRETING, triton_attention
 
@@ -24,6 +25,13 @@ pytestmark = [
     pytest.mark.usefixtures("poison", "_seed"),
     pytest.mark.skipif(not INTERPRETING, reason="float64 runs in the interpreter only"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_one_head(monkeypatch):
+    """As many queries are computed; few, as these would be, have theirs in tests/test_decode.py."""
+    monkeypatch.setattr(configs, "few_queries_for_tensor", lambda *asked: None)
+
 
 TINY = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=4, seqlen_k=5, head_dim=4, dtype=torch.float64)
 

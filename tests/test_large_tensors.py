@@ -109,6 +109,8 @@ DISTANT = {
     "key rows": (replace(SMALL, seqlen_q=18, seqlen_k=530, causal=None), 2, LIMIT),
     "rows beyond what a tile can hold": (replace(SMALL, seqlen_q=33, seqlen_k=33), 2, LIMIT + 16),
     "rows beyond int32": (replace(SMALL, seqlen_q=3, seqlen_k=3), 2, 2**31 + 16),
+    "heads of few queries": (replace(SMALL, nheads_q=3, seqlen_q=2, seqlen_k=70), 1, FAR),
+    "batches of few queries": (replace(SMALL, batch=3, nheads_q=3, seqlen_q=2, seqlen_k=70), 0, FAR),
     "rotated batches": (replace(SMALL, batch=3, rope="half"), 0, FAR),
     "rotated heads": (replace(SMALL, nheads_q=3, nheads_kv=3, rope="half"), 1, FAR),
     "rotated rows": (replace(SMALL, seqlen_q=530, seqlen_k=18, rope="half"), 2, LIMIT),

@@ -34,17 +34,21 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
-        ((64, 256), ("bias", "everything")),
+        ((64, 256), ("bias", "everything", "few queries", "decode")),
         ((64,), ("one pass", "one pass, causal+rope", "one pass, padding", "one pass, packed")),
-        ((512,), ("causal", "everything")),
+        ((512,), ("causal", "everything", "decode")),
     ),
     "fp16": (((128,), HEAVIEST),),
-    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((512,), ("causal",))),
+    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode",)), ((512,), ("causal", "decode"))),
     "tf32": ((HEAD_DIMS, HEAVIEST),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
-    "bf16": ((HEAD_DIMS, HEAVIEST), ((128,), ("bias", "everything")), ((64, 128), ("one pass, padding",))),
-    "fp32": ((HEAD_DIMS, HEAVIEST),),
+    "bf16": (
+        (HEAD_DIMS, (*HEAVIEST, "decode")),
+        ((128,), ("bias", "everything")),
+        ((64, 128), ("one pass, padding",)),
+    ),
+    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode")),),
 }
 
 
@@ -126,7 +130,10 @@ def _configured(config: configs.TileConfig | None) -> Iterator[None]:
         yield
     else:
         backward = replace(config.plain, persistent=0)
-        with patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, backward, backward)):
+        with (
+            patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, backward, backward)),
+            patch.object(configs, "lookup_few_queries", lambda *asked: configs.FewQueries(config, configs.SPLIT)),
+        ):
             yield
 
 

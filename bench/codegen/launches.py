@@ -43,6 +43,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "all but boolean": frozenset({"causal", "padding", "rope", "positions"}),
     "all": frozenset({"causal", "padding", "boolean", "rope", "positions"}),
     "few queries": frozenset({"causal", "rope", "few queries"}),
+    "decode": frozenset({"causal", "rope", "padding", "one query", "long cache"}),
     "ranges": frozenset({"causal", "window", "prefix", "documents", "padding"}),
     "blocks": frozenset({"causal", "layout", "mask function"}),
     "bias": frozenset({"causal", "padding", "bias"}),
@@ -62,7 +63,7 @@ FEATURES: dict[str, frozenset[str]] = {
 # Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
 # row stride of a boolean mask; what depends on head_dim is a multiple of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
-FEW_QUERIES = 16
+FEW_QUERIES, LONG_CACHE = 8, 2056
 LAYOUT_BLOCK, REACH = 128, 32
 
 
@@ -98,6 +99,8 @@ NAMES = {
     "seed": "dropout",
     "cu_q": "packed",
     "total": "one-pass",
+    "HEADS": "grouped",
+    "rounded_sum": "rest",
 }
 # What follows from another switch, or is always there.
 IMPLIED = {
@@ -114,7 +117,7 @@ IMPLIED = {
     ),
     *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
-    *("words", "special", "PIPELINED"),
+    *("words", "special", "PIPELINED", "weighted", "kept_sum"),
 }
 
 
@@ -122,6 +125,8 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
     """What of a kernel's arguments may be missing and is there; also of the tuples among them, such as `owner`."""
     for name, value in arguments.items():
         value = getattr(value, "value", value)  # a constexpr
+        if name in ("HEADS", "SPLIT"):
+            value = value > (name == "HEADS")
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
@@ -180,7 +185,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
             Launch(
                 kernel=fn.__name__,
                 constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
-                features=tuple(sorted(features_of(arguments))),
+                features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 is_persistent=arguments.get("n_places") is not None,
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
@@ -225,12 +230,17 @@ def call(
 
     Another `seqlen_k` is for features that have nothing of its size.
     """
-    seqlen_q = FEW_QUERIES if "few queries" in features else SEQLEN_Q
+    seqlen_q = FEW_QUERIES if "few queries" in features else 1 if "one query" in features else SEQLEN_Q
+    seqlen_k = LONG_CACHE if "long cache" in features else seqlen_k
     shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, seqlen_k, head_dim)
     shape_v = (*shape_k[:3], head_dim_v or head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]
-    options: dict[str, Any] = {"mask": _mask(features), "rope": _rope(head_dim, features), "return_lse": True}
+    options: dict[str, Any] = {
+        "mask": _mask(features, seqlen_k),
+        "rope": _rope(head_dim, features, seqlen_k),
+        "return_lse": True,
+    }
     bias = []
     if "bias" in features:
         leaves.append(torch.zeros(1, NHEADS_Q, SEQLEN_Q, SEQLEN_K, dtype=dtype, requires_grad=training))
@@ -267,7 +277,7 @@ def call(
         torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 
 
-def _mask(features: frozenset[str]) -> Mask:
+def _mask(features: frozenset[str], seqlen_k: int) -> Mask:
     batch = 1 if "packed" in features else BATCH
     mask = masks.full()
     if "causal" in features:
@@ -277,7 +287,7 @@ def _mask(features: frozenset[str]) -> Mask:
     if "prefix" in features:
         mask = mask & masks.prefix_lm(torch.zeros(batch, dtype=torch.int32))
     if "padding" in features:
-        mask = mask & masks.padding(torch.ones(batch, SEQLEN_K, dtype=torch.bool))
+        mask = mask & masks.padding(torch.ones(batch, seqlen_k, dtype=torch.bool))
     if "documents" in features:
         ids = (torch.zeros(batch, n, dtype=torch.int32) for n in (SEQLEN_Q, SEQLEN_K))
         mask = mask & masks.documents(*ids)
@@ -291,12 +301,12 @@ def _mask(features: frozenset[str]) -> Mask:
     return mask
 
 
-def _rope(head_dim: int, features: frozenset[str]) -> Rope | None:
+def _rope(head_dim: int, features: frozenset[str], seqlen_k: int) -> Rope | None:
     if "rope" not in features:
         return None
     rotary_dim = head_dim // 2 * 2
     positions: dict[str, Tensor] = {}
     if "positions" in features:
         positions = {"positions_q": torch.arange(SEQLEN_Q), "positions_k": torch.arange(SEQLEN_K)}
-    table = torch.zeros(SEQLEN_K, rotary_dim // 2)
+    table = torch.zeros(seqlen_k, rotary_dim // 2)
     return Rope(table, table, interleaved="interleaved" in features, **positions)

@@ -30,12 +30,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import integrations, kernels, learned, masking, one_pass, operation, package, scores, sequences
+from tests.mutation import (
+    decode,
+    integrations,
+    kernels,
+    learned,
+    masking,
+    one_pass,
+    operation,
+    package,
+    scores,
+    sequences,
+)  # fmt: skip
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results/mutants.json"
-SUBJECTS = (kernels, masking, scores, learned, sequences, one_pass, operation, package, integrations)
+SUBJECTS = (kernels, masking, scores, learned, sequences, decode, one_pass, operation, package, integrations)
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip

@@ -24,14 +24,14 @@ from tests.mutation.suites import (
 
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
-DESCRIPTORS = "kernels/descriptors.py"
+DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
 SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
 WARPS, GUARD = "tests/test_specialized.py", "tests/test_guard.py"
 
 # fmt: off
 FORWARD = (
-    Fault(FWD, "query_exists = offs_m < place.seqlen_q", "query_exists = offs_m <= place.seqlen_q", "forward: one query too many", MEMORY),
-    Fault(FWD, "place.head // (nheads_q // nheads_kv)", "place.head % nheads_kv", "forward: wrong KV head"),
+    Fault(GROUPED, "head, queries, queries < place.seqlen_q)", "head, queries, queries <= place.seqlen_q)", "forward: one query too many", MEMORY),
+    Fault(GROUPED, "return tile, head, head // group, sequence", "return tile, head, head % nheads_kv, sequence", "forward: wrong KV head"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
     Fault(FWD, "dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)", "dot_add(p, v_tile, acc, ACC, PRECISION)", "forward: no rescaling"),
     Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)", "w_i = dot_add(p, ones, w_i, ACC, PRECISION)", "forward: rounded weights not rescaled", COMMON),
@@ -67,22 +67,22 @@ FORWARD = (
     Fault(FWD, "if has_nan(acc):", "if has_nan(acc) & (blocks.n_full < 0):", "forward: NaN behind a mask not repaired", NAN),
     Fault(FWD, "tl.where(poisoned[None, :], float(\"nan\"), p)", "tl.where(poisoned[None, :], 0.0, p)", "forward: a visible NaN becomes 0", NAN),
     Fault(FWD, "p = tl.where(pairs, tl.where(poisoned[None, :], float(\"nan\"), p), 0.0)", "p = tl.where(poisoned[None, :], float(\"nan\"), p)", "forward: the repair forgets the mask", NAN),
-    Fault(FWD, "unseen = l_i == 0.0", "unseen = l_i < 0.0", "forward: 0 / 0 in rows that see nothing", EMPTY),
-    Fault(FWD, "m_i * softmax_scale + tl.log(l_i)", "m_i + tl.log(l_i)", "forward: lse of unscaled scores"),
-    Fault(FWD, "m_i * softmax_scale + tl.log(l_i)", "m_i * softmax_scale + tl.math.log2(l_i)", "forward: lse in base 2"),
-    Fault(FWD, "tl.where(m_i == float(\"inf\"), float(\"nan\"), m_i)", "tl.where(m_i == float(\"inf\"), float(\"inf\"), m_i)", "forward: an infinite score passes for an empty row", NAN),
-    Fault(FWD, "tl.where(unseen[:, None], 0.0, acc / l_i[:, None])", "acc / l_i[:, None]", "forward: a NaN value in a row of scores of -inf", "tests/test_fuzz.py -k 'contract_holds and inf'"),
-    Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
-    Fault(FWD, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
-    Fault(FWD, "tl.store(results.row_sum + stats, l_i, mask=exists)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=exists)", "forward: row sums off by 1 %"),
-    Fault(FWD, "exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]", "exact = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]", "forward: rest without the rounding of the weights", COMMON),
-    Fault(FWD, "rest_head = head_base(results.rest, place.batch, place.head, place.first_q)", "rest_head = head_base(results.rest, place.batch, 0, place.first_q)", "forward: rest of head 0 only", COMMON),
+    Fault(EPILOGUE, "unseen = l_i == 0.0", "unseen = l_i < 0.0", "forward: 0 / 0 in rows that see nothing", EMPTY),
+    Fault(EPILOGUE, "m_i * softmax_scale + tl.log(l_i)", "m_i + tl.log(l_i)", "forward: lse of unscaled scores"),
+    Fault(EPILOGUE, "m_i * softmax_scale + tl.log(l_i)", "m_i * softmax_scale + tl.math.log2(l_i)", "forward: lse in base 2"),
+    Fault(EPILOGUE, "tl.where(m_i == float(\"inf\"), float(\"nan\"), m_i)", "tl.where(m_i == float(\"inf\"), float(\"inf\"), m_i)", "forward: an infinite score passes for an empty row", NAN),
+    Fault(EPILOGUE, "tl.where(unseen[:, None], 0.0, acc / l_i[:, None])", "acc / l_i[:, None]", "forward: a NaN value in a row of scores of -inf", "tests/test_fuzz.py -k 'contract_holds and inf'"),
+    Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
+    Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
+    Fault(EPILOGUE, "tl.store(results.row_sum + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
+    Fault(EPILOGUE, "exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]", "exact = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]", "forward: rest without the rounding of the weights", COMMON),
+    Fault(EPILOGUE, "rest = encode_rest(exact, out)", "rest = encode_rest(exact * 1.01, out)", "forward: rest off by 1 %", COMMON),
     Fault(FWD, "        heads(v),\n", "        heads(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),
     Fault(FWD, "out=heads(results.out)", "out=heads(results.out)._replace(stride_h=q.stride(1), stride_s=q.stride(2))", "forward: strides of q for out", STRIDES),
     Fault(FWD, "start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV", "start_n, HEAD_DIM, BLOCK_N, BLOCK_DV", "forward: values as wide as keys in full blocks", "tests/test_styles.py -k by_pointers"),
     Fault(FWD, "HEAD_DIM_V, EDGE, BLOCK_DV)", "HEAD_DIM, EDGE, BLOCK_DV)", "forward: values as wide as keys in boundary blocks", WIDTHS, nth=0),
-    Fault(FWD, "out, HEAD_DIM_V, BLOCK_M, BLOCK_DV)", "out, HEAD_DIM, BLOCK_M, BLOCK_DV)", "forward: out as wide as q", WIDTHS),
-    Fault(FWD, "rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV)", "rest, HEAD_DIM, BLOCK_M, BLOCK_DV)", "forward: rest as wide as q", budget("values", dtype="bfloat16")),
+    Fault(EPILOGUE, "out, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)", "out, HEAD_DIM, BLOCK_M, BLOCK_DV, HEADS)", "forward: out as wide as q", WIDTHS),
+    Fault(EPILOGUE, "rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)", "rest, HEAD_DIM, BLOCK_M, BLOCK_DV, HEADS)", "forward: rest as wide as q", budget("values", dtype="bfloat16")),
     Fault(PROBLEM, "problem.softmax_scale * LOG2E.value", "problem.softmax_scale", "forward: base-2 exponents without log2 e"),
     Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
 )

@@ -18,6 +18,7 @@ from tests.mutation.suites import (
 )
 
 SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/tile.py", "kernels/dropout.py", "kernels/problem.py"
+EPILOGUE = "kernels/epilogue.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, OPS = "kernels/attention_bwd_bias.py", "fusedattn/ops.py"
 GRADIENT = "kernels/score_gradient.py"
@@ -120,14 +121,14 @@ DISTANCES = (
 )
 
 SINK = (
-    Fault(FWD, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
-    Fault(FWD, "sink = tl.load(sinks_ptr + place.head)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
-    Fault(FWD, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
-    Fault(FWD, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
-    Fault(FWD, "        w_i = w_i * alpha[:, None]\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
-    Fault(FWD, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", SINKS_HALVES),
-    Fault(FWD, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
-    Fault(FWD, "if sinks_ptr is not None or call.dropout.seed_ptr is not None:", "if call.dropout.seed_ptr is not None:", "sinks: rest as if the weights added up to 1", SINKS_HALVES),
+    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
+    Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
+    Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
+    Fault(EPILOGUE, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
+    Fault(EPILOGUE, "        w_i = w_i * alpha\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
+    Fault(EPILOGUE, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", SINKS_HALVES),
+    Fault(EPILOGUE, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
+    Fault(EPILOGUE, "if sinks_ptr is not None or dropout.seed_ptr is not None:", "if dropout.seed_ptr is not None:", "sinks: rest as if the weights added up to 1", SINKS_HALVES),
     Fault(SCORES, "if unchanged and not has_sinks:", "if unchanged:", "sinks: beside scores that are not scaled", SINKS),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "expected = 1.0", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head)", "expected = 1.0 - tl.exp(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
@@ -148,11 +149,11 @@ DROP = (
     Fault(TILE, "tl.where(kept(call.dropout, place, nheads, rows, keys), p, 0.0)", "p", "forward: nothing dropped", DROPPED),
     Fault(TILE, "p * call.dropout.factor * tl.where(kept(call.dropout, place, nheads, rows, keys), 1.0, 0.0)", "p * call.dropout.factor", "backward: nothing dropped", DROPPED),
     Fault(TILE, "return p * call.dropout.factor * tl.where", "return p * tl.where", "backward: what is kept does not grow", DROPOUT_GRADIENTS),
-    Fault(FWD, "        out = out * call.dropout.factor\n", "        pass\n", "forward: what is kept does not grow", DROPPED),
-    Fault(FWD, "            exact = exact * call.dropout.factor\n", "            pass\n", "rest: what is kept does not grow", DROPPED_HALVES),
+    Fault(EPILOGUE, "        out = out * dropout.factor\n", "        pass\n", "forward: what is kept does not grow", DROPPED),
+    Fault(EPILOGUE, "            exact = exact * dropout.factor\n", "            pass\n", "rest: what is kept does not grow", DROPPED_HALVES),
     Fault(FWD, "c_i = c_i * alpha + tl.sum(p, 1)", "c_i = c_i + tl.sum(p, 1)", "rest: kept weights not rescaled", DROPPED_HALVES),
-    Fault(FWD, "    if call.dropout.seed_ptr is None:\n        c_i = l_i\n", "", "rest: no weight kept without dropout", SINKS_HALVES),
-    Fault(FWD, "exact = exact * (c_i / l_i)[:, None]", "exact = exact * 1.0", "rest: as if the kept weights added up to 1", DROPPED_HALVES),
+    Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        c_i = l_i\n", "", "rest: no weight kept without dropout", SINKS_HALVES),
+    Fault(EPILOGUE, "exact = exact * (c_i / l_i)[:, None]", "exact = exact * 1.0", "rest: as if the kept weights added up to 1", DROPPED_HALVES),
     Fault(FWD, "            p = kept_only(p, call, place, nheads_q, rows, keys)\n            p = tl.where", "            p = tl.where", "forward: the repair forgets dropout", NAN),
     Fault(BWD, "kept_p = drop(p, call, place, nheads_q, rows, keys)", "kept_p = p", "dv: dropout forgotten", DROPOUT_GRADIENTS),
     Fault(BWD, "(drop(dp, call, place, nheads_q, rows, keys) - delta[None, :])", "(dp - delta[None, :])", "dk: dropout forgotten", DROPOUT_GRADIENTS),

@@ -4,6 +4,7 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import EXACT, LARGE, PACKED, PACKED_BLOCKS
 
 SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/scores.py"
+GROUPED = "kernels/grouped.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
 GRADIENT = "kernels/score_gradient.py"
@@ -26,11 +27,10 @@ PLACES = (
 )
 
 OFFSETS = (
-    Fault(FWD, "q_head = head_base(q, place.batch, place.head, place.first_q)", "q_head = head_base(q, place.batch, place.head, 0)", "forward: queries of the first sequence for all", PACKED),
+    Fault(GROUPED, "x_head = head_base(x, place.batch, rows.head, place.first_q)", "x_head = head_base(x, place.batch, rows.head, 0)", "forward: queries of the first sequence for all", PACKED, nth=0),
     Fault(FWD, "k_head = head_base(k, place.batch, head_kv, place.first_k)", "k_head = head_base(k, place.batch, head_kv, 0)", "forward: keys of the first sequence for all", PACKED),
     Fault(FWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, place.first_q)", "forward: values from where the queries begin", PACKED),
-    Fault(FWD, "out_head = head_base(results.out, place.batch, place.head, place.first_q)", "out_head = head_base(results.out, place.batch, place.head, place.first_k)", "forward: out where the keys begin", PACKED),
-    Fault(FWD, "rest_head = head_base(results.rest, place.batch, place.head, place.first_q)", "rest_head = head_base(results.rest, place.batch, place.head, 0)", "forward: rest of the first sequence only", PACKED),
+    Fault(GROUPED, "x_head = head_base(x, place.batch, rows.head, place.first_q)", "x_head = head_base(x, place.batch, rows.head, place.first_k)", "forward: out where the keys begin", PACKED, nth=1),
     Fault(FWD, "if start_m >= place.seqlen_q:", "if start_m + BLOCK_M > place.seqlen_q:", "forward: the last tile of a sequence left out", PACKED),
     Fault(FWD, "            if start_m >= place.seqlen_q:\n                return\n", "            pass\n", "forward: tiles behind the last of a sequence", PACKED,
           equivalent="rows that do not exist are neither read nor written; leaving them out saves time"),

@@ -1,0 +1,132 @@
+"""The results of rows whose keys were split, from what each split left: one program for each row.
+
+    m = max_s m_s        l = sum_s l_s exp(m_s - m)        acc = sum_s acc_s exp(m_s - m)
+
+and from there as if one program had summed them all (kernels/epilogue.py). Splits are summed in their order, in blocks
+that do not depend on how many there are: those beyond the last that has keys change no bit.
+
+    grid    (max_seqlen_q * nheads_q * sequences,)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.configs import LAUNCH_OPTIONS
+from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
+from fusedattn.kernels.grouped import rows_of
+from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, exp_scaled, heads, is_exact, program_tile
+from fusedattn.kernels.problem import Problem
+from fusedattn.kernels.sequences import place_of, row_base
+
+BLOCK_SPLITS = 16
+
+
+@triton.jit
+def _sum_of(ptr, first, alpha, visited, offs):
+    """The sum over some splits of one of their numbers, each times its factor."""
+    return tl.sum(tl.load(ptr + first + offs, mask=visited, other=0.0) * alpha, 0)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_tiles", "n_splits"])
+def attention_combine(
+    partials,
+    sinks_ptr,
+    results,
+    dropout,
+    sequences,
+    nheads_q,
+    seqlen_q,
+    seqlen_k,
+    n_tiles,
+    n_splits,
+    softmax_scale,
+    qk_scale,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    query, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
+    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    if sequences.cu_q_ptr is not None:
+        if query >= place.seqlen_q:
+            return
+    rows = rows_of(place, query, head, nheads_q, 1, 1)
+    first = (row_base(place, nheads_q, seqlen_q) + query) * n_splits
+    offs = tl.arange(0, BLOCK_SPLITS)
+    offs_d = tl.arange(0, BLOCK_DV)[None, :]
+
+    largest = tl.full([BLOCK_SPLITS], float("-inf"), ACC)
+    for start in range(0, n_splits, BLOCK_SPLITS):
+        exists = start + offs < n_splits
+        largest = tl.maximum(
+            largest, tl.load(partials.row_max + first + start + offs, mask=exists, other=float("-inf"))
+        )
+    m_i = tl.max(largest, 0)
+    shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # -inf - -inf would be NaN
+
+    one = tl.zeros([1], ACC)
+    l_i = one
+    w_i = one
+    c_i = one
+    acc = tl.zeros([1, BLOCK_DV], ACC)
+    for start in range(0, n_splits, BLOCK_SPLITS):
+        here = first + start
+        exists = start + offs < n_splits
+        l_s = tl.load(partials.row_sum + here + offs, mask=exists, other=NOTHING)
+        visited = exists & ((l_s >= 0.0) | (l_s != l_s))  # a sum of NaN is one
+        m_s = tl.load(partials.row_max + here + offs, mask=visited, other=float("-inf"))
+        # By the exact formula: of a row that one split has seen, its factor is 1.
+        alpha = tl.where(visited, exp_scaled(m_s, shift, qk_scale, True), 0.0)
+        l_i += tl.sum(tl.where(visited, l_s, 0.0) * alpha, 0)
+        if partials.rounded_sum is not None:
+            w_i += _sum_of(partials.rounded_sum, here, alpha, visited, offs)
+        if partials.kept_sum is not None:
+            c_i += _sum_of(partials.kept_sum, here, alpha, visited, offs)
+        # (BLOCK_SPLITS, BLOCK_DV)
+        ptrs = partials.weighted + (here + offs)[:, None] * HEAD_DIM_V + offs_d
+        values = tl.load(ptrs, mask=visited[:, None] & (offs_d < HEAD_DIM_V), other=0.0)
+        acc += tl.sum(values * alpha[:, None], 0)[None, :]
+    store_results(
+        acc, one + m_i, l_i, w_i, c_i, sinks_ptr, results, dropout, place, rows, nheads_q, seqlen_q,
+        softmax_scale, qk_scale, HEAD_DIM_V, 1, BLOCK_DV, 1, ACC, EXACT,
+    )  # fmt: skip
+
+
+def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partials:
+    """Where each of `n_splits` splits shall leave what it has of each row of `results`: of tensors, uninitialised."""
+    n_rows, head_dim_v = results.lse.numel(), results.out.shape[3]
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(n_rows, n_splits, *shape, dtype=results.lse.dtype, device=results.lse.device)
+
+    has_rest = results.rest is not None
+    return Partials(new(head_dim_v), new(), new(), new() if has_rest else None, new() if has_rest and dropped else None)
+
+
+def launch(partials: Partials, results: Results, problem: Problem) -> None:
+    """Fill the results, which are tensors, from the partials of all splits."""
+    shape, out = problem.shape, results.out
+    attention_combine[(shape.max_seqlen_q * shape.nheads_q * shape.n_sequences,)](
+        partials,
+        problem.sinks,
+        results._replace(out=heads(out), rest=None if results.rest is None else heads(results.rest)),
+        problem.call.dropout,
+        problem.call.sequences,
+        shape.nheads_q,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        shape.max_seqlen_q,
+        partials.row_max.shape[1],
+        problem.softmax_scale,
+        problem.softmax_scale * LOG2E.value,
+        HEAD_DIM_V=out.shape[3],
+        BLOCK_SPLITS=BLOCK_SPLITS,
+        BLOCK_DV=block_d(out.shape[3]),
+        ACC=accumulator(out.dtype),
+        EXACT=is_exact(out.dtype),
+        num_warps=4,
+        **LAUNCH_OPTIONS,
+    )

@@ -1,0 +1,146 @@
+"""From the sums of a row to its results, once all of its keys are summed; or to what the sums of some keys leave.
+
+Of each row, relative to the maximum ``m`` of its scores: ``l`` the sum of the weights, ``acc`` that of the weighted
+values, ``w`` that of the weights as they are kept and rounded for the product with values, ``c`` that of the weights
+which dropout keeps.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.grouped import row_offsets, store_rows
+from fusedattn.kernels.primitives import encode_rest, exp_scaled, round_to
+
+
+class Results(NamedTuple):
+    """What the forward fills; `rest` may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`."""
+
+    out: Any
+    lse: Any
+    row_max: Any
+    row_sum: Any
+    rest: Any
+
+
+class Partials(NamedTuple):
+    """What a split of the keys leaves of each row, contiguous, in ACC.
+
+    `weighted` is ``(rows, n_splits, head_dim_v)``, for ``acc``; the others are ``(rows, n_splits)``, for ``m``, ``l``,
+    ``w`` (None where nothing is kept for a backward) and ``c`` (None without dropout too). Rows are those of a
+    ``(batch, nheads_q, seqlen_q)`` tensor. A split that a tile visits no key of has NOTHING as its sum, and no values.
+    """
+
+    weighted: Any
+    row_max: Any
+    row_sum: Any
+    rounded_sum: Any
+    kept_sum: Any
+
+
+NOTHING = tl.constexpr(-1.0)  # no sum of weights
+
+
+@triton.jit
+def store_results(
+    acc,
+    m_i,
+    l_i,
+    w_i,
+    c_i,
+    sinks_ptr,
+    results,
+    dropout,
+    place,
+    rows,
+    nheads_q,
+    seqlen_q,
+    softmax_scale,
+    qk_scale,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Write the :class:`Results` of a tile: `acc` is ``(BLOCK_M, BLOCK_DV)``, the other sums ``(BLOCK_M,)``."""
+    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
+    # the backward.
+    unseen = l_i == 0.0
+    if dropout.seed_ptr is None:
+        c_i = l_i
+    if sinks_ptr is not None:
+        # One more score, whose value is 0. With sinks the scores are scaled.
+        sink = tl.load(sinks_ptr + rows.heads).to(ACC)
+        m_new = tl.maximum(m_i, sink)
+        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        acc = acc * alpha[:, None]
+        w_i = w_i * alpha
+        c_i = c_i * alpha
+        m_i = m_new
+    else:
+        l_i = tl.where(unseen, 1.0, l_i)
+    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
+    if dropout.seed_ptr is not None:
+        out = out * dropout.factor
+    out = round_to(out, results.out.ptr.dtype.element_ty)
+    stats = row_offsets(place, rows, nheads_q, seqlen_q)
+    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=rows.exist)
+    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
+    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
+    tl.store(results.row_max + stats, m_i, mask=rows.exist)
+    tl.store(results.row_sum + stats, l_i, mask=rows.exist)
+    store_rows(results.out, place, rows, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)
+    if results.rest is not None:
+        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
+        # passes unchanged, as it must for the backward to cancel it.
+        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
+        if sinks_ptr is not None or dropout.seed_ptr is not None:
+            exact = exact * (c_i / l_i)[:, None]
+        if dropout.seed_ptr is not None:
+            exact = exact * dropout.factor
+        rest = encode_rest(exact, out)
+        store_rows(results.rest, place, rows, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)
+
+
+@triton.jit
+def store_partials(
+    acc,
+    m_i,
+    l_i,
+    w_i,
+    c_i,
+    partials,
+    place,
+    rows,
+    split,
+    n_splits,
+    nheads_q,
+    seqlen_q,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Write the :class:`Partials` of a tile; sums as those of store_results."""
+    stats = row_offsets(place, rows, nheads_q, seqlen_q) * n_splits + split
+    tl.store(partials.row_max + stats, m_i, mask=rows.exist)
+    tl.store(partials.row_sum + stats, l_i, mask=rows.exist)
+    if partials.rounded_sum is not None:
+        tl.store(partials.rounded_sum + stats, w_i, mask=rows.exist)
+    if partials.kept_sum is not None:
+        tl.store(partials.kept_sum + stats, c_i, mask=rows.exist)
+    offs_d = tl.arange(0, BLOCK_DV)[None, :]
+    tl.store(
+        partials.weighted + stats[:, None] * HEAD_DIM_V + offs_d, acc, mask=rows.exist[:, None] & (offs_d < HEAD_DIM_V)
+    )
+
+
+@triton.jit
+def store_nothing(partials, place, rows, split, n_splits, nheads_q, seqlen_q, ACC: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Write that a tile visited no key of a split."""
+    stats = row_offsets(place, rows, nheads_q, seqlen_q) * n_splits + split
+    tl.store(partials.row_max + stats, tl.full([BLOCK_M], float("-inf"), ACC), mask=rows.exist)
+    tl.store(partials.row_sum + stats, tl.full([BLOCK_M], NOTHING, ACC), mask=rows.exist)

@@ -1,0 +1,107 @@
+"""Tiles whose rows are pairs of a query and a head.
+
+Row ``r`` is query ``start + r // HEADS`` of head ``first + r % HEADS``. These heads share a KV head, whose keys and
+values are then read once for all of them. Rows of heads beyond the group do not exist. With HEADS == 1 a tile has
+queries of one head, as in the kernels that know of no groups.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.primitives import head_base, load_tile, program_tile, round_to, store_tile
+from fusedattn.kernels.sequences import row_base, with_head
+
+
+class Rows(NamedTuple):
+    """The rows of a tile.
+
+    `start` is the first query, `head` the first head. `queries` and `exist` are ``(BLOCK_M,)``, and so are `heads`, of
+    which those that do not exist are the last that does; with HEADS == 1 it is `head`.
+    """
+
+    start: Any
+    head: Any
+    heads: Any
+    queries: Any
+    exist: Any
+
+
+@triton.jit
+def grouped_program(n_tiles, nheads_q, nheads_kv, together, HEADS: tl.constexpr, REVERSED: tl.constexpr):
+    """(tile, first head, KV head, sequence) of this program; see program_tile."""
+    group = nheads_q // nheads_kv
+    if HEADS == 1:
+        tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED)
+        return tile, head, head // group, sequence
+    else:
+        parts = tl.cdiv(group, HEADS)
+        tile, part, sequence = program_tile(n_tiles, nheads_kv * parts, together, REVERSED)
+        head_kv = part // parts
+        return tile, head_kv * group + part % parts * HEADS, head_kv, sequence
+
+
+@triton.jit
+def rows_of(place, start_m, head, stop_head, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+    """The :class:`Rows` from query `start_m` and `head` on; heads from `stop_head` on do not exist."""
+    offs = tl.arange(0, BLOCK_M)
+    if HEADS == 1:
+        queries = start_m + offs
+        return Rows(start_m, head, head, queries, queries < place.seqlen_q)
+    else:
+        queries = start_m + offs // HEADS
+        heads = head + offs % HEADS
+        exist = (queries < place.seqlen_q) & (heads < stop_head)
+        return Rows(start_m, head, tl.minimum(heads, stop_head - 1), queries, exist)
+
+
+@triton.jit
+def with_rows(place, rows, HEADS: tl.constexpr):
+    """A place whose head is that of each row, ``(BLOCK_M, 1)``, to go with pairs."""
+    if HEADS == 1:
+        return place
+    else:
+        return with_head(place, rows.heads[:, None])
+
+
+@triton.jit
+def row_offsets(place, rows, nheads, seqlen_q):
+    """Where rows lie in a contiguous ``(batch, nheads, seqlen_q)`` tensor."""
+    return row_base(with_head(place, rows.heads), nheads, seqlen_q) + rows.queries
+
+
+@triton.jit
+def _row_pointers(x, place, rows, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
+    """Pointers to the rows of a :class:`Heads`, ``(BLOCK_M,)``; heads may lie further apart than int32 reaches."""
+    offs = tl.arange(0, BLOCK_M)
+    head_ptr = head_base(x, place.batch, rows.head, place.first_q) + tl.cast(rows.start, tl.int64) * x.stride_s
+    return head_ptr + (offs // HEADS * x.stride_s + (offs % HEADS).to(tl.int64) * x.stride_h)
+
+
+@triton.jit
+def load_rows(
+    x, place, rows, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr
+):
+    """The rows of a :class:`Heads`, ``(BLOCK_M, BLOCK_D)``; those that do not exist are 0."""
+    if HEADS == 1:
+        x_head = head_base(x, place.batch, rows.head, place.first_q)
+        return load_tile(x_head, rows.start, x.stride_s, rows.exist, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    else:
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d
+        return tl.load(ptrs, mask=rows.exist[:, None] & (offs_d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    x, place, rows, tile, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr
+):
+    """Write the rows that exist of a :class:`Heads`, rounded to its dtype."""
+    if HEADS == 1:
+        x_head = head_base(x, place.batch, rows.head, place.first_q)
+        store_tile(x_head, rows.start, x.stride_s, place.seqlen_q, tile, HEAD_DIM, BLOCK_M, BLOCK_D)
+    else:
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d
+        tl.store(ptrs, round_to(tile, x.ptr.dtype.element_ty), mask=rows.exist[:, None] & (offs_d < HEAD_DIM))
