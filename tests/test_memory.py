@@ -43,6 +43,7 @@ CASES = (
          rotary_dim=6, rope_positions=True),
     Case("few queries in splits", seqlen_q=2, seqlen_k=75, nheads_q=6, head_dim=24, padding="right", rope="half",
          sinks=True, head_dim_v=9),
+    Case("few queries in one split", seqlen_q=2, seqlen_k=19, nheads_q=6, head_dim=24, sinks=True, head_dim_v=9),
     Case("few queries, dropout", seqlen_q=1, seqlen_k=133, nheads_q=20, nheads_kv=1, padding="right", dropout_p=0.2),
     Case("one less than a tile", batch=1, seqlen_q=31, seqlen_k=63, causal="bottom_right", head_dim=65,
          boolean="broadcast"),
