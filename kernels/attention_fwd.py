@@ -121,15 +121,21 @@ def add_values(
     p,
     v_tile,
     HAS_REST: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(acc, w_i) with the weights of BLOCK keys more, and their values."""
+    """(acc, w_i) with the weights of BLOCK keys more, and their values.
+
+    The sum of the weights is a narrow matrix product, which costs less than widening them again. It comes first, where
+    tiles below 64 rows spill otherwise, or LAST, where a pipelined loop waits for each product otherwise.
+    """
+    ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
+    if HAS_REST and not LAST:
+        w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
     acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
-    if HAS_REST:
-        # Summed by a narrow matrix product, which costs less than widening the weights again.
-        ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
+    if HAS_REST and LAST:
         w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
     return acc, w_i
 
@@ -233,7 +239,9 @@ def _attend_tile(
                     v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N,
                     HEAD_DIM_V, BLOCK_N, BLOCK_DV,
                 )  # fmt: skip
-                acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+                acc, w_i = add_values(
+                    acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, True, BLOCK_N, ACC, PRECISION
+                )
                 scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
                 p, alpha, m_i, l_i, c_i = weights(
                     scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
@@ -243,7 +251,7 @@ def _attend_tile(
                 v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N,
                 HEAD_DIM_V, BLOCK_N, BLOCK_DV,
             )  # fmt: skip
-            acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, True, BLOCK_N, ACC, PRECISION)
     else:
         for start_n in range(first_full, stop_full, BLOCK_N):
             keys = (start_n + offs_n)[None, :]
@@ -258,7 +266,7 @@ def _attend_tile(
             p, alpha, m_i, l_i, c_i = weights(
                 scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
             )
-            acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+            acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
     for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
@@ -275,7 +283,7 @@ def _attend_tile(
         p, alpha, m_i, l_i, c_i = weights(
             scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
         )
-        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, EDGE, ACC, PRECISION)
+        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, EDGE, ACC, PRECISION)
 
     if has_nan(acc):
         # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has

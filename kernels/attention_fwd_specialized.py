@@ -109,7 +109,7 @@ def attention_fwd_specialized(
         p, alpha, m_i, l_i, _ = weights(
             scores, m_i, l_i, l_i, call, place, nheads_q, rows, keys[None, :], qk_scale, HAS_REST, EXACT, DTYPE
         )
-        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, BLOCK_N, ACC, PRECISION)
+        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, BLOCK_N, ACC, PRECISION)
     if MASKED:
         l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float("nan"), l_i)
     tile_rows = rows_of(place, start_m, head, nheads_q, BLOCK_M, 1)
