@@ -57,6 +57,7 @@ def attention(
         and weights 0, and gives no gradient but to the sink through lse. A NaN or Inf in a key, value or bias
         that a query may not attend to does not reach that query, nor the gradient of what it stands in.
     """
+    given = q, k, v
     mask, bias = as_mask(mask), as_bias(bias)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
@@ -78,6 +79,12 @@ def attention(
         scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, first_batch=first_batch
     )
     scores = scores.masked_fill(~visible, -math.inf)
+    if _products_leak(v) and not ((scores < math.inf).all() and v.isfinite().all()):
+        out, lse, weights = attention(
+            *(x.float() for x in given), mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap,
+            score_mod=score_mod, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, first_batch=first_batch,
+        )  # fmt: skip
+        return out.to(v.dtype), lse, weights.to(v.dtype)
 
     unseen = (scores == -math.inf).all(dim=-1, keepdim=True)
     # Equal scores in such a row, because softmax and its gradient would be NaN there.
@@ -135,6 +142,14 @@ def is_readable(x: Tensor) -> bool:
             return False
         x = functorch.get_unwrapped(x)
     return True
+
+
+def _products_leak(x: Tensor) -> bool:
+    """Whether a NaN in one row of a product may come out in the row before: of 16-bit matrices on a CPU with AMX.
+
+    oneDNN reads on into the next row where the length of a row is no multiple of 4, and multiplies what it finds by 0.
+    """
+    return x.device.type == "cpu" and x.dtype.itemsize == 2 and is_readable(x)
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
