@@ -156,7 +156,8 @@ def _problem(
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = "scored" if scored else "dense" if by_pair else "streamed"
     head_dim = max(q.shape[3], v.shape[3])
-    tiles, exact_rows = configs.for_tensor(q, head_dim, work), configs.exact_rows_for_tensor(q, head_dim)
+    arch = configs.arch_of(q.device)
+    tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     if tensors.layout is not None:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
@@ -177,11 +178,11 @@ def _problem(
         precision=_precision(q.dtype),
         configs=tiles,
         exact_rows=exact_rows,
-        few_queries=None if tensors.layout is not None else configs.few_queries_for_tensor(q, head_dim, work),
+        few_queries=None if tensors.layout is not None else configs.lookup_few_queries(arch, head_dim, q.dtype, work),
         rotates_in_place=tensors.cos is not None
         and shape.max_seqlen_q * shape.nheads_q <= configs.ROTATION_IN_PLACE * shape.nheads_kv,
         open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
-        l2_bytes=configs.L2_BYTES[configs.arch_of(q.device)],
+        l2_bytes=configs.L2_BYTES[arch],
     )
 
 

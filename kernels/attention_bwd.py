@@ -441,7 +441,7 @@ def _launch_dkdv(
     total: torch.Tensor | None = None,
 ) -> None:
     """Fill `dkdv`; add dq, as kernels/dq_sum.py says, to `total`, if there is one."""
-    shape, boundary = problem.shape, config.boundary(of_queries=True)
+    shape, boundary = problem.shape, config.boundary_of_queries
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
         *map(heads, (q, k, v, dout)),
@@ -484,5 +484,5 @@ def _launch_dq(
         problem.call,
         rotation_arguments(problem.rotation_q),
         **launch_arguments(q, v, problem, config, n_tiles),
-        **config.boundary(),
+        **config.boundary_of_keys,
     )

@@ -443,7 +443,7 @@ def launch(
         rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, tiling.n_tiles),
-        **config.boundary(),
+        **config.boundary_of_keys,
         PIPELINED=config.style == "pipelined",
         ONLY_NAN=only_nan,
         n_places=n_places,

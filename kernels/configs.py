@@ -95,9 +95,17 @@ class TileConfig:
         )
         return replace(self, BLOCK_M=block_m, BLOCK_N=block_n)
 
-    def boundary(self, *, of_queries: bool = False) -> dict[str, int]:
-        """Constants of a kernel that has boundary blocks and walks over keys, or, `of_queries`, over queries."""
-        block = self.BLOCK_M if of_queries else self.BLOCK_N
+    @cached_property
+    def boundary_of_keys(self) -> dict[str, int]:
+        """Constants of a kernel that walks over keys, for its boundary blocks."""
+        return self._boundary(self.BLOCK_N)
+
+    @cached_property
+    def boundary_of_queries(self) -> dict[str, int]:
+        """Constants of a kernel that walks over queries, for its boundary blocks."""
+        return self._boundary(self.BLOCK_M)
+
+    def _boundary(self, block: int) -> dict[str, int]:
         return {"EDGE": min(self.EDGE, block), "EDGE_STAGES": min(self.EDGE_STAGES, self.num_stages)}
 
     @cached_property
@@ -503,21 +511,6 @@ def rope_rows(head_dim: int) -> int:
     spilled up to 16 KiB.
     """
     return 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
-
-
-def exact_rows_for_tensor(x: torch.Tensor, head_dim: int) -> TileConfig:
-    """The config of attention_bwd_exact_rows on the device of ``x``."""
-    return lookup_exact_rows(arch_of(x.device), head_dim)
-
-
-def for_tensor(x: torch.Tensor, head_dim: int, work: Work) -> KernelConfigs:
-    """The configs for a launch on the device of ``x``, with its dtype."""
-    return lookup(arch_of(x.device), head_dim, x.dtype, work)
-
-
-def few_queries_for_tensor(x: torch.Tensor, head_dim: int, work: Work) -> FewQueries:
-    """What is launched for few queries on the device of ``x``, with its dtype."""
-    return lookup_few_queries(arch_of(x.device), head_dim, x.dtype, work)
 
 
 def arch_of(device: torch.device) -> Arch:

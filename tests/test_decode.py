@@ -114,7 +114,7 @@ def tilings() -> Iterator[list[Tiling]]:
 def in_tiles_of_one_head() -> Iterator[None]:
     """Inside, few queries are computed as many are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "few_queries_for_tensor", lambda *asked: None)
+        patch.setattr(configs, "lookup_few_queries", lambda *asked: None)
         yield
 
 

@@ -125,7 +125,7 @@ def test_a_prompt_in_pieces(pieces, dtype):
     case = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=37, seqlen_k=37, head_dim=16, dtype=dtype, rope="half")
     inputs = replace(testing.make_inputs(case, DEVICE), mask=masks.causal())
     expected = testing.run(triton_attention, inputs)
-    few = configs.few_queries_for_tensor(inputs.q, 16, "streamed")
+    few = configs.lookup_few_queries(configs.arch_of(inputs.q.device), 16, inputs.q.dtype)
     stop = 0
     for n in pieces:
         start, stop = stop, stop + n

@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _tiles_of_one_head(monkeypatch):
     """As many queries are computed; few, as these would be, have theirs in tests/test_decode.py."""
-    monkeypatch.setattr(configs, "few_queries_for_tensor", lambda *asked: None)
+    monkeypatch.setattr(configs, "lookup_few_queries", lambda *asked: None)
 
 
 TINY = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=4, seqlen_k=5, head_dim=4, dtype=torch.float64)

@@ -193,8 +193,8 @@ def test_tile_larger_than_the_sequence(dtype, monkeypatch):
     from fusedattn.kernels import configs
 
     tile = configs.TileConfig(64, 64, 4, 1)
-    monkeypatch.setattr(configs, "for_tensor", lambda x, head_dim, work: configs.KernelConfigs(tile, tile, tile))
-    monkeypatch.setattr(configs, "exact_rows_for_tensor", lambda x, head_dim: tile)
+    monkeypatch.setattr(configs, "lookup", lambda *asked: configs.KernelConfigs(tile, tile, tile))
+    monkeypatch.setattr(configs, "lookup_exact_rows", lambda arch, head_dim: tile)
     # A layout would make the tiles smaller.
     check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=None, dtype=dtype))
     check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=64, dtype=dtype))
