@@ -57,7 +57,7 @@ TAKEN = [
     Case("empty rows", batch=1, seqlen_q=90, seqlen_k=51, causal="bottom_right", dtype=torch.bfloat16),
     Case("window", batch=1, seqlen_q=91, seqlen_k=91, window=(37, 9), dtype=torch.float16),
     Case("behind", batch=1, seqlen_q=40, seqlen_k=91, window=(37, None), dtype=torch.bfloat16),
-    Case("one query", seqlen_q=1, seqlen_k=33, causal="bottom_right", dtype=torch.float16),
+    Case("nine queries", seqlen_q=9, seqlen_k=33, causal="bottom_right", dtype=torch.float16),
     Case("one key", batch=1, seqlen_q=33, seqlen_k=1, causal="top_left", dtype=torch.float16),
     Case("RoPE", batch=1, seqlen_q=50, seqlen_k=60, causal="bottom_right", rope="half", dtype=torch.bfloat16),
     Case("partial RoPE", batch=1, seqlen_q=33, seqlen_k=32, rope="interleaved", rotary_dim=12, rope_positions=True,
@@ -77,6 +77,7 @@ def test_budget(launched, case):
 NOT_TAKEN = [
     Case("float32", seqlen_q=33, seqlen_k=32),
     Case("keys that are no whole blocks", seqlen_q=33, seqlen_k=33, dtype=torch.float16),
+    Case("few queries", seqlen_q=8, seqlen_k=32, causal="bottom_right", dtype=torch.float16),
     Case("padding", seqlen_q=33, seqlen_k=32, padding="left", dtype=torch.float16),
     Case("boolean", seqlen_q=33, seqlen_k=32, boolean="full", dtype=torch.float16),
     Case("documents", seqlen_q=32, seqlen_k=32, documents="packed", dtype=torch.float16),
