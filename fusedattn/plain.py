@@ -1,4 +1,4 @@
-"""Short calls that torch's function answers as they are, recognised by few attributes.
+"""Calls that torch's function answers as they are, recognised by few attributes.
 
 Of a short call the time goes into what happens around the work.
 """
@@ -14,8 +14,6 @@ from torch import Tensor
 from fusedattn.checks import DTYPES
 from fusedattn.masks import Mask
 from fusedattn.support import Backend, default_backend
-
-LONGEST = 256  # of more keys, `sdpa` may leave out some that the mask hides
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backend: Backend | None) -> Tensor | None:
@@ -34,7 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return None
     batch, nheads_q, seqlen_q, head_dim = q.shape
     batch_k, nheads_kv, seqlen_k, head_dim_k = k.shape
-    if batch_k != batch or nheads_kv != nheads_q or head_dim_k != head_dim or seqlen_k > LONGEST:
+    if batch_k != batch or nheads_kv != nheads_q or head_dim_k != head_dim:
         return None
     if not (_in_rows(q, head_dim) and _in_rows(k, head_dim) and _in_rows(v, head_dim)):
         return None

@@ -7,7 +7,7 @@ NaN or Inf behind a mask. Gradients are torch's own.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None
         groups = pieces.plan(mask, shape, diagonals=added is None)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
-    bands: dict[tuple[int, int, int], Tensor] = {}
+    bands: dict[tuple[int, int, int], _Rows] = {}
     outs = []
     for (batches, piece), queries, keys, values in zip(
         parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True
@@ -96,14 +96,14 @@ def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None
             is_causal = piece.hidden == "later"
             outs.append(_call(queries, keys, values, attn_mask=own, is_causal=is_causal, scale=scale))
             continue
-        if piece.hidden == "band":
-            place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
-            if place not in bands:
-                bands[place] = _visible(Mask(mask.bands), batches, piece, shape)
-            visible = bands[place]
-        else:
-            visible = _visible(mask, batches, piece, shape)
-        outs.append(_masked(queries, keys, values, visible, own, scale))
+        in_band = piece.hidden == "band"
+        place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
+        rows = bands.get(place) if in_band and own is None else None
+        if rows is None:
+            rows = _rows(_visible(Mask(mask.bands) if in_band else mask, batches, piece, shape), own, q.dtype)
+        if in_band:
+            bands[place] = rows
+        outs.append(_masked(queries, keys, values, rows, scale))
     return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
 
 
@@ -137,24 +137,38 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, 
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    return _masked(q, k, v, visible, added, scale)
+    return _masked(q, k, v, _rows(visible, added, q.dtype), scale)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """With 0 for a row that may attend to nothing.
+class _Rows(NamedTuple):
+    """A mask as torch's function takes it: what it adds, finite somewhere in each row.
 
-    It attends to everything instead, and its output is then replaced by 0: the zero gradient that it gets back makes
-    all of its gradients exactly 0.
+    A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the zero
+    gradient that it gets back makes all of its gradients exactly 0.
     """
-    empty = ~visible.any(dim=-1, keepdim=True)
-    some_empty = not reference.is_readable(empty) or bool(empty.any())
-    attn_mask = visible
-    if some_empty:
-        q, attn_mask = q.masked_fill(empty, 0.0), visible | empty
-    if added is not None:
-        attn_mask = torch.where(visible, added, torch.where(empty, 0.0, -torch.inf).to(added.dtype))
-    out = _call(q, k, v, attn_mask=attn_mask, scale=scale)
-    return out.masked_fill(empty, 0.0) if some_empty else out
+
+    added: Tensor  # broadcastable to the scores
+    empty: Tensor | None  # bool, of the same shape but for one column; None: no row is
+
+
+def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
+    """`visible`, bool, and what else is `added`, finite where it is True, for queries of `dtype`."""
+    seen = visible.any(dim=-1, keepdim=True)
+    empty = None if reference.is_readable(seen) and seen.all() else ~seen
+    if added is None:
+        kept = visible if empty is None else visible | empty
+        return _Rows(torch.where(kept, 0.0, -torch.inf).to(dtype), empty)
+    hidden = torch.scalar_tensor(-torch.inf, dtype=added.dtype, device=added.device)
+    if empty is not None:
+        hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)
+    return _Rows(torch.where(visible, added, hidden), empty)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, rows: _Rows, scale: float) -> Tensor:
+    if rows.empty is None:
+        return _call(q, k, v, attn_mask=rows.added, scale=scale)
+    out = _call(q.masked_fill(rows.empty, 0.0), k, v, attn_mask=rows.added, scale=scale)
+    return out.masked_fill(rows.empty, 0.0)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -230,7 +230,7 @@ def in_another_layout(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.causal("top_left"), masks.full()])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seqlen_k", [1, 9, 13])
+@pytest.mark.parametrize("seqlen_k", [1, 9, 13, 300])
 @pytest.mark.parametrize("strided", [False, True])
 def test_the_answer_of_a_plain_call(mask, dtype, seqlen_k, strided):
     q, (k, v) = qkv(2, 3, 9, 8, dtype=dtype)[0], qkv(2, 3, seqlen_k, 8, dtype=dtype)[1:]
@@ -287,7 +287,6 @@ def overlapping(x: Tensor) -> Tensor:
         lambda q, k, v: (q, k, v[:, :, :5]),
         lambda q, k, v: (q[:, :, :0], k, v),
         lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
-        lambda q, k, v: (q, *(x.repeat(1, 1, 33, 1) for x in (k, v))),
         lambda q, k, v: (q[:0], k[:0], v[:0]),
         lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]),
         lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]),

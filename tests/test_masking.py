@@ -256,9 +256,11 @@ def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind):
         is_causal: bool = False,
     ) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        seen = masks.causal("top_left") if is_causal else masks.full()
-        visible = seen.dense(q.shape[2], k.shape[2], device=q.device) if attn_mask is None else attn_mask
-        return (scale * q @ k.mT).masked_fill(~visible, -math.inf).softmax(-1) @ v
+        scores = scale * q @ k.mT
+        if is_causal:
+            visible = masks.causal("top_left").dense(q.shape[2], k.shape[2], device=q.device)
+            scores = scores.masked_fill(~visible, -math.inf)
+        return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
 
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", naive)
     inputs = with_empty_rows(kind)
