@@ -14,6 +14,8 @@ rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_ma
 ``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads inside one program.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -442,6 +444,10 @@ def _launch_dkdv(
 ) -> None:
     """Fill `dkdv`; add dq, as kernels/dq_sum.py says, to `total`, if there is one."""
     shape, boundary = problem.shape, config.boundary_of_queries
+    sums: tuple[Any, ...] = (None, None, None)
+    if total is not None:
+        blocks = (config.BLOCK_M, boundary["EDGE"])
+        sums = (heads(total), *(dq_sum.reductions_of(total, block, config.style) for block in blocks))
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
         *map(heads, (q, k, v, dout)),
@@ -450,11 +456,7 @@ def _launch_dkdv(
         rows.factor,
         rows.delta,
         *map(heads, dkdv),
-        None if total is None else heads(total),
-        *(
-            None if total is None else dq_sum.reductions_of(total, n, config.style)
-            for n in (config.BLOCK_M, boundary["EDGE"])
-        ),
+        *sums,
         problem.call,
         rotation_arguments(problem.rotation_k),
         **launch_arguments(q, v, problem, config, n_tiles, of_keys=True),

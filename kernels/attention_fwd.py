@@ -131,7 +131,8 @@ def add_values(
     The sum of the weights is a narrow matrix product, which costs less than widening them again. It comes first, where
     tiles below 64 rows spill otherwise, or LAST, where a pipelined loop waits for each product otherwise.
     """
-    ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
+    if HAS_REST:
+        ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
     if HAS_REST and not LAST:
         w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
     acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
@@ -378,6 +379,7 @@ def attention_fwd(
         tile_rows = rows_of(place, start_m, head, (head_kv + 1) * (nheads_q // nheads_kv), BLOCK_M, HEADS)
         place = with_rows(place, tile_rows, HEADS)
         if SPLIT > 0:
+            # Counted again behind the queries: handed on from here, blocks cost the loops of every call registers.
             bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
             blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M // HEADS, EDGE, BLOCK_N, tile, SPLIT)
             if blocks.n_full + blocks.n_boundary == 0:
