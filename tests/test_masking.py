@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, attention, masks, sdpa, testing
+from fusedattn import Rope, attention, biases, masks, sdpa, testing
 from fusedattn.masks import Mask
 from fusedattn.testing import Case
 from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, torch_attention_beside_lse, triton_attention
@@ -197,6 +197,20 @@ def test_a_row_whose_scores_are_all_minus_infinity(backend):
     assert lse[0, 0, others].isfinite().all()
 
 
+@backends
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bias_that_is_no_number(backend, value):
+    """NaN in a row of such pairs, nothing in one where the mask hides them."""
+    q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
+    bias = torch.zeros(8, 8, device=DEVICE)
+    bias[5] = bias[1, 6] = value
+    out = attention(q, k, v, mask=masks.causal(), bias=bias, backend=backend)
+    assert out[:, :, 5].isnan().all()
+    others = [0, 1, 2, 3, 4, 6, 7]
+    expected = attention(q, k, v, mask=masks.causal(), backend=backend)
+    torch.testing.assert_close(out[:, :, others], expected[:, :, others])
+
+
 def with_empty_rows(kind: str) -> testing.Inputs:
     if kind == "causal, more queries":
         return testing.make_inputs(replace(SHAPE, seqlen_q=53, seqlen_k=20, causal="bottom_right"), DEVICE)
@@ -241,8 +255,9 @@ def test_rows_that_see_nothing(kind, dtype, backend):
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
-def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind):
+def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with_bias):
     """Some of them give NaN for a row that is masked altogether; the torch backend asks none for such a row."""
 
     def naive(
@@ -265,6 +280,8 @@ def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind):
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", naive)
     inputs = with_empty_rows(kind)
     inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+    if with_bias:
+        inputs = replace(inputs, bias=biases.tensor(torch.randn(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE)))
     expected, got = testing.baseline(inputs), testing.run(torch_attention_beside_lse, inputs)
     torch.testing.assert_close(got, expected)
 
