@@ -111,7 +111,7 @@ def _add_nan(
     n_blocks = blocks.n_full + blocks.n_boundary
     keys = (start_n + tl.arange(0, BLOCK_N))[:, None]
     nan = tl.full([EDGE, BLOCK_D], float("nan"), ACC)
-    for i in tl.range(0, group * n_blocks, num_stages=1):
+    for i in tl.range(0, group * n_blocks, num_stages=1, disable_licm=True):
         of_head = with_head(place, place.head + i // n_blocks)
         start_m = any_queries(i % n_blocks, blocks, call.mask, of_head, start_n, EDGE)
         offs = start_m + tl.arange(0, EDGE)
@@ -201,13 +201,14 @@ def attention_bwd_dkdv(
         # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
         # copied: like that it goes into shared memory as it is, and is transposed on the way out.
         finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-    for i in range(0, group * n_full):
+    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block, for fewer registers too.
+    for i in tl.range(0, group * n_full, disable_licm=True):
         place = with_head(first_place, head_kv * group + i // n_full)
         start_m = first_full + i % n_full * BLOCK_M
         offs = start_m + offs_m
         rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q)
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs, offs >= 0, EXACT)
+        stats = row_base(place, nheads_q, seqlen_q) + start_m
+        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs_m, offs_m >= 0, EXACT)
         q_head = head_base(q, place.batch, place.head, place.first_q)
         q_tile = full_tile(
             q, q_tiles, q_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM, BLOCK_M, BLOCK_D
@@ -221,7 +222,7 @@ def attention_bwd_dkdv(
             dout, dout_tiles, dout_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM_V, BLOCK_M, BLOCK_DV
         )  # fmt: skip
         dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
-        delta = tl.load(delta_ptr + stats + offs)
+        delta = tl.load(delta_ptr + stats + offs_m)
         dk, dv, ds = _dkdv_add(
             dk, dv, p, derivative, q_tile, dout_tile, dp, delta, p, call, place, nheads_q, rows, keys,
             False, ACC, PRECISION,
@@ -232,16 +233,16 @@ def attention_bwd_dkdv(
             )  # fmt: skip
 
     edge_m = tl.arange(0, EDGE)
-    for i in tl.range(0, group * blocks.n_boundary, num_stages=EDGE_STAGES):
+    for i in tl.range(0, group * blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
         place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
         start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
         offs = start_m + edge_m
         rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q)
+        stats = row_base(place, nheads_q, seqlen_q) + start_m
         seen = (offs >= 0) & (offs < place.seqlen_q)
         if call.mask.HAS_UPPER:
             seen = seen & (offs + bounds.upper >= bounds.key_start)
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs, seen, EXACT)
+        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, edge_m, seen, EXACT)
         if call.mask.MAY_HIDE_ROWS:
             seen = seen & (shift != float("inf"))
         q_head = head_base(q, place.batch, place.head, place.first_q)
@@ -255,7 +256,7 @@ def attention_bwd_dkdv(
         dout_head = head_base(dout, place.batch, place.head, place.first_q)
         dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
-        delta = tl.load(delta_ptr + stats + offs, mask=seen, other=0.0)
+        delta = tl.load(delta_ptr + stats + edge_m, mask=seen, other=0.0)
         dk, dv, ds = _dkdv_add(
             dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
             True, ACC, PRECISION,
@@ -357,7 +358,7 @@ def attention_bwd_dq(
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
-    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
+    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
         start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
         keys = (start_n + edge_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
@@ -376,7 +377,7 @@ def attention_bwd_dq(
         # As in the forward: start over, with zeros for what is not finite in a key. Who may see such a key has a NaN
         # in ds.
         dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1):
+        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1, disable_licm=True):
             start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
             keys = (start_n + edge_n)[None, :]
             key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)

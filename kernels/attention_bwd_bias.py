@@ -87,7 +87,7 @@ def attention_bwd_dbias(
     tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1
     tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for i in range(0, sequences_each * heads_each * tiles_m_each * tiles_n_each):
+    for i in tl.range(0, sequences_each * heads_each * tiles_m_each * tiles_n_each, disable_licm=True):
         start_n = (own_n + i % tiles_n_each * n_own_n) * BLOCK_N
         rest = i // tiles_n_each
         start_m = (own_m + rest % tiles_m_each * n_own_m) * BLOCK_M
@@ -175,7 +175,7 @@ def attention_bwd_drelative(
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
-    for i in range(0, blocks.n_full + blocks.n_boundary):
+    for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
         ds, pairs, _ = score_gradient(
             q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,

@@ -152,7 +152,7 @@ def attention_bwd_exact_rows(
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
-    for i in range(0, blocks.n_full + blocks.n_boundary):
+    for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
         start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
         rows = offs_m[:, None]
         keys = (start_n + offs_n)[None, :]

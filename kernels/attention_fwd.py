@@ -270,7 +270,7 @@ def _attend_tile(
             acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, BLOCK_N, ACC, PRECISION)
 
     edge_n = tl.arange(0, EDGE)
-    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES):
+    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
         start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
         keys = (start_n + edge_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
@@ -291,7 +291,7 @@ def _attend_tile(
         # become a NaN of that query. Rare enough to start over: zeros for such values, NaN for who may see them.
         acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
         shift = tl.where(m_i == float("-inf"), 0.0, m_i)
-        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1):
+        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1, disable_licm=True):
             start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
             keys = (start_n + edge_n)[None, :]
             key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)

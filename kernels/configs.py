@@ -18,7 +18,7 @@ import triton
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 
 # What is done for each pair besides the products: fields of an Entry.
-Work = Literal["streamed", "dense", "scored"]
+Work = Literal["streamed", "dense", "scored", "combined"]
 
 # How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
 # with the product of the weights and values of a block behind the product that makes the scores of the next; or by
@@ -121,7 +121,7 @@ class TileConfig:
         plain = self.plain
         if plain.style == "pointers":
             return plain
-        return replace(plain, style="descriptors", num_stages=min(plain.num_stages, 2))
+        return replace(plain, BLOCK_N=min(plain.BLOCK_N, 64), style="descriptors", num_stages=min(plain.num_stages, 2))
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -196,22 +196,34 @@ class Entry:
 
     `dense` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
     registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more: it
-    is half of the dense tiles where nothing else is named. `streamed` serves all others.
+    is half of the dense tiles where nothing else is named. `combined` serves those that do both, with half of these
+    again where nothing else is named, and `streamed` all others.
     """
 
     streamed: KernelConfigs
     dense: KernelConfigs
     scored: KernelConfigs = None  # type: ignore[assignment]
+    combined: KernelConfigs = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.scored is None:
             object.__setattr__(self, "scored", self.dense.smaller())
+        if self.combined is None:
+            object.__setattr__(self, "combined", self.scored.smaller())
 
 
 # Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 _T = TileConfig
+
+
+def _by_compiler(older: TileConfig, newer: TileConfig) -> TileConfig:
+    """`newer` from Triton 3.8 on, where the same loops take more registers; docs/decisions/0015 has what they gain."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return newer if version >= (3, 8) else older
+
+
 # architecture -> itemsize of the dtype -> largest head_dim the entry serves -> what it launches.
 # fmt: off
 TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
@@ -295,7 +307,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(128, 64, 8, 3, "pipelined"),
+                    fwd=_by_compiler(_T(128, 128, 8, 3, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
                     dkdv=_T(64, 128, 8, 3, "descriptors", 64, 1),
                     dq=_T(128, 128, 8, 3, "descriptors"),
                     one_pass=_T(64, 64, 4, 2, "descriptors", 32),
@@ -304,29 +316,42 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32, 1), dq=_T(128, 64, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(64, 64, 8, 3),
-                    dkdv=_T(16, 64, 4, 1),
+                    fwd=_T(128, 64, 8, 2, EDGE_STAGES=1),
+                    dkdv=_T(32, 64, 4, 1),
                     dq=_T(64, 64, 8, 2, EDGE=32, EDGE_STAGES=1),
+                ),
+                combined=KernelConfigs(
+                    fwd=_T(64, 32, 8, 2, EDGE_STAGES=1), dkdv=_T(16, 64, 4, 1), dq=_T(64, 16, 8, 2)
                 ),
             ),
             128: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(128, 64, 8, 3, "pipelined"),
-                    dkdv=_T(32, 128, 8, 2, "descriptors", 32, 1),
+                    fwd=_by_compiler(_T(128, 128, 8, 2, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
+                    dkdv=_by_compiler(
+                        _T(64, 64, 4, 2, "descriptors", 16, 1), newer=_T(32, 128, 8, 3, "descriptors", 32, 1)
+                    ),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
-                    one_pass=_T(32, 64, 4, 2, "descriptors", 16),
                 ),
                 dense=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16, 1), dq=_T(64, 32, 8, 2)
                 ),
                 scored=KernelConfigs(
                     fwd=_T(64, 32, 8, 3, EDGE_STAGES=1),
-                    dkdv=_T(16, 64, 8, 1),
+                    dkdv=_T(32, 64, 8, 2, EDGE=16, EDGE_STAGES=1),
                     dq=_T(64, 16, 8, 2),
+                ),
+                combined=KernelConfigs(
+                    fwd=_T(64, 16, 8, 3, EDGE_STAGES=1), dkdv=_T(16, 64, 8, 2, EDGE_STAGES=1), dq=_T(64, 16, 8, 2)
                 ),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(
+                    fwd=_by_compiler(_T(64, 64, 8, 2, "pipelined", 16), newer=_T(64, 32, 8, 2)),
+                    dkdv=_by_compiler(
+                        _T(64, 64, 8, 2, "descriptors", 16, 1), newer=_T(32, 64, 8, 3, "descriptors", 16, 1)
+                    ),
+                    dq=_by_compiler(_T(128, 32, 8, 2, "descriptors", 16), newer=_T(64, 64, 8, 2, "descriptors", 32)),
+                ),
                 dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2, EDGE_STAGES=1), dq=_T(32, 32, 8, 2)),
             ),
             512: Entry(
@@ -496,7 +521,7 @@ def lookup_few_queries(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work
         return INTERPRETER_FEW_QUERIES
     by_head_dim = FEW_QUERIES[arch][dtype.itemsize]
     config = next(config for largest, config in by_head_dim.items() if head_dim <= largest)
-    return FewQueries(config.smaller() if work == "scored" else config, SPLIT)
+    return FewQueries(config.smaller() if work in ("scored", "combined") else config, SPLIT)
 
 
 def has_backward(arch: Arch, head_dim: int, dtype: torch.dtype) -> bool:

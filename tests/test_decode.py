@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -523,9 +523,8 @@ def test_flash_attn_with_kvcache_goes_this_way():
 
 
 def _tiles(lookup: Callable[..., Any]) -> Iterator[Any]:
-    works: tuple[configs.Work, ...] = ("streamed", "dense", "scored")
     for arch, dtype, head_dim, work in itertools.product(
-        configs.TABLE, (torch.float16, torch.float32), (1, 64, 65, 128, 256, 512), works
+        configs.TABLE, (torch.float16, torch.float32), (1, 64, 65, 128, 256, 512), get_args(configs.Work)
     ):
         yield lookup(arch, head_dim, dtype, work)
 

@@ -43,6 +43,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "all but boolean": frozenset({"causal", "padding", "rope", "positions"}),
     "all": frozenset({"causal", "padding", "boolean", "rope", "positions"}),
     "few queries": frozenset({"causal", "rope", "few queries"}),
+    "some queries": frozenset({"causal", "padding", "rope", "some queries"}),
     "decode": frozenset({"causal", "rope", "padding", "one query", "long cache"}),
     "ranges": frozenset({"causal", "window", "prefix", "documents", "padding"}),
     "blocks": frozenset({"causal", "layout", "mask function"}),
@@ -63,7 +64,7 @@ FEATURES: dict[str, frozenset[str]] = {
 # Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
 # row stride of a boolean mask; what depends on head_dim is a multiple of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
-FEW_QUERIES, LONG_CACHE = 8, 2056
+FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
 
 
@@ -230,7 +231,8 @@ def call(
 
     Another `seqlen_k` is for features that have nothing of its size.
     """
-    seqlen_q = FEW_QUERIES if "few queries" in features else 1 if "one query" in features else SEQLEN_Q
+    lengths = {"one query": 1, "few queries": FEW_QUERIES, "some queries": SOME_QUERIES}
+    seqlen_q = next((n for name, n in lengths.items() if name in features), SEQLEN_Q)
     seqlen_k = LONG_CACHE if "long cache" in features else seqlen_k
     shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, seqlen_k, head_dim)
     shape_v = (*shape_k[:3], head_dim_v or head_dim)

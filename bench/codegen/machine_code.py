@@ -22,8 +22,8 @@ class MachineCode:
     """Figures of one kernel.
 
     `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
-    multiply tiles, in program order, `loop_spills` the instructions in them that spill or fetch again, and `loops` what
-    each of them does; empty for AMD.
+    multiply tiles, in program order, `loop_spills` the instructions in each that spill or fetch again, and `loops` what
+    it does; empty for AMD.
     """
 
     registers: int
@@ -31,7 +31,7 @@ class MachineCode:
     hgmma: int
     tensor_core: int
     loop_instructions: tuple[int, ...]
-    loop_spills: int
+    loop_spills: tuple[int, ...]
     serialized_wgmma: bool
     loops: tuple[Loop, ...] = ()
 
@@ -69,7 +69,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         hgmma=_count(instructions, ("HGMMA",)),
         tensor_core=_count(instructions, TENSOR_CORE),
         loop_instructions=tuple(map(len, loops)),
-        loop_spills=sum(_count(loop, SPILLS) for loop in loops),
+        loop_spills=tuple(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma="serializ" in ptxas_log,
         loops=tuple(map(loop_of, loops)),
     )
@@ -92,7 +92,7 @@ def of_amdgcn(assembly: str) -> MachineCode:
         hgmma=0,
         tensor_core=_count(instructions, TENSOR_CORE),
         loop_instructions=tuple(map(len, loops)),
-        loop_spills=sum(_count(loop, SPILLS) for loop in loops),
+        loop_spills=tuple(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma=False,
     )
 

@@ -30,7 +30,7 @@ class Report:
     hgmma: int = 0
     tensor_core: int = 0
     loop_instructions: tuple[int, ...] = ()
-    loop_spills: int = 0
+    loop_spills: tuple[int, ...] = ()
     serialized_wgmma: bool = False
     loops: tuple[Loop, ...] = ()
     transposed_products: int = 0
@@ -66,8 +66,8 @@ class Report:
             return [f"does not compile: {self.error}"]
         faults = []
         if self.spill_bytes and self.target != "gfx942":
-            n = self.loop_spills
-            where = f"{n} instruction{'s' if n > 1 else ''} in loops" if n else "outside of loops"
+            in_loops = "instructions in its loops: " + ", ".join(map(str, self.loop_spills))
+            where = in_loops if any(self.loop_spills) else "outside of loops"
             faults.append(f"spills {self.spill_bytes} bytes, {where}")
         if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
             faults.append(f"uses {self.shared_bytes} bytes of shared memory")

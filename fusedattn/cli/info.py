@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -83,10 +84,9 @@ def _print_launches(q: Tensor) -> None:
 
     arch = configs.arch_of(q.device)
     print(f"  launches on {arch}: tile of queries x keys, warps, pipeline stages")
-    widths = (6, 20, 20, 0)
-    works: tuple[configs.Work, ...] = ("streamed", "dense", "scored")
-    print("  " + line(("", "most masks", "a mask by pair", "scores changed"), widths))
-    found = [configs.lookup(arch, q.shape[-1], q.dtype, work) for work in works]
+    widths = (6, 20, 20, 20, 0)
+    print("  " + line(("", "most masks", "a mask by pair", "scores changed", "both"), widths))
+    found = [configs.lookup(arch, q.shape[-1], q.dtype, work) for work in get_args(configs.Work)]
     for kernel in ("fwd", "dkdv", "dq"):
         tiles = [
             f"{tile.BLOCK_M} x {tile.BLOCK_N}, {tile.num_warps}, {tile.num_stages}"

@@ -15,7 +15,7 @@ SCORED = gradients("score")
 
 # fmt: off
 KERNEL = (
-    Fault(LEARNED, "range(0, blocks.n_full + blocks.n_boundary)", "range(0, blocks.n_full)", "learned: boundary blocks left out", ARGS),
+    Fault(LEARNED, "tl.range(0, blocks.n_full + blocks.n_boundary, ", "tl.range(0, blocks.n_full, ", "learned: boundary blocks left out", ARGS),
     Fault(LEARNED, "query = clamped(rows, place.seqlen_q)", "query = rows", "learned: a query beyond the last", TESTS),
     Fault(LEARNED, "key = clamped(keys, place.seqlen_k)", "key = keys", "learned: a key beyond the last", TESTS),
     Fault(LEARNED, "scores, _ = capped(products, call.score, scale)", "scores = products * scale", "learned: derivative of scores without the soft-cap", ARGS),

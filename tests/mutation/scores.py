@@ -110,7 +110,7 @@ DISTANCES = (
     Fault(DBIAS, "behind += tl.sum", "behind = tl.sum", "drelative: the last block behind only", RELATIVE),
     Fault(DBIAS, "ahead += tl.sum", "ahead = tl.sum", "drelative: the last block ahead only", RELATIVE),
     Fault(DBIAS, "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows", "matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * seqlen_k", "drelative: as many rows as keys", RELATIVE),
-    Fault(DBIAS, "for i in range(0, blocks.n_full + blocks.n_boundary):", "for i in range(0, blocks.n_full):", "drelative: boundary blocks left out", RELATIVE),
+    Fault(DBIAS, "for i in tl.range(0, blocks.n_full + blocks.n_boundary, ", "for i in tl.range(0, blocks.n_full, ", "drelative: boundary blocks left out", RELATIVE),
     Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance + reach, ds, pairs)", "drelative: of shared tables beyond the ends", MEMORY),
     Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance, ds, near)", "drelative: of shared tables reach too early", RELATIVE),
     Fault(DBIAS, "tl.sum(behind, 0), tl.sum(ahead, 0)", "tl.sum(ahead, 0), tl.sum(behind, 0)", "drelative: of shared tables, ends exchanged", RELATIVE),
