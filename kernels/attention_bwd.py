@@ -201,7 +201,7 @@ def attention_bwd_dkdv(
         # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
         # copied: like that it goes into shared memory as it is, and is transposed on the way out.
         finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block, for fewer registers too.
+    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block: fewer registers too.
     for i in tl.range(0, group * n_full, disable_licm=True):
         place = with_head(first_place, head_kv * group + i // n_full)
         start_m = first_full + i % n_full * BLOCK_M
