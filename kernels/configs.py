@@ -110,10 +110,10 @@ class TileConfig:
 
     @cached_property
     def plain(self) -> TileConfig:
-        """For calls that a specialised kernel does not take: the same queries, by all warps alike."""
+        """For calls that a specialised kernel does not take: the same tile, by all warps alike."""
         if self.style != "specialized":
             return self
-        return replace(self, BLOCK_N=min(self.BLOCK_N, 64), num_warps=8, num_stages=3, style="pipelined")
+        return replace(self, num_warps=8, style="pipelined")
 
     @cached_property
     def turning(self) -> TileConfig:
@@ -121,7 +121,9 @@ class TileConfig:
         plain = self.plain
         if plain.style == "pointers":
             return plain
-        return replace(plain, BLOCK_N=min(plain.BLOCK_N, 64), style="descriptors", num_stages=min(plain.num_stages, 2))
+        block_n, edge = min(plain.BLOCK_N, 32), min(plain.EDGE, 32)
+        stages = min(plain.num_stages, 2)
+        return replace(plain, BLOCK_N=block_n, num_stages=stages, style="descriptors", EDGE=edge, EDGE_STAGES=1)
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -352,7 +354,17 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     ),
                     dq=_by_compiler(_T(128, 32, 8, 2, "descriptors", 16), newer=_T(64, 64, 8, 2, "descriptors", 32)),
                 ),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2, EDGE_STAGES=1), dq=_T(32, 32, 8, 2)),
+                dense=KernelConfigs(
+                    fwd=_T(64, 32, 8, 1, EDGE=16, EDGE_STAGES=1),
+                    dkdv=_T(32, 32, 8, 2, EDGE_STAGES=1),
+                    dq=_T(64, 32, 8, 2, EDGE=16, EDGE_STAGES=1),
+                ),
+                scored=KernelConfigs(
+                    fwd=_T(32, 16, 8, 1),
+                    dkdv=_T(32, 64, 8, 2, EDGE=16, EDGE_STAGES=1),
+                    dq=_T(32, 32, 8, 1, EDGE=16, EDGE_STAGES=1),
+                ),
+                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),

@@ -204,8 +204,7 @@ def test_configs_that_cannot_be():
 
 
 def test_the_plain_config():
-    """As the table has it where a specialised one would stand; the same tiles of queries."""
-    specialized = configs.TileConfig(128, 128, 4, 2, "specialized")
-    entry = configs.TABLE["sm_90"][2][128].streamed.fwd
-    assert specialized.plain == entry == entry.plain
-    assert specialized.turning == entry.turning
+    """The same tile; that of a config that is plain is itself."""
+    specialized, plain = (configs.TileConfig(128, 128, *x) for x in ((4, 2, "specialized"), (8, 2, "pipelined")))
+    assert specialized.plain == plain == plain.plain
+    assert specialized.turning == plain.turning
