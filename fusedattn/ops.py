@@ -154,9 +154,7 @@ def _problem(
     )
     by_pair = tensors.allowed is not None or tensors.documents_q is not None or mask_function is not None
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
-    work: Any = {
-        (False, False): "streamed", (False, True): "dense", (True, False): "scored", (True, True): "combined",
-    }[scored, by_pair]  # fmt: skip
+    work: Any = ("combined" if by_pair else "scored") if scored else "dense" if by_pair else "streamed"
     head_dim = max(q.shape[3], v.shape[3])
     arch = configs.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)

@@ -97,12 +97,14 @@ def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None
             outs.append(_call(queries, keys, values, attn_mask=own, is_causal=is_causal, scale=scale))
             continue
         in_band = piece.hidden == "band"
-        place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
-        rows = bands.get(place) if in_band and own is None else None
-        if rows is None:
-            rows = _rows(_visible(Mask(mask.bands) if in_band else mask, batches, piece, shape), own, q.dtype)
-        if in_band:
-            bands[place] = rows
+        shown = Mask(mask.bands) if in_band else mask
+        if in_band and own is None:  # the same of all pieces in such a place
+            place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
+            if place not in bands:
+                bands[place] = _rows(_visible(shown, batches, piece, shape), None, q.dtype)
+            rows = bands[place]
+        else:
+            rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
         outs.append(_masked(queries, keys, values, rows, scale))
     return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
 
