@@ -201,6 +201,40 @@ def attention_bwd_dkdv(
         # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
         # copied: like that it goes into shared memory as it is, and is transposed on the way out.
         finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+    edge_m = tl.arange(0, EDGE)
+    # A loop alone must not be pipelined, and one before another must be: else wgmma is serialised.
+    STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout.key_lists_ptr is not None else EDGE_STAGES
+    for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
+        place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
+        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
+        offs = start_m + edge_m
+        rows = offs[None, :]
+        stats = row_base(place, nheads_q, seqlen_q) + start_m
+        seen = (offs >= 0) & (offs < place.seqlen_q)
+        if call.mask.HAS_UPPER:
+            seen = seen & (offs + bounds.upper >= bounds.key_start)
+        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, edge_m, seen, EXACT)
+        if call.mask.MAY_HIDE_ROWS:
+            seen = seen & (shift != float("inf"))
+        q_head = head_base(q, place.batch, place.head, place.first_q)
+        q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, EDGE, BLOCK_D)
+        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[None, :], key_visible[:, None])
+        p, derivative = tile_weights(
+            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
+        )  # fmt: skip
+        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)
+        dout_head = head_base(dout, place.batch, place.head, place.first_q)
+        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
+        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
+        delta = tl.load(delta_ptr + stats + edge_m, mask=seen, other=0.0)
+        dk, dv, ds = _dkdv_add(
+            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
+            True, ACC, PRECISION,
+        )  # fmt: skip
+        if total is not None:
+            add_dq(total, total_edges, place, start_m, seen, finite, ds, HEAD_DIM, EDGE, BLOCK_D, ACC, PRECISION)
+
     # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block: fewer registers too.
     for i in tl.range(0, group * n_full, disable_licm=True):
         place = with_head(first_place, head_kv * group + i // n_full)
@@ -231,38 +265,6 @@ def attention_bwd_dkdv(
             add_dq(
                 total, total_tiles, place, start_m, offs >= 0, finite, ds, HEAD_DIM, BLOCK_M, BLOCK_D, ACC, PRECISION
             )  # fmt: skip
-
-    edge_m = tl.arange(0, EDGE)
-    for i in tl.range(0, group * blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
-        place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
-        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
-        offs = start_m + edge_m
-        rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q) + start_m
-        seen = (offs >= 0) & (offs < place.seqlen_q)
-        if call.mask.HAS_UPPER:
-            seen = seen & (offs + bounds.upper >= bounds.key_start)
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, edge_m, seen, EXACT)
-        if call.mask.MAY_HIDE_ROWS:
-            seen = seen & (shift != float("inf"))
-        q_head = head_base(q, place.batch, place.head, place.first_q)
-        q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, EDGE, BLOCK_D)
-        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[None, :], key_visible[:, None])
-        p, derivative = tile_weights(
-            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
-        )  # fmt: skip
-        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)
-        dout_head = head_base(dout, place.batch, place.head, place.first_q)
-        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
-        delta = tl.load(delta_ptr + stats + edge_m, mask=seen, other=0.0)
-        dk, dv, ds = _dkdv_add(
-            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
-            True, ACC, PRECISION,
-        )  # fmt: skip
-        if total is not None:
-            add_dq(total, total_edges, place, start_m, seen, finite, ds, HEAD_DIM, EDGE, BLOCK_D, ACC, PRECISION)
 
     dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)
     store_tile(dv_head, start_n, dv_out.stride_s, first_place.seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
@@ -341,7 +343,7 @@ def attention_bwd_dq(
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
     first_full = blocks.start + blocks.n_left * EDGE
-    for start_n in range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N):
+    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=True):
         keys = (start_n + offs_n)[None, :]
         k_tile = full_tile(
             k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D

@@ -44,7 +44,7 @@ from fusedattn.kernels.primitives import (
     split_poison,
 )
 from fusedattn.kernels.problem import Problem, launch_arguments, programs_of
-from fusedattn.kernels.rope import rotate_tile, rotation_arguments
+from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.tile import NOT_SPECIALIZED, kept_only
@@ -430,6 +430,10 @@ def launch(
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
     else:
         filled = results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest))
+    rotation_q = problem.rotation_q
+    if config.turned_before and rotation_q is not None:
+        q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
+        rotation_q = None
     n_programs, n_places = programs_of(config, tiling.n_programs, q.device)
     attention_fwd[(n_programs,)](
         heads(q),
@@ -441,7 +445,7 @@ def launch(
         filled,
         partials,
         problem.call,
-        rotation_arguments(problem.rotation_q),
+        rotation_arguments(rotation_q),
         rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
         softmax_scale=problem.softmax_scale,
         **launch_arguments(q, v, problem, config, tiling.n_tiles),

@@ -55,9 +55,10 @@ class TileConfig:
     """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
 
     Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over,
-    and no more than EDGE_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma, with two in
-    dk/dv 3.9 does. `persistent` programs for each multiprocessor walk over all tiles; with 0 each tile has its own. The
-    forward alone knows how to.
+    and no more than EDGE_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma. `persistent`
+    programs for each multiprocessor walk over all tiles; with 0 each tile has its own. Queries that rotate are
+    `turned_before`, by a kernel of their own: what a program turns stays in its registers, of which a large tile leaves
+    too few. The forward alone knows how to do either.
     """
 
     BLOCK_M: int
@@ -68,6 +69,7 @@ class TileConfig:
     EDGE: int = 64
     EDGE_STAGES: int = 2
     persistent: int = 0
+    turned_before: bool = False
 
     def __post_init__(self) -> None:
         for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
@@ -117,13 +119,19 @@ class TileConfig:
 
     @cached_property
     def turning(self) -> TileConfig:
-        """For a forward that rotates keys as it loads them: these registers leave none to keep weights in meanwhile."""
+        """For a forward that rotates keys as it loads them.
+
+        These registers leave none to keep weights in meanwhile, nor, where they are few anyway, for as many rows.
+        """
         plain = self.plain
         if plain.style == "pointers":
             return plain
+        block_m = min(plain.BLOCK_M, 64) if plain.turned_before else plain.BLOCK_M
         block_n, edge = min(plain.BLOCK_N, 32), min(plain.EDGE, 32)
         stages = min(plain.num_stages, 2)
-        return replace(plain, BLOCK_N=block_n, num_stages=stages, style="descriptors", EDGE=edge, EDGE_STAGES=1)
+        return replace(
+            plain, BLOCK_M=block_m, BLOCK_N=block_n, num_stages=stages, style="descriptors", EDGE=edge, EDGE_STAGES=1
+        )
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
@@ -310,12 +318,12 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             64: Entry(
                 streamed=KernelConfigs(
                     fwd=_by_compiler(_T(128, 128, 8, 3, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
-                    dkdv=_T(64, 128, 8, 3, "descriptors", 64, 1),
+                    dkdv=_T(64, 128, 8, 3, "descriptors", 32),
                     dq=_T(128, 128, 8, 3, "descriptors"),
                     one_pass=_T(64, 64, 4, 2, "descriptors", 32),
                 ),
                 dense=KernelConfigs(
-                    fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32, 1), dq=_T(128, 64, 8, 2)
+                    fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)
                 ),
                 scored=KernelConfigs(
                     fwd=_T(128, 64, 8, 2, EDGE_STAGES=1),
@@ -330,41 +338,44 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(
                     fwd=_by_compiler(_T(128, 128, 8, 2, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
                     dkdv=_by_compiler(
-                        _T(64, 64, 4, 2, "descriptors", 16, 1), newer=_T(32, 128, 8, 3, "descriptors", 32, 1)
+                        _T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)
                     ),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
                 dense=KernelConfigs(
-                    fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16, 1), dq=_T(64, 32, 8, 2)
+                    fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16), dq=_T(64, 32, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(64, 32, 8, 3, EDGE_STAGES=1),
-                    dkdv=_T(32, 64, 8, 2, EDGE=16, EDGE_STAGES=1),
-                    dq=_T(64, 16, 8, 2),
+                    fwd=_by_compiler(_T(64, 32, 8, 3, EDGE_STAGES=1), newer=_T(64, 16, 8, 3)),
+                    dkdv=_by_compiler(_T(32, 64, 8, 2, EDGE=16), newer=_T(32, 64, 8, 1, EDGE=16)),
+                    dq=_T(64, 32, 8, 1),
                 ),
                 combined=KernelConfigs(
-                    fwd=_T(64, 16, 8, 3, EDGE_STAGES=1), dkdv=_T(16, 64, 8, 2, EDGE_STAGES=1), dq=_T(64, 16, 8, 2)
+                    fwd=_T(64, 16, 8, 3, EDGE_STAGES=1), dkdv=_T(16, 64, 8, 2), dq=_T(64, 16, 8, 2)
                 ),
             ),
             256: Entry(
                 streamed=KernelConfigs(
-                    fwd=_by_compiler(_T(64, 64, 8, 2, "pipelined", 16), newer=_T(64, 32, 8, 2)),
-                    dkdv=_by_compiler(
-                        _T(64, 64, 8, 2, "descriptors", 16, 1), newer=_T(32, 64, 8, 3, "descriptors", 16, 1)
+                    fwd=_by_compiler(
+                        _T(128, 64, 8, 2, "pipelined", 16, turned_before=True),
+                        newer=_T(128, 64, 8, 2, "descriptors", 16, turned_before=True),
                     ),
-                    dq=_by_compiler(_T(128, 32, 8, 2, "descriptors", 16), newer=_T(64, 64, 8, 2, "descriptors", 32)),
+                    dkdv=_by_compiler(
+                        _T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)
+                    ),
+                    dq=_T(128, 32, 8, 2, "descriptors", 16),
                 ),
                 dense=KernelConfigs(
                     fwd=_T(64, 32, 8, 1, EDGE=16, EDGE_STAGES=1),
-                    dkdv=_T(32, 32, 8, 2, EDGE_STAGES=1),
+                    dkdv=_T(32, 32, 8, 2),
                     dq=_T(64, 32, 8, 2, EDGE=16, EDGE_STAGES=1),
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(32, 16, 8, 1),
-                    dkdv=_T(32, 64, 8, 2, EDGE=16, EDGE_STAGES=1),
-                    dq=_T(32, 32, 8, 1, EDGE=16, EDGE_STAGES=1),
+                    fwd=_by_compiler(_T(64, 32, 8, 1, "descriptors", 16), newer=_T(64, 16, 8, 1)),
+                    dkdv=_by_compiler(_T(32, 64, 8, 2, EDGE=16), newer=_T(16, 64, 8, 1, "descriptors")),
+                    dq=_T(64, 32, 8, 1, EDGE=16),
                 ),
-                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),

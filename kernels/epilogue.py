@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.grouped import row_offsets, store_rows
-from fusedattn.kernels.primitives import encode_rest, exp_scaled, round_to
+from fusedattn.kernels.primitives import encode_rest, exp_scaled, halves, round_to
 
 
 class Results(NamedTuple):
@@ -83,28 +83,70 @@ def store_results(
         m_i = m_new
     else:
         l_i = tl.where(unseen, 1.0, l_i)
-    # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
-    out = tl.where(unseen[:, None], 0.0, acc / l_i[:, None])
-    if dropout.seed_ptr is not None:
-        out = out * dropout.factor
-    out = round_to(out, results.out.ptr.dtype.element_ty)
     stats = row_offsets(place, rows, nheads_q, seqlen_q)
     tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=rows.exist)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
     m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
     tl.store(results.row_max + stats, m_i, mask=rows.exist)
     tl.store(results.row_sum + stats, l_i, mask=rows.exist)
-    store_rows(results.out, place, rows, out, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)
+    kept = 1.0
+    if dropout.seed_ptr is not None:
+        kept = dropout.factor
     if results.rest is not None:
-        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common
-        # passes unchanged, as it must for the backward to cancel it.
-        exact = acc / tl.where(w_i == 0.0, 1.0, w_i)[:, None]
-        if sinks_ptr is not None or dropout.seed_ptr is not None:
-            exact = exact * (c_i / l_i)[:, None]
-        if dropout.seed_ptr is not None:
-            exact = exact * dropout.factor
-        rest = encode_rest(exact, out)
-        store_rows(results.rest, place, rows, rest, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS)
+        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common passes
+        # unchanged, as it must for the backward to cancel it. Behind a sink the sum may have no reciprocal.
+        rest_factor = c_i / l_i * kept / tl.where(w_i < 2.0**-120, 1.0, w_i)
+    else:
+        rest_factor = l_i
+    # A large tile leaves no registers for all its results at once.
+    PIECE: tl.constexpr = BLOCK_DV if BLOCK_M * BLOCK_DV <= 16384 else max(16, 4096 // BLOCK_M)
+    _store_values(
+        acc, unseen, l_i, kept, rest_factor, results, place, rows, 0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PIECE, HEADS,
+        EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_values(
+    acc,
+    unseen,
+    l_i,
+    kept,
+    rest_factor,
+    results,
+    place,
+    rows,
+    FIRST: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    HEADS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Write WIDTH features from FIRST on, in pieces: ``acc / l_i * kept``, and by `rest_factor` what rounding takes."""
+    if WIDTH > PIECE:
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = halves(acc, BLOCK_M, WIDTH)
+        _store_values(
+            left, unseen, l_i, kept, rest_factor, results, place, rows, FIRST, HEAD_DIM_V, BLOCK_M, HALF, PIECE, HEADS,
+            EXACT,
+        )  # fmt: skip
+        _store_values(
+            right, unseen, l_i, kept, rest_factor, results, place, rows, FIRST + HALF, HEAD_DIM_V, BLOCK_M, HALF, PIECE,
+            HEADS, EXACT,
+        )  # fmt: skip
+    else:
+        if EXACT:
+            out = acc / l_i[:, None] * kept
+        else:
+            out = acc * (kept / l_i)[:, None]
+        # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+        out = round_to(tl.where(unseen[:, None], 0.0, out), results.out.ptr.dtype.element_ty)
+        store_rows(results.out, place, rows, out, FIRST, HEAD_DIM_V, BLOCK_M, WIDTH, HEADS)
+        if results.rest is not None:
+            rest = encode_rest(acc * rest_factor[:, None], out)
+            store_rows(results.rest, place, rows, rest, FIRST, HEAD_DIM_V, BLOCK_M, WIDTH, HEADS)
 
 
 @triton.jit

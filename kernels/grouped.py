@@ -95,13 +95,21 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    x, place, rows, tile, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr
+    x,
+    place,
+    rows,
+    tile,
+    FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Write the rows that exist of a :class:`Heads`, rounded to its dtype."""
+    """Write WIDTH features from FIRST on of the rows that exist of a :class:`Heads`, rounded to its dtype."""
     if HEADS == 1:
-        x_head = head_base(x, place.batch, rows.head, place.first_q)
-        store_tile(x_head, rows.start, x.stride_s, place.seqlen_q, tile, HEAD_DIM, BLOCK_M, BLOCK_D)
+        ptr = head_base(x, place.batch, rows.head, place.first_q) + FIRST
+        store_tile(ptr, rows.start, x.stride_s, place.seqlen_q, tile, HEAD_DIM - FIRST, BLOCK_M, WIDTH)
     else:
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        offs_d = FIRST + tl.arange(0, WIDTH)[None, :]
         ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d
         tl.store(ptrs, round_to(tile, x.ptr.dtype.element_ty), mask=rows.exist[:, None] & (offs_d < HEAD_DIM))

@@ -125,6 +125,18 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def halves(x, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The left and the right half of a tile, for who has no registers for all that it needs of one at once."""
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, BLOCK_D // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def side_by_side(left, right, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What halves was given."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK, BLOCK_D))
+
+
+@triton.jit
 def bits_of(x):
     """A 16-bit tile as integers. Carried from one iteration of a loop to the next like this, it stays in registers."""
     if x.dtype.primitive_bitwidth == 16:
@@ -187,22 +199,26 @@ def split_poison(x, ACC: tl.constexpr):
 
 
 @triton.jit
-def _rest_unit(rounded, dtype: tl.constexpr):
-    """The distance between neighbours in a 16-bit `dtype` at each value of `rounded` (float32), over 127."""
-    # The power of two that a value lies above. Below the normal numbers of float16 the neighbours are as far apart
-    # as at 2^-14; those of bfloat16 are out of any use.
-    power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    if dtype == tl.float16:
-        return tl.maximum(power, 2.0**-14) * (2.0**-10 / 127.0)
-    else:
-        return tl.maximum(power, 2.0**-100) * (2.0**-7 / 127.0)
+def _power_below(near, dtype: tl.constexpr):
+    """The power of two that float32 values, rounded to a 16-bit `dtype`, lie at or above."""
+    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14; those of bfloat16 are out of any use.
+    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-100
+    return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
+
+
+@triton.jit
+def _steps_of(dtype: tl.constexpr):
+    """How many steps of a rest, of which 127 lead to the next value of `dtype`, lead to twice a power of two."""
+    return 127.0 * 2.0**10 if dtype == tl.float16 else 127.0 * 2.0**7
 
 
 @triton.jit
 def encode_rest(exact, rounded):
     """int8 that tells how far the float32 tile `exact` lies from `rounded`, at most one unit in the last place."""
     near = widen(rounded, tl.float32)
-    steps = (exact - near) / _rest_unit(near, rounded.dtype)
+    # One over a power of two, by its exponent.
+    power = _power_below(near, rounded.dtype).to(tl.int32, bitcast=True)
+    steps = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype))
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
     return tl.floor(steps + 0.5).to(tl.int8)
 
@@ -211,7 +227,7 @@ def encode_rest(exact, rounded):
 def decode_rest(rounded, rest):
     """What encode_rest was given, in float32, to about 8 bits more than `rounded` has."""
     near = widen(rounded, tl.float32)
-    return near + rest.to(tl.float32) * _rest_unit(near, rounded.dtype)
+    return near + rest.to(tl.float32) * (_power_below(near, rounded.dtype) * (1.0 / _steps_of(rounded.dtype)))
 
 
 @triton.jit

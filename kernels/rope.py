@@ -21,10 +21,12 @@ from fusedattn.kernels.configs import LAUNCH_OPTIONS, rope_rows
 from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
+    halves,
     head_base,
     heads,
     load_tile,
     program_tile,
+    side_by_side,
     store_tile,
     widen,
 )
@@ -44,6 +46,41 @@ class RotationArguments(NamedTuple):
 
 
 NO_ROTATION = RotationArguments(None, None, None, 0, 0, tl.constexpr(False), tl.constexpr(0))
+
+
+@triton.jit
+def _turn_pairs(
+    a,
+    b,
+    rotation,
+    table,
+    entry,
+    no_entry,
+    TRANSPOSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Rotate the pairs of two ``(BLOCK, PAIRS)`` tiles; `table`, ``(BLOCK, 1)``, is the entry of the first pair."""
+    if BLOCK * PAIRS >= 8192 and HALVES:
+        # A large tile leaves no registers for all its entries at once.
+        HALF: tl.constexpr = PAIRS // 2
+        a0, a1 = halves(a, BLOCK, PAIRS)
+        b0, b1 = halves(b, BLOCK, PAIRS)
+        a0, b0 = _turn_pairs(a0, b0, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
+        a1, b1 = _turn_pairs(a1, b1, rotation, table + HALF, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
+        return side_by_side(a0, a1, BLOCK, PAIRS), side_by_side(b0, b1, BLOCK, PAIRS)
+    else:
+        pairs = table + tl.arange(0, PAIRS)[None, :]
+        cos = tl.load(rotation.cos_ptr + pairs, mask=entry, other=1.0)
+        sin = tl.load(rotation.sin_ptr + pairs, mask=entry, other=0.0).to(ACC)
+        if TRANSPOSE:
+            sin = -sin
+        else:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
+            cos = tl.where(no_entry, float("nan"), cos)
+        cos = cos.to(ACC)
+        return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
@@ -83,21 +120,15 @@ def rotate_tile(
     x = widen(x, ACC)
     if rotation.ROTARY_DIM == BLOCK_D:
         # Both features of a pair are in one thread: half of the table entries, and nothing is exchanged.
-        pairs = table + tl.arange(0, HALF)[None, :]
-        cos = tl.load(rotation.cos_ptr + pairs, mask=entry, other=1.0)
-        sin = tl.load(rotation.sin_ptr + pairs, mask=entry, other=0.0).to(ACC)
-        if TRANSPOSE:
-            sin = -sin
-        else:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
-            cos = tl.where(no_entry, float("nan"), cos)
-        cos = cos.to(ACC)
         if rotation.INTERLEAVED:
             a, b = tl.split(tl.reshape(x, (BLOCK, HALF, 2)))
-            return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK, BLOCK_D))
         else:
-            a, b = tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, HALF)), (0, 2, 1)))
-            turned = tl.join(a * cos - b * sin, b * cos + a * sin)
-            return tl.reshape(tl.permute(turned, (0, 2, 1)), (BLOCK, BLOCK_D))
+            a, b = halves(x, BLOCK, BLOCK_D)
+        a, b = _turn_pairs(a, b, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, True, ACC)
+        if rotation.INTERLEAVED:
+            return tl.reshape(tl.join(a, b), (BLOCK, BLOCK_D))
+        else:
+            return side_by_side(a, b, BLOCK, BLOCK_D)
     else:
         # Feature d rotates with `partner[d]`, by the angle of pair `pair[d]`; `sign` is that of the sine.
         offs_d = tl.arange(0, BLOCK_D)

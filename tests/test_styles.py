@@ -10,10 +10,10 @@ import torch
 
 from fusedattn import Rope, attention_varlen, masks, testing
 from fusedattn.cases import Case
-from fusedattn.kernels import configs
+from fusedattn.kernels import attention_fwd, configs
 from fusedattn.kernels import rope as rope_kernel
 from fusedattn.kernels.descriptors import is_describable, tiles_of
-from tests.conftest import DEVICE, INTERPRETING, assert_equal, inputs_of, triton_attention
+from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, inputs_of, triton_attention
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -45,6 +45,48 @@ def test_styles_agree_bit_for_bit(monkeypatch, case):
     for style in ("descriptors", "pipelined"):
         use_style(monkeypatch, style)
         assert_equal(testing.run(triton_attention, inputs), expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("half", batch=2, nheads_q=4, nheads_kv=2, seqlen_q=70, seqlen_k=90, causal="bottom_right", rope="half"),
+        Case("some", batch=1, nheads_q=2, seqlen_q=70, seqlen_k=300, rope="interleaved", dtype=torch.float16),
+        testing.CASES[-1],
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_queries_that_are_turned_before_are_the_same_bit_for_bit(monkeypatch, case):
+    inputs = inputs_of(case)
+    expected = testing.run(triton_attention, inputs)
+    turned = replace(configs.INTERPRETER, fwd=replace(configs.INTERPRETER.fwd, turned_before=True))
+    monkeypatch.setattr(configs, "INTERPRETER", turned)
+    with monkeypatch.context() as patch:
+        calls = []
+        rotated = rope_kernel.rotated
+        patch.setattr(attention_fwd, "rotated", lambda *args, **kw: (calls.append(kw), rotated(*args, **kw))[1])
+        found = testing.run(triton_attention, inputs)
+    assert calls == [{"of_queries": True}]
+    assert_equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rope", "features"),
+    [("half", {}), ("interleaved", {"dropout_p": 0.2, "sinks": True}), (None, {"dtype": torch.float32})],
+    ids=["half", "interleaved", "float32"],
+)
+def test_large_tiles_are_finished_in_pieces(monkeypatch, rope, features):
+    """Whose features are no power of two in number: the last piece lacks some, and one may lack all."""
+    forward = configs.TileConfig(128, 64, 4, 1, "pipelined", 16)
+    keys = configs.TileConfig(64, 128, 4, 1, "descriptors", 16)
+    monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(fwd=forward, dkdv=keys, dq=forward))
+    case = Case(
+        "wide", batch=1, nheads_q=2, nheads_kv=1, seqlen_q=133, seqlen_k=140, head_dim=256, head_dim_v=200,
+        causal="bottom_right", rope=rope, **{"dtype": torch.bfloat16, **features},
+    )  # fmt: skip
+    assert_accurate(triton_attention, inputs_of(case), case)
 
 
 @interpreted

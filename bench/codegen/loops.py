@@ -34,6 +34,14 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("SHFL", "REDUX", "MATCH"), "shuffle"),
 }
 
+# What the innermost loops with products are, in program order, by how many a kernel has.
+LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
+    "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+    "attention_fwd_specialized": {2: ("full", "full")},  # that of each group of warps that multiply
+    "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
+    "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+}
+
 
 class Order(NamedTuple):
     """When the next instruction of a warp may follow.

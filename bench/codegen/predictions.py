@@ -27,7 +27,7 @@ from bench.codegen import compilations
 from bench.codegen.estimate import Kernel, Problem, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
-from bench.codegen.loops import LANES, WARP_GROUP
+from bench.codegen.loops import LANES, LOOPS, WARP_GROUP
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.page import with_block
@@ -39,16 +39,10 @@ PREDICTED = ("plain", "causal+rope", "bias", "all", "one pass", "one pass, causa
 
 # Operations of a pair of a query and a key and one feature: of the products that the kernel has to do.
 OPERATIONS = {"attention_fwd": 4, "attention_fwd_specialized": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
+FORWARD = ("attention_fwd", "attention_fwd_specialized")
 BACKWARD = ("attention_bwd_dkdv", "attention_bwd_dq")
 ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv where it adds up dq too
 TOTAL_BYTES = 4  # of an element of the sum that is dq then
-# What the innermost loops with products are, by how many a kernel has.
-LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
-    "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
-    "attention_fwd_specialized": {2: ("full", "full")},  # that of each group of warps that multiply
-    "attention_bwd_dkdv": {2: ("full", "boundary"), 1: ("boundary",)},
-    "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
-}
 TOKENS, FEATURES_IN_ALL, SEQLENS = 16384, 2048, (1024, 2048, 4096, 8192, 16384)
 SHOWN = ("plain", "causal+rope")
 ROTATION_STEPS = 4  # widen, multiply, multiply and add, round: without loads, and without shared memory in between
@@ -199,11 +193,20 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
     yield from _lines(
         (
             *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
-            *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating k, of the forward"),
+            *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating before, of the forward"),
         )
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
+        # Where queries are turned before, the forward does not know that anything rotates.
+        turned_before = not any(x.report.kernel in FORWARD for x in of_call)
+        if turned_before:
+            without = features.removesuffix("+rope")
+            of_call += [
+                x
+                for x in predictions
+                if x.report.kernel in FORWARD and (x.report.head_dim, _called(x)) == (head_dim, without)
+            ]
         together = next((x for x in of_call if x.one_pass), None)
         of_call = [x for x in of_call if not x.one_pass]
         if features not in SHOWN or not set(BACKWARD) < {x.report.kernel for x in of_call}:
@@ -214,6 +217,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
             forward = found["attention_fwd_specialized" if "attention_fwd_specialized" in found else "attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
+            rotating = (1 + turned_before) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
             yield from _lines(
                 (
                     *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
@@ -221,7 +225,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
                     f"{2.5 * problem.operations / backward / 1e12:.0f}",
                     f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
                     "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
-                    f"{rotation_seconds(problem, machine) / forward.seconds:.1%}" if "rope" in features else "",
+                    f"{rotating:.1%}" if "rope" in features else "",
                 ),
                 header=False,
             )

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.codegen.baseline import FOLDER, Baseline, load
+from bench.codegen.loops import LOOPS
 from bench.page import with_block
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "codegen.md"
@@ -67,9 +69,9 @@ def _summary(baseline: Baseline, oldest: Baseline) -> Iterator[str]:
 
 
 def _growth(rows: dict[str, dict], oldest: Baseline, dtypes: tuple[str, ...]) -> str:
-    """Geometric mean of the length of the first loop, relative to the oldest version's, of kernels that both have."""
+    """Geometric mean of the length of the main loop, relative to the oldest version's, of kernels that both have."""
     ratios = [
-        row["loop_instructions"][0] / oldest.entries[key]["loop_instructions"][0]
+        _main_loop(key, row) / _main_loop(key, oldest.entries[key])
         for key, row in rows.items()
         if key.split(" ")[2] in dtypes
         and row["loop_instructions"]
@@ -77,6 +79,13 @@ def _growth(rows: dict[str, dict], oldest: Baseline, dtypes: tuple[str, ...]) ->
         and oldest.entries[key]["loop_instructions"]
     ]
     return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}" if ratios else "none"
+
+
+def _main_loop(key: str, row: dict[str, Any]) -> int:
+    """Instructions of the loop over full blocks; where there is none, or the kernel knows none, of the first."""
+    lengths = row["loop_instructions"]
+    names = LOOPS.get(key.split(" ")[0], {}).get(len(lengths), ())
+    return lengths[names.index("full") if "full" in names else 0]
 
 
 def _main_loops(found: list[Baseline]) -> Iterator[str]:

@@ -30,7 +30,7 @@ OFFSETS = (
     Fault(GROUPED, "x_head = head_base(x, place.batch, rows.head, place.first_q)", "x_head = head_base(x, place.batch, rows.head, 0)", "forward: queries of the first sequence for all", PACKED, nth=0),
     Fault(FWD, "k_head = head_base(k, place.batch, head_kv, place.first_k)", "k_head = head_base(k, place.batch, head_kv, 0)", "forward: keys of the first sequence for all", PACKED),
     Fault(FWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, place.first_q)", "forward: values from where the queries begin", PACKED),
-    Fault(GROUPED, "x_head = head_base(x, place.batch, rows.head, place.first_q)", "x_head = head_base(x, place.batch, rows.head, place.first_k)", "forward: out where the keys begin", PACKED, nth=1),
+    Fault(GROUPED, " ptr = head_base(x, place.batch, rows.head, place.first_q)", " ptr = head_base(x, place.batch, rows.head, place.first_k)", "forward: out where the keys begin", PACKED),
     Fault(FWD, "if start_m >= place.seqlen_q:", "if start_m + BLOCK_M > place.seqlen_q:", "forward: the last tile of a sequence left out", PACKED),
     Fault(FWD, "            if start_m >= place.seqlen_q:\n                return\n", "            pass\n", "forward: tiles behind the last of a sequence", PACKED,
           equivalent="rows that do not exist are neither read nor written; leaving them out saves time"),
