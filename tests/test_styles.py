@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +64,10 @@ def test_queries_that_are_turned_before_are_the_same_bit_for_bit(monkeypatch, ca
     turned = replace(configs.INTERPRETER, fwd=replace(configs.INTERPRETER.fwd, turned_before=True))
     monkeypatch.setattr(configs, "INTERPRETER", turned)
     with monkeypatch.context() as patch:
-        calls = []
-        rotated = rope_kernel.rotated
-        patch.setattr(attention_fwd, "rotated", lambda *args, **kw: (calls.append(kw), rotated(*args, **kw))[1])
+        rotated = Mock(wraps=rope_kernel.rotated)
+        patch.setattr(attention_fwd, "rotated", rotated)
         found = testing.run(triton_attention, inputs)
-    assert calls == [{"of_queries": True}]
+    assert [call.kwargs for call in rotated.call_args_list] == [{"of_queries": True}]
     assert_equal(found, expected)
 
 
