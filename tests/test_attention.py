@@ -213,6 +213,14 @@ def test_what_keys_and_values_have_in_common_cancels(case, dtype):
     assert torch.equal(plain, testing.run(triton_attention, inputs)["out"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("feature", [{"dropout_p": 0.3}, {"sinks": True}], ids=["dropout", "sinks"])
+def test_what_values_have_in_common_cancels_where_weights_do_not_add_up_to_1(feature, dtype):
+    """What the forward keeps of rounding is relative to what they do add up to."""
+    case = Case(batch=1, seqlen_q=50, seqlen_k=90, nheads_q=2, nheads_kv=1, offset=16.0, dtype=dtype, **feature)
+    assert_budget(triton_attention, inputs_of(case), case)
+
+
 def test_nothing_is_kept_for_a_backward_that_cannot_come(monkeypatch):
     from fusedattn.kernels import attention_fwd
 
