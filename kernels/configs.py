@@ -318,7 +318,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             64: Entry(
                 streamed=KernelConfigs(
                     fwd=_by_compiler(_T(128, 128, 8, 3, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
-                    dkdv=_T(64, 128, 8, 3, "descriptors", 32),
+                    dkdv=_T(64, 64, 4, 3, "descriptors", 32),
                     dq=_T(128, 128, 8, 3, "descriptors"),
                     one_pass=_T(64, 64, 4, 2, "descriptors", 32),
                 ),
