@@ -343,7 +343,8 @@ def attention_bwd_dq(
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
     first_full = blocks.start + blocks.n_left * EDGE
-    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=True):
+    # Without LICM: docs/decisions/0015. The small tiles of float32 have registers for the invariants.
+    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=not EXACT):
         keys = (start_n + offs_n)[None, :]
         k_tile = full_tile(
             k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
