@@ -2,8 +2,8 @@
 
 Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills under
 Triton 3.6 and 3.7 on the NVIDIA architectures with the features that need the most registers; `python -m bench.codegen`
-compiles them all, with every set of features, and docs/codegen.md lists the spills that remain (on gfx942, float32
-entries). The sequence length is not part of the key, so a new length compiles nothing.
+compiles them all, with every set of features, and docs/codegen.md lists the spills that remain (on gfx942, of
+float32, at head_dim 512). The sequence length is not part of the key, so a new length compiles nothing.
 """
 
 from __future__ import annotations
