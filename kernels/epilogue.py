@@ -89,19 +89,18 @@ def store_results(
     m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
     tl.store(results.row_max + stats, m_i, mask=rows.exist)
     tl.store(results.row_sum + stats, l_i, mask=rows.exist)
-    kept = 1.0
-    if dropout.seed_ptr is not None:
-        kept = dropout.factor
     if results.rest is not None:
         # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common passes
         # unchanged, as it must for the backward to cancel it. Behind a sink the sum may have no reciprocal.
-        rest_factor = c_i / l_i * kept / tl.where(w_i < 2.0**-120, 1.0, w_i)
+        rest_factor = c_i / l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)
+        if dropout.seed_ptr is not None:
+            rest_factor = rest_factor * dropout.factor
     else:
         rest_factor = l_i
     # A large tile leaves no registers for all its results at once.
     PIECE: tl.constexpr = BLOCK_DV if BLOCK_M * BLOCK_DV <= 16384 else max(16, 4096 // BLOCK_M)
     _store_values(
-        acc, unseen, l_i, kept, rest_factor, results, place, rows, 0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PIECE, HEADS,
+        acc, unseen, l_i, rest_factor, results, dropout, place, rows, 0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PIECE, HEADS,
         EXACT,
     )  # fmt: skip
 
@@ -111,9 +110,9 @@ def _store_values(
     acc,
     unseen,
     l_i,
-    kept,
     rest_factor,
     results,
+    dropout,
     place,
     rows,
     FIRST: tl.constexpr,
@@ -124,23 +123,25 @@ def _store_values(
     HEADS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write WIDTH features from FIRST on, in pieces: ``acc / l_i * kept``, and by `rest_factor` what rounding takes."""
+    """Write WIDTH features from FIRST on, in pieces: ``acc / l_i``, and by `rest_factor` what rounding takes."""
     if WIDTH > PIECE:
         HALF: tl.constexpr = WIDTH // 2
         left, right = halves(acc, BLOCK_M, WIDTH)
         _store_values(
-            left, unseen, l_i, kept, rest_factor, results, place, rows, FIRST, HEAD_DIM_V, BLOCK_M, HALF, PIECE, HEADS,
-            EXACT,
+            left, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST, HEAD_DIM_V, BLOCK_M, HALF, PIECE,
+            HEADS, EXACT,
         )  # fmt: skip
         _store_values(
-            right, unseen, l_i, kept, rest_factor, results, place, rows, FIRST + HALF, HEAD_DIM_V, BLOCK_M, HALF, PIECE,
-            HEADS, EXACT,
+            right, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST + HALF, HEAD_DIM_V, BLOCK_M, HALF,
+            PIECE, HEADS, EXACT,
         )  # fmt: skip
     else:
         if EXACT:
-            out = acc / l_i[:, None] * kept
+            out = acc / l_i[:, None]
         else:
-            out = acc * (kept / l_i)[:, None]
+            out = acc * (1.0 / l_i)[:, None]
+        if dropout.seed_ptr is not None:
+            out = out * dropout.factor
         # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
         out = round_to(tl.where(unseen[:, None], 0.0, out), results.out.ptr.dtype.element_ty)
         store_rows(results.out, place, rows, out, FIRST, HEAD_DIM_V, BLOCK_M, WIDTH, HEADS)

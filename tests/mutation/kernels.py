@@ -77,7 +77,7 @@ FORWARD = (
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
     Fault(EPILOGUE, "tl.store(results.row_sum + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
-    Fault(EPILOGUE, "kept / tl.where(w_i < 2.0**-120, 1.0, w_i)", "kept / l_i", "forward: rest without the rounding of the weights", COMMON),
+    Fault(EPILOGUE, "l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)", "l_i / l_i", "forward: rest without the rounding of the weights", COMMON),
     Fault(EPILOGUE, "encode_rest(acc * rest_factor[:, None], out)", "encode_rest(acc * rest_factor[:, None] * 1.01, out)", "forward: rest off by 1 %", COMMON),
     Fault(FWD, "        heads(v),\n", "        heads(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),
     Fault(FWD, "out=heads(results.out)", "out=heads(results.out)._replace(stride_h=q.stride(1), stride_s=q.stride(2))", "forward: strides of q for out", STRIDES),
