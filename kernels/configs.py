@@ -337,9 +337,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             128: Entry(
                 streamed=KernelConfigs(
                     fwd=_by_compiler(_T(128, 128, 8, 2, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
-                    dkdv=_by_compiler(
-                        _T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)
-                    ),
+                    dkdv=_by_compiler(_T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
                 dense=KernelConfigs(
@@ -360,9 +358,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                         _T(128, 64, 8, 2, "pipelined", 16, turned_before=True),
                         newer=_T(128, 64, 8, 2, "descriptors", 16, turned_before=True),
                     ),
-                    dkdv=_by_compiler(
-                        _T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)
-                    ),
+                    dkdv=_by_compiler(_T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)),
                     dq=_T(128, 32, 8, 2, "descriptors", 16),
                 ),
                 dense=KernelConfigs(

@@ -96,7 +96,7 @@ def store_results(
         if dropout.seed_ptr is not None:
             rest_factor = rest_factor * dropout.factor
     else:
-        rest_factor = l_i
+        rest_factor = None
     # A large tile leaves no registers for all its results at once.
     PIECE: tl.constexpr = BLOCK_DV if BLOCK_M * BLOCK_DV <= 16384 else max(16, 4096 // BLOCK_M)
     _store_values(

@@ -131,7 +131,7 @@ def halves(x, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(left, right, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def joined(left, right, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """What halves was given."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK, BLOCK_D))
 

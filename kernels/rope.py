@@ -24,9 +24,9 @@ from fusedattn.kernels.primitives import (
     halves,
     head_base,
     heads,
+    joined,
     load_tile,
     program_tile,
-    side_by_side,
     store_tile,
     widen,
 )
@@ -64,13 +64,13 @@ def _turn_pairs(
 ):
     """Rotate the pairs of two ``(BLOCK, PAIRS)`` tiles; `table`, ``(BLOCK, 1)``, is the entry of the first pair."""
     if BLOCK * PAIRS >= 8192 and HALVES:
-        # A large tile leaves no registers for all its entries at once.
+        # A large tile leaves no registers for all its entries at once. Once: in quarters that of dq spills again.
         HALF: tl.constexpr = PAIRS // 2
         a0, a1 = halves(a, BLOCK, PAIRS)
         b0, b1 = halves(b, BLOCK, PAIRS)
         a0, b0 = _turn_pairs(a0, b0, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
         a1, b1 = _turn_pairs(a1, b1, rotation, table + HALF, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
-        return side_by_side(a0, a1, BLOCK, PAIRS), side_by_side(b0, b1, BLOCK, PAIRS)
+        return joined(a0, a1, BLOCK, PAIRS), joined(b0, b1, BLOCK, PAIRS)
     else:
         pairs = table + tl.arange(0, PAIRS)[None, :]
         cos = tl.load(rotation.cos_ptr + pairs, mask=entry, other=1.0)
@@ -128,7 +128,7 @@ def rotate_tile(
         if rotation.INTERLEAVED:
             return tl.reshape(tl.join(a, b), (BLOCK, BLOCK_D))
         else:
-            return side_by_side(a, b, BLOCK, BLOCK_D)
+            return joined(a, b, BLOCK, BLOCK_D)
     else:
         # Feature d rotates with `partner[d]`, by the angle of pair `pair[d]`; `sign` is that of the sine.
         offs_d = tl.arange(0, BLOCK_D)
