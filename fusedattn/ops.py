@@ -105,7 +105,7 @@ def _problem(
     learned: Tensor | None = None,
 ) -> Problem:
     """The attention for the launchers; called where the kernels run, as it may run some."""
-    from fusedattn.kernels import configs
+    from fusedattn.kernels import configs, devices
     from fusedattn.kernels.dropout import dropout_arguments
     from fusedattn.kernels.mask_arguments import MaskTensors, mask_arguments
     from fusedattn.kernels.problem import Problem
@@ -156,7 +156,7 @@ def _problem(
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "dense" if by_pair else "streamed"
     head_dim = max(q.shape[3], v.shape[3])
-    arch = configs.arch_of(q.device)
+    arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     if tensors.layout is not None:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
@@ -182,7 +182,7 @@ def _problem(
         rotates_in_place=tensors.cos is not None
         and shape.max_seqlen_q * shape.nheads_q <= configs.ROTATION_IN_PLACE * shape.nheads_kv,
         open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
-        l2_bytes=configs.L2_BYTES[arch],
+        l2_bytes=devices.L2_BYTES[arch],
     )
 
 

@@ -150,10 +150,10 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
         reasons.append(
             "dtype: got torch.float64, allowed are float16, bfloat16, float32 with backend 'triton' on a GPU"
         )
-    from fusedattn.kernels import configs
+    from fusedattn.kernels import configs, devices
 
     try:
-        arch = configs.arch_of(q.device)
+        arch = devices.arch_of(q.device)
     except NotImplementedError as error:
         return [*reasons, str(error)]
     if needs_gradient and not configs.has_backward(arch, head_dim, q.dtype):

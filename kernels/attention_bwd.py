@@ -39,6 +39,7 @@ from fusedattn.kernels.masking import (
 from fusedattn.kernels.primitives import (
     dot,
     dot_add,
+    dot_tiles,
     has_nan,
     head_base,
     heads,
@@ -219,14 +220,21 @@ def attention_bwd_dkdv(
         q_head = head_base(q, place.batch, place.head, place.first_q)
         q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, EDGE, BLOCK_D)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[None, :], key_visible[:, None])
+        products = dot_tiles(
+            k_tile, q_tile, k, k_head, start_n, key_visible, q, q_head, start_m, seen,
+            HEAD_DIM, BLOCK_N, EDGE, BLOCK_D, ACC, PRECISION,
+        )  # fmt: skip
         p, derivative = tile_weights(
-            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
+            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+            shift[None, :], factor[None, :], ACC, EXACT,
         )  # fmt: skip
         p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)
         dout_head = head_base(dout, place.batch, place.head, place.first_q)
         dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
+        dp = dot_tiles(
+            v_tile, dout_tile, v, v_head, start_n, key_visible, dout, dout_head, start_m, seen,
+            HEAD_DIM_V, BLOCK_N, EDGE, BLOCK_DV, ACC, PRECISION,
+        )  # fmt: skip
         delta = tl.load(delta_ptr + stats + edge_m, mask=seen, other=0.0)
         dk, dv, ds = _dkdv_add(
             dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
@@ -247,9 +255,10 @@ def attention_bwd_dkdv(
         q_tile = full_tile(
             q, q_tiles, q_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM, BLOCK_M, BLOCK_D
         )  # fmt: skip
+        products = dot(k_tile, tl.trans(q_tile), ACC, PRECISION)
         p, derivative = tile_weights(
-            k_tile, q_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, rows >= 0,
-            shift[None, :], factor[None, :], ACC, PRECISION, EXACT,
+            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, rows >= 0,
+            shift[None, :], factor[None, :], ACC, EXACT,
         )  # fmt: skip
         dout_head = head_base(dout, place.batch, place.head, place.first_q)
         dout_tile = full_tile(
@@ -352,9 +361,10 @@ def attention_bwd_dq(
         v_tile = full_tile(
             v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
         )  # fmt: skip
+        products = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
         p, derivative = tile_weights(
-            q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, seen[:, None],
-            shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
+            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, seen[:, None],
+            shift[:, None], factor[:, None], ACC, EXACT,
         )  # fmt: skip
         dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
         ds = p * (dp - delta[:, None]) * derivative  # (BLOCK_M, BLOCK_N)
@@ -368,11 +378,19 @@ def attention_bwd_dq(
         k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
         v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
         pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
-        p, derivative = tile_weights(
-            q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
+        products = dot_tiles(
+            q_tile, k_tile, q, q_head, start_m, seen, k, k_head, start_n, key_visible,
+            HEAD_DIM, BLOCK_M, EDGE, BLOCK_D, ACC, PRECISION,
         )  # fmt: skip
-        dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
+        p, derivative = tile_weights(
+            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+            shift[:, None], factor[:, None], ACC, EXACT,
+        )  # fmt: skip
+        dp = dot_tiles(
+            dout_tile, v_tile, dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
+            HEAD_DIM_V, BLOCK_M, EDGE, BLOCK_DV, ACC, PRECISION,
+        )  # fmt: skip
+        dp = drop(dp, call, place, nheads_q, rows, keys)
         ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
 
@@ -390,11 +408,19 @@ def attention_bwd_dq(
             pairs = visible(
                 call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :]
             )  # fmt: skip
-            p, derivative = tile_weights(
-                q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-                shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
+            products = dot_tiles(
+                q_tile, k_tile, q, q_head, start_m, seen, k, k_head, start_n, key_visible,
+                HEAD_DIM, BLOCK_M, EDGE, BLOCK_D, ACC, PRECISION,
             )  # fmt: skip
-            dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
+            p, derivative = tile_weights(
+                products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+                shift[:, None], factor[:, None], ACC, EXACT,
+            )  # fmt: skip
+            dp = dot_tiles(
+                dout_tile, v_tile, dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
+                HEAD_DIM_V, BLOCK_M, EDGE, BLOCK_DV, ACC, PRECISION,
+            )  # fmt: skip
+            dp = drop(dp, call, place, nheads_q, rows, keys)
             ds = p * (dp - delta[:, None]) * derivative
             ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
             dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)

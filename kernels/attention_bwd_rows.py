@@ -22,7 +22,7 @@ from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
     decode_rest,
-    dot,
+    dot_in_pieces,
     head_base,
     heads,
     is_exact,
@@ -142,11 +142,8 @@ def attention_bwd_exact_rows(
     shift = tl.load(row_max_ptr + stats, mask=exists, other=float("inf"))
     factor = 1.0 / tl.load(row_sum_ptr + stats, mask=exists, other=1.0)
     seen = shift != float("inf")
-    # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
     q_head = head_base(q, place.batch, head, place.first_q)
     dout_head = head_base(dout, place.batch, head, place.first_q)
-    q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
     delta = tl.zeros([BLOCK_M], ACC)
     total = tl.zeros([BLOCK_M], ACC)
 
@@ -157,17 +154,23 @@ def attention_bwd_exact_rows(
         rows = offs_m[:, None]
         keys = (start_n + offs_n)[None, :]
         key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
-        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+        products = dot_in_pieces(
+            q, q_head, start_m, seen, k, k_head, start_n, key_visible,
+            HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, ACC, PRECISION,
+        )  # fmt: skip
         pairs = visible(
             call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :]
         )  # (BLOCK_M, BLOCK_N)
         p, _ = tile_weights(
-            q_tile, k_tile, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[:, None], factor[:, None], ACC, PRECISION, EXACT,
+            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+            shift[:, None], factor[:, None], ACC, EXACT,
         )  # fmt: skip
         p = tl.where(pairs, p, 0.0)
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-        dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
+        dp = dot_in_pieces(
+            dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
+            HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC, PRECISION,
+        )  # fmt: skip
+        dp = drop(dp, call, place, nheads_q, rows, keys)
         delta += tl.sum(tl.where(pairs, p * dp, 0.0), 1)
         total += tl.sum(p, 1)
 

@@ -2,14 +2,13 @@
 
 Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills under
 Triton 3.6 and 3.7 on the NVIDIA architectures with the features that need the most registers; `python -m bench.codegen`
-compiles them all, with every set of features, and docs/codegen.md lists the spills that remain (on gfx942, of
-float32, at head_dim 512). The sequence length is not part of the key, so a new length compiles nothing.
+compiles them all, with every set of features, and docs/codegen.md lists the spills that remain. The sequence length is not part of the key, so a new length compiles nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,29 +24,10 @@ Work = Literal["streamed", "dense", "scored", "combined"]
 # warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
 Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
 
-# Shared memory one program may use, in bytes.
-SHARED_MEMORY: dict[Arch, int] = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "gfx942": 64 * 1024,
-}
-
 # Up to so many queries, times heads that share a KV head, keys are rotated in registers, once for each tile of queries,
 # and not by a kernel of their own, which reads and writes them all. Where both cost the same by the models of
 # docs/performance.md and its sources: 441 to 883.
 ROTATION_IN_PLACE = 440
-
-# How much of the level-2 cache the heads that run side by side may fill: about half of it.
-L2_BYTES: dict[Arch, int] = {
-    "sm_80": 20 * 2**20,
-    "sm_86": 3 * 2**20,
-    "sm_90": 24 * 2**20,
-    "sm_100": 60 * 2**20,
-    "gfx942": 2 * 2**20,
-    "interpreter": 16 * 2**10,
-}
 
 
 @dataclass(frozen=True)
@@ -374,25 +354,34 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(
+                    fwd=_T(16, 32, 8, 1),
+                    dkdv=_by_compiler(_T(32, 16, 8, 2, "descriptors", 16), newer=_T(16, 16, 8, 1)),
+                    dq=_T(64, 32, 8, 1, "descriptors", 16),
+                ),
                 dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 64, 8, 1, EDGE=16)),
             ),
         },
         4: {
             64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                streamed=KernelConfigs(
+                    fwd=_T(32, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1, EDGE=16)
+                ),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 4, 1)),
+                scored=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(32, 32, 8, 1, EDGE=16)),
+                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 16, 4, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 32, 16, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
@@ -478,9 +467,9 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
 
 # attention_bwd_exact_rows, which runs for float32 only: largest head_dim -> config, on every architecture.
 EXACT_ROWS: dict[int, TileConfig] = {
-    64: _T(16, 64, 8, 1),
+    64: _T(32, 16, 8, 1),
     128: _T(16, 16, 8, 1),
-    256: _T(32, 16, 8, 1),
+    256: _T(16, 16, 4, 1),
     512: _T(16, 16, 8, 1),
 }
 
@@ -493,7 +482,7 @@ _FEW: dict[int, dict[int, TileConfig]] = {
 FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "sm_80": _FEW,
     "sm_86": _FEW | {2: _FEW[2] | {128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 2), 512: _T(16, 16, 8, 1)}},
-    "sm_90": _FEW,
+    "sm_90": _FEW | {4: _FEW[4] | {64: _T(16, 16, 4, 1), 256: _T(16, 16, 4, 1)}},
     "sm_100": _FEW | {2: _FEW[2] | {128: _T(32, 32, 8, 4)}},  # with 4 warps it spills
     "gfx942": _FEW | {2: {64: _T(32, 64, 4, 2), 128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)}},
 }
@@ -555,45 +544,3 @@ def rope_rows(head_dim: int) -> int:
     spilled up to 16 KiB.
     """
     return 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
-
-
-def arch_of(device: torch.device) -> Arch:
-    """The table's name for a device.
-
-    Raises:
-        NotImplementedError: a device that the table has no entry for.
-    """
-    if triton.knobs.runtime.interpret:
-        return "interpreter"
-    return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many `device` has; few where there is no GPU, so that small inputs still give a program several tiles."""
-    if triton.knobs.runtime.interpret:
-        return 3
-    return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
-
-
-@lru_cache
-def _gpu_multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@lru_cache
-def _gpu_arch(index: int) -> Arch:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None:
-        if properties.gcnArchName.startswith(("gfx942", "gfx950")):
-            return "gfx942"
-        raise NotImplementedError(f"device: got {properties.gcnArchName}, allowed are gfx942 and gfx950")
-    capability = (properties.major, properties.minor)
-    if capability in ((8, 0), (8, 7)):
-        return "sm_80"
-    if properties.major == 9:
-        return "sm_90"
-    if properties.major in (10, 11):
-        return "sm_100"
-    if capability >= (8, 6):  # Ada, consumer Ampere and consumer Blackwell: less shared memory
-        return "sm_86"
-    raise NotImplementedError(f"device: got compute capability {capability}, allowed are (8, 0) and above")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from fusedattn.kernels.configs import SHARED_MEMORY
+from fusedattn.kernels.devices import SHARED_MEMORY
 
 SWITCH = "FUSEDATTN_WARP_SPECIALIZE"
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")

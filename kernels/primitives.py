@@ -18,6 +18,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # and rounded here, and a product is rounded once: what remains is the error of the algorithm.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+# Tiles of more features than this leave few registers for anything else.
+WIDE = tl.constexpr(256)
+
 
 class Heads(NamedTuple):
     """A ``(batch, nheads, seqlen, n)`` tensor as a kernel takes it; the last dimension is contiguous."""
@@ -69,21 +72,25 @@ def load_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    first=0,
 ):
-    """Rows ``start + arange(BLOCK)`` of a matrix. With CHECK, rows not in `row_visible` are 0 and not read."""
+    """Rows ``start + arange(BLOCK)`` of a matrix, with the features from `first` on, which BLOCK_D divides.
+
+    With CHECK, rows not in `row_visible` are 0 and not read.
+    """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     # The start is added in int64; offsets inside a tile fit in int32.
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
+    ptrs = ptr + first + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
     if CHECK:
-        if HEAD_DIM == BLOCK_D:
+        if HEAD_DIM % BLOCK_D == 0:
             return tl.load(ptrs, mask=row_visible[:, None], other=0.0)
         else:
-            return tl.load(ptrs, mask=row_visible[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM == BLOCK_D:
+            return tl.load(ptrs, mask=row_visible[:, None] & (first + offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM % BLOCK_D == 0:
         return tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(first + offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -174,6 +181,66 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(ACC)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def dot_in_pieces(
+    a,
+    a_head,
+    a_start,
+    a_visible,
+    b,
+    b_head,
+    b_start,
+    b_visible,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``a @ b^T`` of two tiles that nothing else is done with, ``(BLOCK_A, BLOCK_B)``, summed in ACC.
+
+    `a` and `b` are :class:`Heads`, the other arguments those of load_tile. Few of many features are held at once.
+    """
+    # Fewer at once where there are more: what else is held has all of them. Read anew, too, than kept for this.
+    WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
+    products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
+    for first in tl.range(0, HEAD_DIM, WIDTH, num_stages=1, disable_licm=True):
+        a_tile = load_tile(a_head, a_start, a.stride_s, a_visible, True, HEAD_DIM, BLOCK_A, WIDTH, first)
+        b_tile = load_tile(b_head, b_start, b.stride_s, b_visible, True, HEAD_DIM, BLOCK_B, WIDTH, first)
+        products += dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
+    return products
+
+
+@triton.jit
+def dot_tiles(
+    a_tile,
+    b_tile,
+    a,
+    a_head,
+    a_start,
+    a_visible,
+    b,
+    b_head,
+    b_start,
+    b_visible,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``a_tile @ b_tile^T``; where tiles are WIDE, of what the other arguments of dot_in_pieces read anew."""
+    if BLOCK_D > WIDE:
+        return dot_in_pieces(
+            a, a_head, a_start, a_visible, b, b_head, b_start, b_visible,
+            HEAD_DIM, BLOCK_A, BLOCK_B, BLOCK_D, ACC, PRECISION,
+        )  # fmt: skip
+    else:
+        return dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, FewQueries, KernelConfigs, TileConfig, multiprocessors
+from fusedattn.kernels.configs import LAUNCH_OPTIONS, FewQueries, KernelConfigs, TileConfig
+from fusedattn.kernels.devices import multiprocessors
 from fusedattn.kernels.mask_arguments import Band
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
 from fusedattn.kernels.rope import Rotation

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.masking import load_key_visible, visible
-from fusedattn.kernels.primitives import dot, head_base, load_softmax, load_tile, softmax_weights
-from fusedattn.kernels.scores import modified
+from fusedattn.kernels.primitives import dot_in_pieces, head_base, load_softmax
 from fusedattn.kernels.sequences import row_base
-from fusedattn.kernels.tile import drop
+from fusedattn.kernels.tile import drop, tile_weights
 
 
 @triton.jit
@@ -57,15 +56,20 @@ def score_gradient(
     key_visible = load_key_visible(call.mask, place, bounds, offs_n)
     q_head = head_base(q, place.batch, place.head, place.first_q)
     k_head = head_base(k, place.batch, head_kv, place.first_k)
-    q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
+    products = dot_in_pieces(
+        q, q_head, start_m, seen, k, k_head, start_n, key_visible,
+        HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, ACC, PRECISION,
+    )  # fmt: skip
     pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
-    products = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
-    scores, _ = modified(products, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
-    p = softmax_weights(scores, qk_scale, shift[:, None], factor[:, None], EXACT)
+    p, _ = tile_weights(
+        products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
+        shift[:, None], factor[:, None], ACC, EXACT,
+    )  # fmt: skip
     v_head = head_base(v, place.batch, head_kv, place.first_k)
     dout_head = head_base(dout, place.batch, place.head, place.first_q)
-    v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
+    dp = dot_in_pieces(
+        dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
+        HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC, PRECISION,
+    )  # fmt: skip
+    dp = drop(dp, call, place, nheads_q, rows, keys)
     return tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs, products

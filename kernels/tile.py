@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedattn.kernels.dropout import NO_DROPOUT, DropoutArguments, kept
 from fusedattn.kernels.masking import MaskArguments
-from fusedattn.kernels.primitives import dot, softmax_weights
+from fusedattn.kernels.primitives import softmax_weights
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, modified
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences
 
@@ -40,8 +40,7 @@ NOT_SPECIALIZED = (
 
 @triton.jit
 def tile_weights(
-    a,
-    b,
+    products,
     call,
     place,
     scale,
@@ -54,15 +53,13 @@ def tile_weights(
     shift,
     factor,
     ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(weights, derivative) of the scores ``a b^T``: q and k, or k and q.
+    """(weights, derivative) of the products of q and k, or of k and q.
 
     `rows`, `keys`, `shift` and `factor` broadcast to the tile; the derivative is that of :func:`modified`.
     """
-    scores = dot(a, tl.trans(b), ACC, PRECISION)
-    scores, derivative = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, readable, ACC)
+    scores, derivative = modified(products, call.score, scale, place, start_m, start_n, rows, keys, readable, ACC)
     return softmax_weights(scores, qk_scale, shift, factor, EXACT), derivative
 
 

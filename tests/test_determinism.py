@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fusedattn import masks, testing
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, devices
 from fusedattn.testing import CASES, Case
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, member, triton_attention
 
@@ -125,7 +125,7 @@ def test_a_prompt_in_pieces(pieces, dtype):
     case = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=37, seqlen_k=37, head_dim=16, dtype=dtype, rope="half")
     inputs = replace(testing.make_inputs(case, DEVICE), mask=masks.causal())
     expected = testing.run(triton_attention, inputs)
-    few = configs.lookup_few_queries(configs.arch_of(inputs.q.device), 16, inputs.q.dtype)
+    few = configs.lookup_few_queries(devices.arch_of(inputs.q.device), 16, inputs.q.dtype)
     stop = 0
     for n in pieces:
         start, stop = stop, stop + n

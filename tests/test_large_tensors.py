@@ -212,7 +212,7 @@ def last_of(batch: int) -> Iterator[None]:
     """
     from triton.runtime import interpreter
 
-    from fusedattn.kernels import configs
+    from fusedattn.kernels import devices
 
     builder = interpreter.interpreter_builder
     run, set_grid_dim, set_grid_idx = interpreter.GridExecutor.__call__, builder.set_grid_dim, builder.set_grid_idx
@@ -238,7 +238,7 @@ def last_of(batch: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", run_last)
-        patch.setitem(configs.L2_BYTES, "interpreter", 0)
+        patch.setitem(devices.L2_BYTES, "interpreter", 0)
         patch.setattr(torch, "empty", lazily(torch.empty))
         patch.setattr(torch, "empty_like", lazily(torch.empty_like))
         patch.setattr(torch, "zeros", lazily(torch.zeros))

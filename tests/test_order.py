@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fusedattn import masks, ops
 from fusedattn.constants import Options
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, devices
 from fusedattn.kernels import problem as problems
 from fusedattn.kernels.primitives import program_tile
 from fusedattn.kernels.problem import launch_arguments, programs_of
@@ -74,7 +74,7 @@ def test_heads_side_by_side_fit_into_the_cache():
         for of_keys in (False, True):
             arguments = launch_arguments(q, k, problem, problem.configs.fwd, 4, of_keys=of_keys)
             found[name, of_keys] = arguments["together"]
-    l2 = configs.L2_BYTES[configs.arch_of(q.device)]
+    l2 = devices.L2_BYTES[devices.arch_of(q.device)]
     of_kv_head = 100 * (64 + 64) * 2  # keys and values
     assert found["full", False] == found["full", True] == 1
     assert found["causal", False] == found["window", False] == 4 * min(4, max(1, l2 // of_kv_head))

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
-from fusedattn.kernels import configs, guard, problem
+from fusedattn.kernels import configs, devices, guard, problem
 from fusedattn.masks import Mask
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
@@ -200,7 +200,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     triton.runtime.driver.set_active(NoDevice(TARGETS[arch]))
     with (
         patch.object(JITFunction, "run", compile_instead),
-        patch.object(configs, "arch_of", lambda device: arch),
+        patch.object(devices, "arch_of", lambda device: arch),
         patch.object(problem, "multiprocessors", lambda device: 1),
         patch.object(guard, "knows", lambda device: True),
         patch.object(guard, "accepts", lambda key, compiled: True),

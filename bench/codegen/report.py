@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bench.codegen.loops import Loop
-from fusedattn.kernels.configs import SHARED_MEMORY
+from fusedattn.kernels.devices import SHARED_MEMORY
 
 
 @dataclass(frozen=True)

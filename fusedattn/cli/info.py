@@ -80,9 +80,9 @@ def _print_case(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _print_launches(q: Tensor) -> None:
-    from fusedattn.kernels import configs
+    from fusedattn.kernels import configs, devices
 
-    arch = configs.arch_of(q.device)
+    arch = devices.arch_of(q.device)
     print(f"  launches on {arch}: tile of queries x keys, warps, pipeline stages")
     widths = (6, 20, 20, 20, 0)
     print("  " + line(("", "most masks", "a mask by pair", "scores changed", "both"), widths))

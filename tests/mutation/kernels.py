@@ -19,6 +19,7 @@ from tests.mutation.suites import (
     STYLES,
     TABLES,
     TURNED,
+    WIDE,
     WIDTHS,
     budget,
 )
@@ -184,7 +185,7 @@ BACKWARD = (
     Fault(ROWS, "for i in tl.range(0, blocks.n_full + blocks.n_boundary, ", "for i in tl.range(0, blocks.n_boundary, ", "delta: full blocks left out", EXACT),
     Fault(ROWS, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "delta: wrong KV head"),
     Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY),
-    Fault(ROWS, "v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V,", "v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM,", "delta: values as wide as keys", WIDTHS),
+    Fault(ROWS, "HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC", "HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DV, ACC", "delta: values as wide as keys", WIDTHS),
 )
 
 ARITHMETIC = (
@@ -193,8 +194,12 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "tl.cast(head, tl.int64) * x.stride_h", "head * x.stride_h", "int32 offset of a head", LARGE),
     Fault(PRIMITIVES, "tl.cast(start, tl.int64) * stride", "start * stride", "load_tile: int32 offset of a tile", LARGE, nth=0),
     Fault(PRIMITIVES, "tl.cast(start, tl.int64) * stride", "start * stride", "store_tile: int32 offset of a tile", LARGE, nth=1),
-    Fault(PRIMITIVES, "(offs_d < HEAD_DIM)[None, :], other=0.0)", "(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, checked", MEMORY, nth=0),
-    Fault(PRIMITIVES, "mask=(offs_d < HEAD_DIM)[None, :], other=0.0)", "mask=(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, unchecked", MEMORY),
+    Fault(PRIMITIVES, "(first + offs_d < HEAD_DIM)[None, :], other=0.0)", "(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, checked", MEMORY, nth=0),
+    Fault(PRIMITIVES, "mask=(first + offs_d < HEAD_DIM)[None, :], other=0.0)", "mask=(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, unchecked", MEMORY),
+    Fault(PRIMITIVES, "ptrs = ptr + first + tl.cast", "ptrs = ptr + tl.cast", "load_tile: every piece is the first", WIDE),
+    Fault(PRIMITIVES, "row_visible[:, None] & (first + offs_d < HEAD_DIM)[None, :]", "row_visible[:, None] & (offs_d < HEAD_DIM)[None, :]", "load_tile: a last piece as wide as the others", WIDE),
+    Fault(PRIMITIVES, "for first in tl.range(0, HEAD_DIM, WIDTH, ", "for first in tl.range(0, HEAD_DIM - WIDTH + 1, WIDTH, ", "pieces: what is left is left out", WIDE),
+    Fault(PRIMITIVES, "products += dot(a_tile", "products = dot(a_tile", "pieces: the last one alone", WIDE),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]", "(start + offs < n_rows)[:, None]", "store_tile: features beyond head_dim", MEMORY),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None]", "(start + offs <= n_rows)[:, None]", "store_tile: one row too many", MEMORY),
     Fault(PRIMITIVES, "rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = bits >> 16", "bfloat16 truncated", HALVES),

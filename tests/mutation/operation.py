@@ -32,7 +32,7 @@ PREPARE, OPS, FUSED, CONSTANTS = (
 VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
 NESTED, PLAIN = "fusedattn/nested.py", "fusedattn/plain.py"
 PLAN, CUTS = "fusedattn/pieces.py", "fusedattn/cuts.py"
-FUNCTIONS, CONFIGS = "fusedattn/functions.py", "kernels/configs.py"
+FUNCTIONS, CONFIGS, DEVICES = "fusedattn/functions.py", "kernels/configs.py", "kernels/devices.py"
 
 NESTED_TENSORS = "tests/test_varlen.py -k nested"
 LSE = "tests/test_attention.py -k lse"
@@ -106,6 +106,8 @@ OPERATION = (
     Fault(CONFIGS, "self.dense.smaller())", "self.dense)", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
     Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_codegen.py"),
     Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
+    Fault(DEVICES, "capability in ((8, 0), (8, 7))", "capability >= (8, 0)", "consumer GPUs with the shared memory of others", "tests/test_devices.py"),
+    Fault(DEVICES, "if properties.major in (10, 11):", "if properties.major >= 10:", "consumer Blackwell with the tiles of data centers", "tests/test_devices.py"),
 )
 
 CARRIED = (

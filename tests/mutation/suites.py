@@ -53,6 +53,7 @@ BOOLEAN = budget("boolean")
 MASK_FUNCTION = budget("mask")
 PADDING = budget("padding")
 WIDTHS = budget("values")
+WIDE = "tests/test_wide.py"
 SOFTCAP = gradients("soft-cap")
 SCORE = budget("score", "everything")
 BIAS = budget("bias")

@@ -1,0 +1,46 @@
+"""What a GPU is called in the config table, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedattn.kernels import devices
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((8, 0), "sm_80"), ((8, 7), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_86"), ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 0), "sm_86"),
+    ],
+)  # fmt: skip
+def test_nvidia(monkeypatch, capability, expected):
+    """Consumer GPUs have less shared memory than those of data centers, of whichever generation."""
+    major, minor = capability
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=major, minor=minor))
+    assert devices._gpu_arch.__wrapped__(0) == expected
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0)])
+def test_nvidia_before_ampere(monkeypatch, capability):
+    major, minor = capability
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=major, minor=minor))
+    with pytest.raises(NotImplementedError, match=rf"device: got compute capability \({major}, {minor}\), allowed"):
+        devices._gpu_arch.__wrapped__(0)
+
+
+def test_amd(monkeypatch):
+    name = "gfx942:sramecc+:xnack-"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=name, major=9, minor=4)
+    )
+    assert devices._gpu_arch.__wrapped__(0) == "gfx942"
+    name = "gfx1100"
+    with pytest.raises(NotImplementedError, match="device: got gfx1100, allowed are gfx942 and gfx950"):
+        devices._gpu_arch.__wrapped__(0)
