@@ -204,7 +204,7 @@ def dot_in_pieces(
 
     `a` and `b` are :class:`Heads`, the other arguments those of load_tile. Few of many features are held at once.
     """
-    # Fewer at once where there are more: what else is held has all of them. Read anew, too, than kept for this.
+    # The more features there are, the more registers the rest of the program has taken.
     WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
     products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
     for first in tl.range(0, HEAD_DIM, WIDTH, num_stages=1, disable_licm=True):

@@ -519,6 +519,8 @@ def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> 
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A shell has what it runs in the background ignore this signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:
