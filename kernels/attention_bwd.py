@@ -43,6 +43,7 @@ from fusedattn.kernels.primitives import (
     has_nan,
     head_base,
     heads,
+    is_wide,
     load_softmax,
     load_tile,
     program_tile,
@@ -392,6 +393,8 @@ def attention_bwd_dq(
         )  # fmt: skip
         dp = drop(dp, call, place, nheads_q, rows, keys)
         ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)
+        if is_wide(k_tile.dtype, BLOCK_D, PRECISION):  # read but now: the products were made without it
+            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
 
     if has_nan(dq):

@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Tiles of more features than this leave few registers for anything else.
-WIDE = tl.constexpr(256)
+MOST_FEATURES = tl.constexpr(256)
 
 
 class Heads(NamedTuple):
@@ -184,6 +184,15 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def is_wide(dtype: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
+    """Whether tiles have so many features that dot_tiles reads them in pieces."""
+    if dtype == tl.float32 and PRECISION == "tf32":  # operands are copied to registers of their own
+        return BLOCK_D > MOST_FEATURES // 2
+    else:
+        return BLOCK_D > MOST_FEATURES
+
+
+@triton.jit
 def dot_in_pieces(
     a,
     a_head,
@@ -206,8 +215,10 @@ def dot_in_pieces(
     """
     # The more features there are, the more registers the rest of the program has taken.
     WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
+    # A grid has one dimension, but the compiler does not know: it would unroll the loop, and run out of registers.
+    end = HEAD_DIM * tl.num_programs(1) if BLOCK_D > WIDTH else HEAD_DIM
     products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
-    for first in tl.range(0, HEAD_DIM, WIDTH, num_stages=1, disable_licm=True):
+    for first in tl.range(0, end, WIDTH, num_stages=1, disable_licm=True):
         a_tile = load_tile(a_head, a_start, a.stride_s, a_visible, True, HEAD_DIM, BLOCK_A, WIDTH, first)
         b_tile = load_tile(b_head, b_start, b.stride_s, b_visible, True, HEAD_DIM, BLOCK_B, WIDTH, first)
         products += dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
@@ -233,8 +244,8 @@ def dot_tiles(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``a_tile @ b_tile^T``; where tiles are WIDE, of what the other arguments of dot_in_pieces read anew."""
-    if BLOCK_D > WIDE:
+    """``a_tile @ b_tile^T``; where tiles are wide, of what the other arguments of dot_in_pieces read anew."""
+    if is_wide(a_tile.dtype, BLOCK_D, PRECISION):
         return dot_in_pieces(
             a, a_head, a_start, a_visible, b, b_head, b_start, b_visible,
             HEAD_DIM, BLOCK_A, BLOCK_B, BLOCK_D, ACC, PRECISION,

@@ -326,6 +326,22 @@ def test_only_known_loops_are_predicted() -> None:
     assert found.flops == pytest.approx(4 * 128 * 64 * 64 / found.bounds["full"].clocks * 132 * 1.755e9)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "pieces"),
+    [("bf16", 256, False), ("bf16", 260, True), ("tf32", 128, False), ("tf32", 132, True)],
+)
+def test_products_in_pieces_are_not_predicted(dtype: str, head_dim: int, pieces: bool) -> None:
+    """Their loops would be taken for those of whole blocks."""
+    config = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    loops = (excerpt(), excerpt())
+    report = Report("attention_bwd_dkdv", "sm_90", head_dim, dtype, "all", config, True, ctas_per_sm=1, loops=loops)
+    if pieces:
+        with pytest.raises(NotImplementedError, match=f"head_dim.*got {head_dim}"):
+            predict(report)
+    else:
+        assert predict(report).main == "full"
+
+
 def test_a_page_may_have_figures_of_several_writers() -> None:
     page = "<!-- figures: a b -->\nold\n<!-- end of figures -->\n<!-- figures: c -->\nkept\n<!-- end of figures -->\n"
     assert with_block(page, "new", "a b").split("\n")[2] == "new"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusedattn import masks, testing
+from fusedattn import masks, ops, testing
 from fusedattn.testing import Case
-from tests.conftest import DEVICE, assert_accurate, inputs_of, triton_attention
+from tests.conftest import DEVICE, INTERPRETING, assert_accurate, inputs_of, triton_attention
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -32,6 +32,14 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_budget(case, dtype):
     case = replace(case, dtype=dtype)
+    assert_accurate(triton_attention, inputs_of(case), case)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="a GPU computes TF32 in fewer bits")
+def test_pieces_of_fewer_features(monkeypatch):
+    """Where TF32 is allowed, more than 128 features are too many."""
+    monkeypatch.setattr(ops, "_precision", lambda dtype: "tf32")
+    case = Case("tf32", **SHAPE, head_dim=132, causal="bottom_right", padding="right")
     assert_accurate(triton_attention, inputs_of(case), case)
 
 

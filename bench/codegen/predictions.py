@@ -32,6 +32,7 @@ from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.page import with_block
 from fusedattn.kernels.configs import Arch, Style, TileConfig
+from fusedattn.kernels.primitives import MOST_FEATURES, block_d
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMAND = "python -m bench.codegen.predictions"
@@ -113,6 +114,12 @@ def is_one_pass(report: Report) -> bool:
     return "one-pass" in report.features.split("+")
 
 
+def in_pieces(report: Report) -> bool:
+    """Whether boundary blocks read a piece of the features at a time: as is_wide of the kernels says."""
+    most = MOST_FEATURES.value // 2 if report.dtype == "tf32" else MOST_FEATURES.value
+    return block_d(report.head_dim) > most
+
+
 def _multiplying(report: Report) -> int:
     """Warps of a program that run the loops: a group for each where they have different tasks."""
     return WARP_GROUP * len(report.loops) if report.config.get("specialized") else report.config["num_warps"]
@@ -122,8 +129,11 @@ def predict(report: Report) -> Prediction:
     """What the model says of a compiled attention kernel.
 
     Raises:
-        NotImplementedError: the number of its loops is none that a kernel of this name is known to have.
+        NotImplementedError: its products are made in pieces, in loops of their own, or the number of its loops is none
+            that a kernel of this name is known to have.
     """
+    if report.kernel in BACKWARD and in_pieces(report):
+        raise NotImplementedError(f"head_dim of {report.key}: got {report.head_dim}, allowed are those of whole tiles")
     names = LOOPS[report.kernel].get(len(report.loops))
     if names is None:
         allowed = " or ".join(map(str, LOOPS[report.kernel]))
