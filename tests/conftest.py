@@ -31,6 +31,7 @@ else:
 from fusedattn import attention, reference, testing
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
+from tests.interpreter import look_for_overflow_at_once, look_up_dtypes_once, patch_once_a_launch
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -60,6 +61,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("fusedattn")
+
+if INTERPRETING:
+    patch_once_a_launch()
+    look_up_dtypes_once()
+    look_for_overflow_at_once()
 
 triton_attention = functools.partial(attention, backend="triton")
 torch_attention = functools.partial(attention, backend="torch")

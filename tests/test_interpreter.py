@@ -1,0 +1,61 @@
+"""What tests/interpreter.py replaces does what Triton's own does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.conftest import INTERPRETING
+
+pytestmark = pytest.mark.skipif(not INTERPRETING, reason="looks into Triton's interpreter")
+
+
+@triton.jit
+def add(x, y):
+    return x + y
+
+
+@triton.jit
+def sums(out_ptr, x, y):
+    tl.store(out_ptr + tl.arange(0, 2), tl.zeros([2], tl.int32) + add(add(x, y), 0))
+
+
+@pytest.mark.parametrize(("x", "y"), [(2**31 - 1, 1), (-(2**31), -1)])
+def test_an_overflow_ends_the_launch(x, y):
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow detected for operation add"):
+        sums[(1,)](torch.zeros(2, dtype=torch.int32), x, y)
+
+
+def test_the_last_sum_that_fits():
+    out = torch.zeros(2, dtype=torch.int32)
+    sums[(1,)](out, 2**31 - 2, 1)
+    assert out.tolist() == [2**31 - 1] * 2
+    sums[(1,)](out, -(2**31) + 1, -1)
+    assert out.tolist() == [-(2**31)] * 2
+
+
+def test_a_launch_leaves_the_language_as_it_was():
+    sums[(1,)](torch.zeros(2, dtype=torch.int32), 1, 2)
+    assert all(map(tl.core.is_builtin, (tl.load, tl.store, tl.tensor.__add__, tl.math.exp2)))
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (tl.bfloat16, np.uint16),
+        (tl.block_type(tl.bfloat16, [2, 4]), np.uint16),
+        (tl.int1, bool),
+        (tl.float64, np.float64),
+        (tl.pointer_type(tl.float32), np.uint64),
+        (tl.block_type(tl.pointer_type(tl.int8), [16]), np.uint64),
+    ],
+    ids=str,
+)
+def test_dtypes(of, expected):
+    from triton.runtime import interpreter
+
+    assert interpreter._get_np_dtype(of) == expected
+    assert interpreter._get_np_dtype(of) == expected
