@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Tiles of more features than this leave few registers for anything else.
-MOST_FEATURES = tl.constexpr(256)
+MOST_FEATURES = 256
 
 
 class Heads(NamedTuple):
@@ -183,13 +183,11 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
 
 
-@triton.jit
-def is_wide(dtype: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
-    """Whether tiles have so many features that dot_tiles reads them in pieces."""
-    if dtype == tl.float32 and PRECISION == "tf32":  # operands are copied to registers of their own
-        return BLOCK_D > MOST_FEATURES // 2
-    else:
-        return BLOCK_D > MOST_FEATURES
+@triton.constexpr_function
+def is_wide(dtype, BLOCK_D, PRECISION):
+    """Whether tiles have so many features that dot_tiles reads them in pieces; of TF32, operands are copied besides."""
+    most = MOST_FEATURES // 2 if dtype == tl.float32 and PRECISION == "tf32" else MOST_FEATURES
+    return most < BLOCK_D
 
 
 @triton.jit

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
 
 import triton
+import triton.language as tl
 
 from bench.codegen import compilations
 from bench.codegen.estimate import Kernel, Problem, estimate, rotation_break_even, rotation_seconds
@@ -32,7 +33,7 @@ from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.page import with_block
 from fusedattn.kernels.configs import Arch, Style, TileConfig
-from fusedattn.kernels.primitives import MOST_FEATURES, block_d
+from fusedattn.kernels.primitives import block_d, is_wide
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMAND = "python -m bench.codegen.predictions"
@@ -116,8 +117,7 @@ def is_one_pass(report: Report) -> bool:
 
 def in_pieces(report: Report) -> bool:
     """Whether boundary blocks read a piece of the features at a time: as is_wide of the kernels says."""
-    most = MOST_FEATURES.value // 2 if report.dtype == "tf32" else MOST_FEATURES.value
-    return block_d(report.head_dim) > most
+    return bool(is_wide(tl.float32, block_d(report.head_dim), "tf32" if report.dtype == "tf32" else "ieee"))
 
 
 def _multiplying(report: Report) -> int:
