@@ -29,9 +29,9 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from fusedattn import attention, reference, testing
+from fusedattn.cli.interpreter import quicken
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
-from tests.interpreter import look_for_overflow_at_once, look_up_dtypes_once, patch_once_a_launch
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -63,9 +63,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fusedattn")
 
 if INTERPRETING:
-    patch_once_a_launch()
-    look_up_dtypes_once()
-    look_for_overflow_at_once()
+    quicken()
 
 triton_attention = functools.partial(attention, backend="triton")
 torch_attention = functools.partial(attention, backend="torch")

@@ -1,4 +1,4 @@
-"""What tests/interpreter.py replaces does what Triton's own does."""
+"""What fusedattn.cli.interpreter replaces does what Triton's own does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedattn.cli.interpreter import quicken
 from tests.conftest import INTERPRETING
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="looks into Triton's interpreter")
@@ -59,3 +60,23 @@ def test_dtypes(of, expected):
 
     assert interpreter._get_np_dtype(of) == expected
     assert interpreter._get_np_dtype(of) == expected
+
+
+def test_once_is_enough():
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang
+    quicken()
+    assert interpreter._patch_lang is before
+
+
+def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
+    from triton.runtime import interpreter
+
+    def patch_lang(fn):
+        raise NotImplementedError
+
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
+    quicken()
+    assert interpreter._patch_lang is patch_lang

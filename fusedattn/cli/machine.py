@@ -11,6 +11,7 @@ import torch
 
 from fusedattn import __version__, not_supported_reasons
 from fusedattn.cli.errors import CommandError
+from fusedattn.cli.interpreter import quicken
 from fusedattn.support import Backend
 
 
@@ -33,6 +34,8 @@ def choose_device(name: str | None) -> torch.device:
 def choose_how_triton_runs(device: torch.device) -> None:
     """Interpreted on a CPU, compiled for a GPU; to be called before the kernels are first imported."""
     os.environ["TRITON_INTERPRET"] = "1" if device.type == "cpu" else "0"
+    if device.type == "cpu" and all(importlib.util.find_spec(package) for package in ("triton", "numpy")):
+        quicken()
 
 
 def triton_problems(device: torch.device) -> list[str]:
