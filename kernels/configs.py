@@ -248,7 +248,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
+                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
