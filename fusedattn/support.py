@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,7 +141,7 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
     if interpreting():
         if q.device.type not in ("cpu", "cuda"):
             reasons.append(f"device: got {q.device}, allowed are cpu and cuda where TRITON_INTERPRET=1 is set")
-        return reasons
+        return reasons + INTERPRETER_REASONS
     if q.device.type != "cuda":
         return [
             *reasons,
@@ -168,4 +170,27 @@ def _triton_is_installed() -> bool:
         return False
 
 
-HAS_TRITON = _triton_is_installed()  # asked once, outside of what torch.compile traces
+def _interpreter_reasons() -> list[str]:
+    """Why Triton's interpreter runs nothing here."""
+    found = {}
+    for name in ("triton", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # built from source, or under another name
+            if importlib.util.find_spec(name) is None:
+                return [f"{name}: not installed, which Triton's interpreter needs"]
+    if len(found) == 2 and _release(found["triton"]) < (3, 7) and _release(found["numpy"]) >= (2, 4):
+        return [
+            f"numpy: got {found['numpy']}, allowed are versions before 2.4 in Triton {found['triton']}'s interpreter"
+        ]
+    return []
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Its first two numbers, also those of 3.8rc1 or 3.6.0+git."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+# Asked once, outside of what torch.compile traces.
+HAS_TRITON = _triton_is_installed()
+INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusedattn.support as support
 from bench import support as page
 from fusedattn import Rope, ScoreMod, attention, attention_varlen, attention_weights, biases, case_functions, masks
 from fusedattn.support import FEATURES, not_supported_reasons
@@ -167,3 +170,32 @@ def test_what_is_refused_says_why():
     assert "mask: got a function without eager=" in reasons[1]
     with pytest.raises(NotImplementedError, match="head_dim: got 513, allowed are 1"):
         attention(*qkv(head_dim=513), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.4.6"}, "numpy: got 2.4.6, allowed are versions before 2.4"),
+        ({"triton": "3.6.0+git1", "numpy": "2.3.5"}, ""),
+        ({"triton": "3.7.1", "numpy": "2.4.6"}, ""),
+        ({"triton": "3.7.1"}, "numpy: not installed"),
+    ],
+    ids=str,
+)
+def test_what_the_interpreter_needs(monkeypatch, installed, reason):
+    """NumPy from 2.4 on makes no numbers of arrays that are no scalars, and Triton before 3.7 asks it to."""
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed.get(name))
+    reasons = support._interpreter_reasons()
+    assert [found for found in reasons if reason in found] == reasons
+    assert len(reasons) == bool(reason)
+    if INTERPRETING and reason:
+        monkeypatch.setattr(support, "INTERPRETER_REASONS", reasons)
+        with pytest.raises(NotImplementedError, match="numpy"):
+            attention(*qkv(), backend="triton")

@@ -41,10 +41,7 @@ def choose_how_triton_runs(device: torch.device) -> None:
 def triton_problems(device: torch.device) -> list[str]:
     """Why the Triton kernels cannot run on ``device`` at all; call :func:`choose_how_triton_runs` before."""
     x = torch.empty(1, 1, 1, 16, device=device)
-    problems = not_supported_reasons(x, x, x, backend="triton")
-    if not problems and device.type == "cpu" and importlib.util.find_spec("numpy") is None:
-        problems.append("Triton's interpreter needs NumPy, which is not installed: pip install numpy")
-    return problems
+    return not_supported_reasons(x, x, x, backend="triton")
 
 
 def no_triton(problems: list[str]) -> str:
