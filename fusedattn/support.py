@@ -163,26 +163,23 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
     return reasons
 
 
-def _triton_is_installed() -> bool:
+def _is_installed(package: str) -> bool:
     try:
-        return importlib.util.find_spec("triton") is not None
-    except (ImportError, ValueError):  # a finder refuses it, or sys.modules["triton"] is None
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a finder refuses it, or sys.modules[package] is None
         return False
 
 
 def _interpreter_reasons() -> list[str]:
     """Why Triton's interpreter runs nothing here."""
-    found = {}
-    for name in ("triton", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # built from source, or under another name
-            if importlib.util.find_spec(name) is None:
-                return [f"{name}: not installed, which Triton's interpreter needs"]
-    if len(found) == 2 and _release(found["triton"]) < (3, 7) and _release(found["numpy"]) >= (2, 4):
-        return [
-            f"numpy: got {found['numpy']}, allowed are versions before 2.4 in Triton {found['triton']}'s interpreter"
-        ]
+    if not _is_installed("numpy"):
+        return ["numpy: not installed, which Triton's interpreter needs (pip install numpy)"]
+    try:
+        triton, numpy = map(importlib.metadata.version, ("triton", "numpy"))
+    except importlib.metadata.PackageNotFoundError:  # built from source, or under another name
+        return []
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        return [f"numpy: got {numpy}, allowed are versions before 2.4 in Triton {triton}'s interpreter"]
     return []
 
 
@@ -192,5 +189,5 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 # Asked once, outside of what torch.compile traces.
-HAS_TRITON = _triton_is_installed()
+HAS_TRITON = _is_installed("triton")
 INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []
