@@ -78,5 +78,5 @@ def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
-    quicken()
+    quicken.__wrapped__()
     assert interpreter._patch_lang is patch_lang

@@ -17,12 +17,13 @@ from typing import Any
 VERSIONS = ("3.7.", "3.9.")
 
 
+@functools.cache
 def quicken() -> None:
     """Change the interpreter of this process, once; NumPy must be installed."""
     import triton
     from triton.runtime import interpreter
 
-    if not triton.__version__.startswith(VERSIONS) or hasattr(interpreter._patch_lang, "languages"):
+    if not triton.__version__.startswith(VERSIONS):
         return
     _patch_once_a_launch(interpreter)
     _look_up_dtypes_once(interpreter)
@@ -56,7 +57,6 @@ def _patch_once_a_launch(interpreter: ModuleType) -> None:
         replaced.add(found)
         return replace(fn)
 
-    replace_once.languages = languages  # type: ignore[attr-defined]
     interpreter.GridExecutor.__call__ = launch_anew
     interpreter._patch_lang = replace_once  # type: ignore[attr-defined]
 
