@@ -24,6 +24,9 @@ table.
 """
 
 
+_TOGETHER = "several are of runs of one commit on one machine"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """``options.run(options)`` runs the command."""
     from bench.suites import SUITES
@@ -36,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--suite", action="append", choices=SUITES, help="repeat it for several (default: all)")
     run.add_argument("--filter", metavar="SUBSTRING", default="", help="only work with this in its name")
+    run.add_argument("--goals", action="store_true", help="only what the goals of docs/performance.md are about")
     run.add_argument("--list", action="store_true", help="print priorities and names of the work, and measure nothing")
     run.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
     run.add_argument("--quick", action="store_true", help="a little of everything, in sizes for a CPU")
@@ -48,9 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
     run.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
 
-    plot = commands.add_parser("plot", help="draw a result file: one SVG for each suite and page")
-    plot.add_argument("results", metavar="FILE", type=Path)
-    plot.add_argument("--out", metavar="DIR", type=Path, help="default: a folder beside the file")
+    plot = commands.add_parser("plot", help="draw result files: one SVG for each suite and page")
+    plot.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
+    plot.add_argument("--out", metavar="DIR", type=Path, help="default: a folder beside the first")
     plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: %(default)s")
 
     compare = commands.add_parser("compare", help="two result files, case by case")
@@ -58,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("b", metavar="B", type=Path)
 
     table = commands.add_parser("table", help="write results into docs/performance.md and README.md")
-    table.add_argument("results", metavar="FILE", type=Path, nargs="+", help="at most one of a GPU and one of a CPU")
+    table.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
 
     for name, command in commands.choices.items():
         command.set_defaults(run=_later(name))

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.timing import SetUp
+from bench.timing import SetUp, Timed
 from bench.work import OWN, Contestant, Work
 from fusedattn import fuse
 from fusedattn.cases import Case
@@ -21,6 +22,11 @@ from fusedattn.masks import Mask, as_mask
 from fusedattn.peers import Peer
 from fusedattn.rope import Rope
 from fusedattn.transformer import GPTModel, ScaledDotProductAttention
+
+Form = Callable[[GPTModel], torch.nn.Module]
+
+# Those of torch's function that are measured each, besides the one that torch chooses.
+BACKENDS = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 
 
 class TorchAttention(ScaledDotProductAttention):
@@ -52,13 +58,18 @@ class TorchAttention(ScaledDotProductAttention):
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of the GPT: LLaMA's parts (RoPE, grouped queries) in the reference Transformer."""
+    """Of the GPT: LLaMA's parts (RoPE, grouped queries) in the reference Transformer; how many parameters it has."""
 
+    parameters: str
     d_model: int
     n_heads: int
     n_kv_heads: int
     n_layers: int
     vocab_size: int
+
+    @property
+    def title(self) -> str:
+        return f"GPT of {self.parameters} parameters"
 
     @property
     def head_dim(self) -> int:
@@ -104,20 +115,19 @@ class ModelWork(Work):
         model = self._model(device)
         ids = torch.randint(self.size.vocab_size, (self.batch, self.seqlen + 1), device=device)
 
-        def prepare(form: Callable[[GPTModel], torch.nn.Module], compiled: bool) -> Contestant:
+        def prepare(form: Form, compiled: bool = False, backend: SDPBackend | None = None) -> Contestant:
             mine = form(copy.deepcopy(model))
             called: Any = torch.compile(mine, dynamic=False) if compiled else mine
             set_up = self._training(mine, called, ids) if self.task == "training" else self._generating(mine, ids)
-            return Contestant(set_up, lambda: _loss(called, ids, self.precision))
+            return _by_backend(Contestant(set_up, lambda: _loss(called, ids, self.precision)), backend)
 
-        forms: dict[str, Callable[[GPTModel], torch.nn.Module]] = {
-            OWN: fuse,
-            "sdpa": _with_torch_attention,
-            "textbook": lambda model: model,
-        }
-        found = {name: functools.partial(prepare, form, False) for name, form in forms.items()}
+        forms: dict[str, Form] = {OWN: fuse, "sdpa": _with_torch_attention, "textbook": lambda model: model}
+        found = {name: functools.partial(prepare, form) for name, form in forms.items()}
         if self.compiled and self.task == "training":
             found |= {f"{name}, compiled": functools.partial(prepare, forms[name], True) for name in (OWN, "sdpa")}
+            if device.type == "cuda":  # torch's own choice need not be the fastest
+                for name, backend in BACKENDS.items():
+                    found[f"{name}, compiled"] = functools.partial(prepare, _with_torch_attention, True, backend)
         return dict(found)
 
     def _model(self, device: torch.device) -> GPTModel:
@@ -152,6 +162,22 @@ class ModelWork(Work):
                 generator.generate(ids[:, : self.seqlen], self.n_new, temperature=0.0)
 
         return lambda: generate
+
+
+def _by_backend(contestant: Contestant, backend: SDPBackend | None) -> Contestant:
+    """With nothing but this backend of torch's function, if one is named."""
+    if backend is None:
+        return contestant
+
+    def within(function: Callable[[], Any]) -> Any:
+        with sdpa_kernel(backend):
+            return function()
+
+    def set_up() -> Timed:
+        timed = contestant.set_up()
+        return lambda: within(timed)
+
+    return Contestant(set_up, lambda: within(contestant.answer))
 
 
 def _with_torch_attention(model: GPTModel) -> GPTModel:

@@ -30,8 +30,8 @@ SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
 
 def run(options: argparse.Namespace) -> int:
     """Write one figure a suite and page; exit status 0."""
-    report = results.read_green(options.results)
-    out = options.out or options.results.with_suffix("")
+    report = results.together([results.read_green(path) for path in options.results])
+    out = options.out or options.results[0].with_suffix("")
     out.mkdir(parents=True, exist_ok=True)
     for (suite, page), panels in results.by_page(report).items():
         path = out / f"{_slug(suite, page)}.{options.format}"

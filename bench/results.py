@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,42 @@ def read_committed(path: Path) -> Report:
     if report["environment"]["commit"] == "unknown" or report["environment"]["dirty"]:
         raise CommandError(f"{path}: refused, because it was measured on changes that are in no known commit")
     return report
+
+
+def together(reports: Sequence[Report]) -> Report:
+    """One report of several runs of the same commit on the same machine, without what was measured a second time.
+
+    Each result compares what took turns in one run; its share of the ceiling is of that run too.
+
+    Raises:
+        CommandError: the runs differ in device, commit or versions.
+    """
+    first, *others = reports
+    for other in others:
+        differ = [key for key, x in first["environment"].items() if other["environment"].get(key) != x]
+        if differ:
+            raise CommandError(
+                f"FILE: got runs that differ in {', '.join(differ)}, allowed are runs of one environment"
+            )
+    rows: dict[str, Report] = {}
+    for report in reports:
+        rows |= {row["name"]: row for row in report["results"] if row["name"] not in rows}
+    verdicts = [report["correctness"] for report in reports]
+    used = [verdict["most_used"] for verdict in verdicts if verdict["most_used"] is not None]
+    ceilings = {"matmul": {}, "copy": first["ceilings"].get("copy")}
+    for report in reversed(reports):
+        ceilings["matmul"] |= report["ceilings"].get("matmul", {})
+    return first | {
+        "ceilings": ceilings,
+        "correctness": verdicts[0]
+        | {
+            "ok": all(verdict["ok"] for verdict in verdicts),
+            "cases": sum(verdict["cases"] for verdict in verdicts),
+            "most_used": max(used, default=None),
+            "failures": {name: text for verdict in verdicts for name, text in verdict["failures"].items()},
+        },
+        "results": list(rows.values()),
+    }
 
 
 def headline(report: Report) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import ceilings, environment, functions, results, suites, terminal
+from bench import ceilings, environment, functions, goals, results, suites, terminal
 from bench.gate import Gate
 from bench.measuring import measure
 from bench.results import Report
@@ -35,7 +35,12 @@ def run(options: argparse.Namespace) -> int:
     if options.quick and device.type == "cpu":
         torch.set_num_threads(1)  # threads that wait for each other cost more than such small work
     scale = suites.scale_for(device, quick=options.quick)
-    chosen = [w for w in suites.works(options.suite or list(suites.SUITES), scale) if _matches(w, options.filter)]
+    every = suites.works(options.suite or list(suites.SUITES), scale)
+    if options.goals:
+        if scale is not suites.GPU:
+            raise CommandError("--goals: got a CPU, or --quick, but the goals are of a GPU and of work in full")
+        every = [work for work in every if goals.concerned(work.place)]
+    chosen = [work for work in every if _matches(work, options.filter)]
     if not chosen:
         raise CommandError(f"--filter: got {options.filter!r}, which is in the name of no work; --list shows them")
     if options.list:

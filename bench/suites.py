@@ -39,8 +39,7 @@ class Scale:
     batches: tuple[int, ...]  # of decode
     caches: tuple[int, ...]
     most_cached: int  # batch * cache
-    model: ModelSize
-    model_seqlens: tuple[int, ...]
+    models: tuple[tuple[ModelSize, tuple[int, ...]], ...]  # and the seqlens they train on; the first generates too
     prompt: int
     n_new: int
     launch_seqlens: tuple[int, ...]
@@ -57,10 +56,12 @@ GPU = Scale(
     dtypes=(torch.bfloat16, torch.float16),
     windows=(1 * K, 4 * K),
     batches=(1, 8, 32, 128),
-    caches=(1 * K, 8 * K, 32 * K, 128 * K),
+    caches=(1 * K, 4 * K, 8 * K, 32 * K, 128 * K),
     most_cached=4 * K * K,
-    model=ModelSize(d_model=2048, n_heads=16, n_kv_heads=4, n_layers=8, vocab_size=32 * K),
-    model_seqlens=(2 * K, 4 * K, 8 * K),
+    models=(
+        (ModelSize("420M", 2048, 16, n_kv_heads=4, n_layers=8, vocab_size=32 * K), (2 * K, 4 * K, 8 * K)),
+        (ModelSize("124M", 768, 12, n_kv_heads=12, n_layers=12, vocab_size=50304), (1 * K,)),
+    ),
     prompt=1 * K,
     n_new=64,
     launch_seqlens=(128, 512),
@@ -76,8 +77,7 @@ CPU = Scale(
     batches=(1, 8),
     caches=(1 * K, 8 * K),
     most_cached=8 * K,
-    model=ModelSize(d_model=256, n_heads=4, n_kv_heads=1, n_layers=2, vocab_size=1 * K),
-    model_seqlens=(256, 512),
+    models=((ModelSize("1.6M", 256, 4, n_kv_heads=1, n_layers=2, vocab_size=1 * K), (256, 512)),),
     prompt=128,
     n_new=16,
     launch_seqlens=(64,),
@@ -93,8 +93,7 @@ QUICK = Scale(
     batches=(2,),
     caches=(256,),
     most_cached=512,
-    model=ModelSize(d_model=64, n_heads=4, n_kv_heads=1, n_layers=1, vocab_size=64),
-    model_seqlens=(64,),
+    models=((ModelSize("48k", 64, 4, n_kv_heads=1, n_layers=1, vocab_size=64), (64,)),),
     prompt=16,
     n_new=4,
     launch_seqlens=(64,),
@@ -194,12 +193,18 @@ def _padding(scale: Scale) -> Iterator[Work]:
 
 
 def _bias(scale: Scale) -> Iterator[Work]:
-    kinds: dict[str, dict[str, Any]] = {"per head, learned": {"bias": "per_head"}, "ALiBi": {"alibi": True}}
-    for direction, (name, fields), seqlen in itertools.product(DIRECTIONS, kinds.items(), scale.seqlens):
+    learned: dict[str, Any] = {"bias": "per_head"}
+    kinds: tuple[tuple[str, dict[str, Any], float], ...] = (
+        ("per head, learned", learned, 0.0),
+        ("per head, learned, half padded", learned, 0.5),
+        ("ALiBi", {"alibi": True}, 0.0),
+    )
+    for direction, (name, fields, padded), seqlen in itertools.product(DIRECTIONS, kinds, scale.seqlens):
         if seqlen <= 8 * K:  # beyond it a bias that is written out is larger than all else together
             case = _case(scale, seqlen, causal="bottom_right", **fields)
             place = Place("bias", name, PASSES[direction], "seqlen", seqlen)
-            yield AttentionWork(place, 1 + (seqlen not in scale.headline), case, direction, compiled=scale.compiled)
+            priority = 1 + (seqlen not in scale.headline)
+            yield AttentionWork(place, priority, case, direction, padded, scale.compiled)
 
 
 def _window(scale: Scale) -> Iterator[Work]:
@@ -223,20 +228,20 @@ def _decode(scale: Scale) -> Iterator[Work]:
 
 
 def _training(scale: Scale) -> Iterator[Work]:
-    for i, seqlen in enumerate(scale.model_seqlens):
-        place = Place("training", "GPT", "one step", "seqlen", seqlen)
-        batch = max(1, scale.tokens // seqlen)
-        yield ModelWork(
-            place, i, scale.model, "training", batch, seqlen, precision=scale.dtypes[0], compiled=scale.compiled
-        )
+    for model, seqlens in scale.models:
+        for i, seqlen in enumerate(seqlens):
+            place = Place("training", model.title, "one step", "seqlen", seqlen)
+            batch = max(1, scale.tokens // seqlen)
+            yield ModelWork(
+                place, i, model, "training", batch, seqlen, precision=scale.dtypes[0], compiled=scale.compiled
+            )
 
 
 def _generate(scale: Scale) -> Iterator[Work]:
+    model, _ = scale.models[0]
     for batch in (1, 16):
-        place = Place("generate", "GPT", f"{scale.n_new} tokens each after {scale.prompt}", "batch", batch)
-        yield ModelWork(
-            place, 1, scale.model, "generate", batch, scale.prompt, scale.n_new, scale.dtypes[0], scale.compiled
-        )
+        place = Place("generate", model.title, f"{scale.n_new} tokens each after {scale.prompt}", "batch", batch)
+        yield ModelWork(place, 1, model, "generate", batch, scale.prompt, scale.n_new, scale.dtypes[0], scale.compiled)
 
 
 def _launch(scale: Scale) -> Iterator[Work]:

@@ -9,11 +9,10 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench import results
+from bench import goals, results
 from bench.page import with_block
 from bench.results import Report
-from bench.terminal import milliseconds, number, reasons
-from fusedattn.cli.errors import CommandError
+from bench.terminal import goal_cells, milliseconds, number, reasons
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
@@ -23,10 +22,9 @@ HEADLINES = ("forward", "backward", "decode", "training")
 
 def run(options: argparse.Namespace) -> int:
     """Rewrite the pages; exit status 0."""
-    reports = [results.read_committed(path) for path in options.results]
-    kinds = [report["environment"]["is_gpu"] for report in reports]
-    if len(set(kinds)) < len(kinds):
-        raise CommandError("FILE: got two of one kind, allowed are one of a GPU and one of a CPU")
+    found = [results.read_committed(path) for path in options.results]
+    kinds = ([report for report in found if report["environment"]["is_gpu"] is kind] for kind in (True, False))
+    reports = [results.together(of_kind) for of_kind in kinds if of_kind]
     page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
     for report in reports:
         page, readme = with_results(page, readme, report)
@@ -52,6 +50,10 @@ def full(report: Report) -> str:
         f"Checked before: {verdict['cases']} problems, of whose error budgets at most {verdict['most_used']:.0%} is "
         f"used (allowed {verdict['limit']:.0%}).",
     ]
+    found = list(goals.verdicts(report))
+    if any(verdict.n_found for verdict in found):
+        head = ["goal", "at least", "lowest", "results", "reached", "where lowest"]
+        parts += ["#### Goals", _lines([head, *(list(goal_cells(verdict)) for verdict in found)])]
     for (suite, page), panels in results.by_page(report).items():
         parts.append(f"#### {suite}: {page}")
         for panel, rows in panels.items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench import results
+from bench import goals, results
+from bench.goals import Verdict
 from bench.results import Report
 
 
@@ -42,6 +43,31 @@ def print_results(console: Console, report: Report) -> None:
         for text in reasons(rows):
             console.print(text, markup=False, style="dim")
         console.print()
+    found = [verdict for verdict in goals.verdicts(report) if verdict.n_found]
+    if found:
+        console.print("goals", style="bold")
+        console.print(_goals(found))
+
+
+def _goals(verdicts: list[Verdict]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in ("goal", "at least", "lowest", "results", "reached"):
+        table.add_column(name, justify="left" if name == "goal" else "right", no_wrap=True)
+    table.add_column("where lowest", overflow="fold")
+    for verdict in verdicts:
+        table.add_row(*goal_cells(verdict))
+    return table
+
+
+def goal_cells(verdict: Verdict) -> Iterator[str]:
+    """The goal, its bound, the lowest figure, how many there are, whether it is reached, and where it is lowest."""
+    goal, lowest = verdict.goal, verdict.lowest
+    yield goal.name
+    yield f"{goal.at_least:.2f}"
+    yield "–" if lowest is None else f"{lowest[1]:.3f}"
+    yield f"{verdict.n_found} of {goal.n_results}"
+    yield {True: "yes", False: "no", None: "–"}[verdict.is_reached]
+    yield "–" if lowest is None else lowest[0]
 
 
 def _table(rows: list[Report]) -> Table:

@@ -19,6 +19,7 @@ from bench import (
     counts,
     functions,
     libraries,
+    model_work,
     suites,
 )
 from bench.attention_work import AttentionWork, own
@@ -27,7 +28,7 @@ from bench.launch_work import LaunchWork
 from bench.measuring import measure
 from bench.model_work import ModelSize, ModelWork
 from bench.timing import Budget, HostStopwatch, OutOfTimeError, Rounds, Spread, interleaved, spread
-from bench.work import Place, Work
+from bench.work import Contestant, Place, Work
 from fusedattn import Rope, attention, fuse, masks, peers
 from fusedattn.cases import Case, make_inputs
 from fusedattn.testing import CASES
@@ -324,15 +325,30 @@ def test_the_work_of_a_gpu_is_what_the_page_says() -> None:
     assert {case.nheads_q // case.nheads_kv for case in cases} == {1, 4}
     decode = [work.case for work in suites.works(["decode"], suites.GPU) if isinstance(work, AttentionWork)]
     assert {case.batch for case in decode} == {1, 8, 32, 128}
-    assert {case.seqlen_k for case in decode} == {1024, 8192, 32768, 131072}
+    assert {case.seqlen_k for case in decode} == {1024, 4096, 8192, 32768, 131072}
 
 
 @pytest.mark.parametrize("task", ["training", "generate"])
 def test_models_compute_the_same_and_train(task: Any) -> None:
-    work = ModelWork(PLACE, 0, ModelSize(32, 4, 1, 1, 17), task, 2, 6, 3, torch.float32, compiled=False)
+    work = ModelWork(PLACE, 0, ModelSize("20k", 32, 4, 1, 1, 17), task, 2, 6, 3, torch.float32, compiled=False)
     row = measured(work, {})
     assert {name for name, found in row["contestants"].items() if "ms" in found} == {"fusedattn", "sdpa", "textbook"}
     assert row["amount"] == (12 if task == "training" else 6)
+
+
+def test_a_backend_of_torchs_function_is_chosen_while_it_is_timed() -> None:
+    def enabled() -> torch.Tensor:
+        cuda = torch.backends.cuda
+        return torch.tensor([cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()])
+
+    free = Contestant(lambda: enabled, enabled)
+    flash = model_work._by_backend(free, model_work.BACKENDS["sdpa-flash"])
+    assert flash.answer().tolist() == [True, False, False]
+    assert flash.set_up()().tolist() == [True, False, False]
+    cudnn = model_work._by_backend(free, model_work.BACKENDS["sdpa-cudnn"])
+    assert cudnn.answer().tolist() == [False, True, False]
+    assert enabled().all()
+    assert model_work._by_backend(free, None) is free
 
 
 def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
