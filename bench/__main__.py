@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fusedattn.cli.errors import CommandError
 
-RESULTS = Path("bench/results")
+RESULTS, CANDIDATES = Path("bench/results"), Path("bench/candidates")
 
 _RUN = """\
 Measure work of named suites, the most important first, and write a JSON file to
@@ -23,6 +25,20 @@ status is 1 where fusedattn is wrong; its results are then refused by plot and
 table.
 """
 
+
+_TUNE = """\
+Time configs that a call of attention() could be launched with beside that of
+kernels/configs.py, and write DIR/<device>/<date>-<commit>-tune.json. Nothing is
+changed: what the table should have is for a person to decide.
+
+--compile ARCH finds the candidates, without a GPU: tiles whose machine code has
+no spill and no other fault, the best by the model first. On a GPU each is
+checked in a process of its own, and timed where it keeps the error budget.
+"""
+
+PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
+WORK = ("streamed", "dense", "scored", "combined")
+ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 _TOGETHER = "several are of runs of one commit on one machine"
 
@@ -56,6 +72,25 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
     plot.add_argument("--out", metavar="DIR", type=Path, help="default: a folder beside the first")
     plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: %(default)s")
+
+    tune = commands.add_parser(
+        "tune", help="time configs of the table beside others", description=_TUNE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    many: dict[str, Any] = {"action": "append", "default": []}
+    tune.add_argument("--part", **many, choices=PARTS, help="repeat it for several (default: all)")
+    tune.add_argument("--work", **many, choices=WORK, help="what is done for each pair (default: streamed)")
+    tune.add_argument("--head-dim", **many, type=int, choices=(64, 128, 256, 512), help="default: 128 and 64")
+    tune.add_argument("--dtype", **many, choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
+    tune.add_argument("--compile", metavar="ARCH", choices=ARCHS, help="find candidates for it, and time nothing")
+    tune.add_argument("--candidates", metavar="DIR", type=Path, default=CANDIDATES, help="default: %(default)s")
+    tune.add_argument("--keep", metavar="N", type=int, default=12, help="time so many of a slot (default: %(default)s)")
+    tune.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
+    tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
+    tune.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
+    tune.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
 
     compare = commands.add_parser("compare", help="two result files, case by case")
     compare.add_argument("a", metavar="A", type=Path)

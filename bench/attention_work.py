@@ -69,13 +69,7 @@ class AttentionWork(Work):
 
     def inputs(self, device: torch.device) -> Inputs:
         """Tensors that lie in memory as models have them: a cache by heads, all else by tokens, then heads."""
-        found = make_inputs(self.case, device, drawn_there=True)
-        if not self.is_decode:
-            by_token = {
-                n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in found.leaves.items() if n in "qkv"
-            }
-            dout = found.dout.transpose(1, 2).contiguous().transpose(1, 2)
-            found = replace(found.with_leaves(found.leaves | by_token), dout=dout)
+        found = as_models_have_them(make_inputs(self.case, device, drawn_there=True))
         if self.padded:
             n_real = round((1.0 - self.padded) * self.case.seqlen_k)
             real = torch.arange(self.case.seqlen_k, device=device) < n_real
@@ -87,6 +81,15 @@ class AttentionWork(Work):
         others = functions.for_case(self.case, functions_, compiled=self.compiled)
         every: dict[str, Peer] = {**own(self.direction, device), **others}
         return {name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()}
+
+
+def as_models_have_them(inputs: Inputs) -> Inputs:
+    """The same problem in memory by tokens, then heads; of a single query, a cache, by heads."""
+    if inputs.q.shape[2] == 1:
+        return inputs
+    by_token = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs.leaves.items() if n in "qkv"}
+    dout = inputs.dout.transpose(1, 2).contiguous().transpose(1, 2)
+    return replace(inputs.with_leaves(inputs.leaves | by_token), dout=dout)
 
 
 def own(direction: Direction, device: torch.device) -> dict[str, Peer]:

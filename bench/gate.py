@@ -12,7 +12,7 @@ import torch
 from fusedattn import attention, testing
 from fusedattn.cases import Case, make_inputs
 from fusedattn.cli import check
-from fusedattn.support import Backend
+from fusedattn.support import Backend, default_backend
 from fusedattn.testing import Ratios
 
 # The budget is one for kernels. torch's own function on a CPU uses several times of it, in float32 most; what is wrong,
@@ -31,7 +31,7 @@ class Gate:
     @property
     def backend(self) -> Backend:
         """The default of the device."""
-        return "triton" if self.device.type == "cuda" else "torch"
+        return default_backend(self.device)
 
     @property
     def limit(self) -> float:

@@ -52,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
     report = _measure_all(chosen, device, _functions(options.against), options, budget, console, path)
     terminal.print_results(console, report)
     verdict = report["correctness"]
-    console.print(f"{len(report['results'])} of {len(chosen)} measured, written to {path}", markup=False)
+    console.print(
+        f"{len(report['results'])} of {len(chosen)} measured, written to {path}", markup=False, soft_wrap=True
+    )
     for name, text in verdict["failures"].items():
         console.print(f"not correct: {name}: {text}", markup=False, style="red")
     return 0 if not verdict["failures"] else 1

@@ -1,0 +1,151 @@
+"""A place in the table of configs, the problems that show how good what stands there is, and trying something else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from bench.attention_work import as_models_have_them
+from bench.timing import SetUp, Timed
+from fusedattn import attention
+from fusedattn.cases import Case, Inputs, make_inputs
+from fusedattn.kernels import configs
+from fusedattn.kernels.configs import Arch, FewQueries, TileConfig, Work
+
+# Fields of KernelConfigs, and the config of few queries, which has a table of its own.
+Part = Literal["fwd", "dkdv", "dq", "one_pass", "few"]
+Candidate = TileConfig | FewQueries | None  # None: two kernels instead of one pass
+Pass = Literal["inference", "training", "backward"]
+
+# The gradients that make one kernel of the backward run, and no other but what prepares it.
+WANTED: dict[Part, tuple[str, ...]] = {"dkdv": ("k", "v"), "dq": ("q",), "one_pass": ("q", "k", "v")}
+
+WIDTH, TOKENS, SEQLEN = 2048, 16384, 4096  # nheads * head_dim, batch * seqlen
+CAUSAL: dict[str, Any] = {"causal": "bottom_right"}
+FIELDS: dict[Work, dict[str, dict[str, Any]]] = {
+    "streamed": {"causal": CAUSAL, "not causal": {}},
+    "dense": {"documents": CAUSAL | {"documents": "packed"}, "boolean": {"boolean": "broadcast"}},
+    "scored": {"bias": CAUSAL | {"bias": "per_head"}, "dropout": CAUSAL | {"dropout_p": 0.1}},
+    "combined": {"bias, documents": CAUSAL | {"bias": "per_head", "documents": "packed"}},
+}
+ROTATED: dict[str, Any] = CAUSAL | {"rope": "half", "padding": "right"}
+DECODED = {"32 x 4k": (32, 4096), "8 x 16k": (8, 16384), "1 x 64k": (1, 65536)}  # batch, cached tokens
+SMALL_LENGTHS = (384, 333)
+SMALL_CACHE = 4133
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one config serves: a kernel, the work for each pair, a dtype, and head_dims up to this one."""
+
+    part: Part
+    work: Work
+    dtype: torch.dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """One line, unique."""
+        return f"{self.part} {self.work} {str(self.dtype).removeprefix('torch.')} {self.head_dim}"
+
+    def config(self, arch: Arch) -> Candidate:
+        """What stands in the table."""
+        if self.part == "few":
+            return configs.lookup_few_queries(arch, self.head_dim, self.dtype, self.work)
+        return getattr(configs.lookup(arch, self.head_dim, self.dtype, self.work), self.part)
+
+    @contextmanager
+    def holding(self, candidate: Candidate) -> Iterator[None]:
+        """Inside, every call finds the candidate in this place, in every place of its kind for that matter."""
+        if isinstance(candidate, FewQueries):
+            with patch.object(configs, "lookup_few_queries", lambda *asked: candidate):
+                yield
+        else:
+            lookup = configs.lookup
+
+            def with_candidate(*asked: Any) -> configs.KernelConfigs:
+                changed: dict[str, Any] = {self.part: candidate}
+                return replace(lookup(*asked), **changed)
+
+            with patch.object(configs, "lookup", with_candidate):
+                yield
+
+    def cases(self) -> dict[str, Case]:
+        """What is timed, by name."""
+        if self.part == "few":
+            return {
+                name: self._case(batch, 1, cached, heads=(32, 8)) for name, (batch, cached) in DECODED.items()
+            }  # fmt: skip
+        nheads = WIDTH // self.head_dim
+        return {
+            name: self._case(TOKENS // SEQLEN, SEQLEN, SEQLEN, heads=(nheads, nheads), **fields)
+            for name, fields in self._fields.items()
+        }
+
+    def small_cases(self) -> list[Case]:
+        """What must be correct before: the same with few heads, of lengths that tiles divide, and that none does."""
+        if self.part == "few":
+            return [self._case(2, 1, SMALL_CACHE, heads=(8, 2)), self._case(2, 3, SMALL_CACHE, heads=(8, 2), **CAUSAL)]
+        return [self._case(2, n, n, heads=(4, 2), **x) for x in self._fields.values() for n in SMALL_LENGTHS]
+
+    @property
+    def _fields(self) -> dict[str, dict[str, Any]]:
+        """The forward alone rotates anything in its own programs."""
+        rotates = self.part == "fwd" and self.work == "streamed"
+        return FIELDS[self.work] | ({"causal, RoPE": ROTATED} if rotates else {})
+
+    def _case(self, batch: int, seqlen_q: int, seqlen_k: int, *, heads: tuple[int, int], **fields: Any) -> Case:
+        return Case(
+            batch=batch,
+            nheads_q=heads[0],
+            nheads_kv=heads[1],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            **fields,
+        )
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """What of a call is timed: a forward that keeps something for the backward is another kernel in 16 bits."""
+        if self.part == "few":
+            return ("inference",)
+        return ("inference", "training") if self.part == "fwd" else ("backward",)
+
+    def set_ups(
+        self, case: Case, device: torch.device, candidates: Mapping[str, Candidate]
+    ) -> dict[Pass, dict[str, SetUp]]:
+        """By pass, then by the name of the candidate, all on the same tensors."""
+        inputs = as_models_have_them(make_inputs(case, device, drawn_there=True))
+        return {
+            which: {name: functools.partial(self._set_up, x, inputs, which) for name, x in candidates.items()}
+            for which in self.passes
+        }
+
+    def _set_up(self, candidate: Candidate, inputs: Inputs, which: Pass) -> Timed:
+        wanted = WANTED.get(self.part, ("q", "k", "v") if which == "training" else ())
+        leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.leaves.items()}
+        x = inputs.with_leaves(leaves)
+
+        def forward() -> Tensor:
+            with self.holding(candidate):
+                deterministic = self.part != "one_pass"
+                return attention(x.q, x.k, x.v, backend="triton", deterministic=deterministic, **x.options)
+
+        if which != "backward":
+            return forward
+        out = forward()
+
+        def backward() -> object:
+            with self.holding(candidate):
+                return torch.autograd.grad(out, [leaves[name] for name in wanted], x.dout)
+
+        return backward

@@ -1,0 +1,422 @@
+"""Tuning: what is tried, that it is what runs, that nothing wrong is timed, and which one is called faster."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import bench.__main__ as command
+from bench import results, tune
+from bench.codegen.report import Report
+from bench.gate import Gate
+from bench.timing import Budget, OutOfTimeError, Rounds, Spread
+from bench.tuning import candidates, slots, trial
+from bench.tuning.candidates import Found
+from bench.tuning.slots import Part, Slot
+from bench.tuning.trial import Timing
+from fusedattn.cases import Case
+from fusedattn.cli.errors import CommandError
+from fusedattn.kernels import configs
+from fusedattn.kernels.configs import FewQueries, TileConfig
+from tests.conftest import INTERPRETING
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are compiled, the interpreter sees none")
+
+SMALL = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=48, head_dim=16, dtype=torch.float16)
+TILE = TileConfig(64, 32, 4, 1, EDGE=16)
+ROUNDS = Rounds(least=2, most=2)
+CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, torch.float32), (64, 128, 256))]
+
+
+def slot(part: Part, head_dim: int = 16, dtype: torch.dtype = torch.float16, work: configs.Work = "streamed") -> Slot:
+    return Slot(part, work, dtype, head_dim)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Kernels with the tiles they ran in."""
+    from triton.runtime import interpreter
+
+    run = interpreter.GridExecutor.__call__
+    seen: list[Any] = []
+
+    def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+        seen.append((executor.fn.__name__, named.get("BLOCK_M"), named.get("BLOCK_N")))
+        run(executor, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", seeing)
+    return seen
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_apart", trial.verdict)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("part", "kernel"),
+    [
+        ("fwd", "attention_fwd"),
+        ("dkdv", "attention_bwd_dkdv"),
+        ("dq", "attention_bwd_dq"),
+        ("one_pass", "attention_bwd_dkdv"),
+    ],
+)
+def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str, launched) -> None:
+    its = slot(part)
+    for which, set_ups in its.set_ups(SMALL, CPU, {"a": TILE}).items():
+        timed = set_ups["a"]()
+        launched.clear()
+        timed()
+        tiled = {(name, m, n) for name, m, n in launched if n is not None and m is not None}
+        assert tiled == {(kernel, TILE.BLOCK_M, TILE.BLOCK_N)}, which
+
+
+@interpreted
+def test_without_one_pass_both_kernels_run(launched) -> None:
+    timed = slot("one_pass").set_ups(SMALL, CPU, {"two kernels": None})["backward"]["two kernels"]()
+    launched.clear()
+    timed()
+    assert {"attention_bwd_dkdv", "attention_bwd_dq"} <= {name for name, *_ in launched}
+
+
+@interpreted
+def test_few_queries_have_the_candidate_and_its_splits(launched) -> None:
+    case = replace(SMALL, seqlen_q=1, seqlen_k=150)
+    few = FewQueries(TileConfig(16, 32, 4, 1, EDGE=32), split=64)
+    slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]()()
+    assert ("attention_fwd", 16, 32) in launched
+    assert "attention_combine" in {name for name, *_ in launched}
+
+
+@interpreted
+def test_the_table_is_as_it_was_after_a_trial(launched) -> None:
+    before = (configs.lookup, configs.lookup_few_queries)
+    with slot("fwd").holding(TILE):
+        assert configs.lookup("interpreter", 16, torch.float16) == replace(configs.INTERPRETER, fwd=TILE)
+    with slot("few").holding(few := FewQueries(TILE, 64)):
+        assert configs.lookup_few_queries("interpreter", 16, torch.float16) is few
+        assert configs.lookup("interpreter", 16, torch.float16) == configs.INTERPRETER
+    assert (configs.lookup, configs.lookup_few_queries) == before
+
+
+def test_every_slot_has_work_of_its_own_kind() -> None:
+    """Cases reach the entry of the table that the slot names: the launcher asks for the same kind of work."""
+    asked: list[str] = []
+    lookup = configs.lookup
+
+    def asking(arch: configs.Arch, head_dim: int, dtype: torch.dtype, work: configs.Work = "streamed"):
+        asked.append(work)
+        return lookup(arch, head_dim, dtype, work)
+
+    for work in get_args(configs.Work):
+        its = slot("fwd", work=work)
+        for case in its.small_cases():
+            small = replace(case, batch=1, seqlen_q=20, seqlen_k=20, nheads_q=1, nheads_kv=1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(configs, "lookup", asking)
+                set_ups = its.set_ups(small, torch.device("cpu" if INTERPRETING else "cuda"), {"own": TILE})
+                set_ups["inference"]["own"]()()
+        assert set(asked) == {work}
+        asked.clear()
+
+
+@pytest.mark.parametrize(("part", "arch", "dtype", "head_dim"), CONFIGS)
+def test_a_grid_has_tiles_of_the_architecture(part: Part, arch: configs.Arch, dtype, head_dim: int) -> None:
+    its = Slot(part, "streamed", dtype, head_dim)
+    found = list(candidates.grid(its, arch))
+    assert len(set(found)) == len(found) > 10
+    styles = {tile.style for tile in found}
+    newest = arch in ("sm_90", "sm_100")
+    assert newest or styles == {"pointers"}
+    assert ("descriptors" in styles) == (newest and part != "few")
+    assert ("specialized" in styles) == (arch == "sm_90" and part == "fwd" and dtype == torch.bfloat16)
+    for tile in found:
+        if part == "few":
+            FewQueries(tile, candidates.SPLITS[0])
+        else:
+            with its.holding(tile):
+                assert getattr(configs.lookup(arch, head_dim, dtype), part) == tile
+
+
+def report(tile: TileConfig, kernel: str = "attention_fwd", **found: Any) -> Report:
+    shown = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "EDGE": tile.EDGE, "num_warps": 4, "num_stages": 1}
+    usual: dict[str, Any] = {"registers": 100, "ctas_per_sm": 2, "tensor_core": 1, "hgmma": 1}
+    return Report(kernel, "sm_90", 128, "bf16", "plain", shown, True, **usual | found)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TileConfig, str], list[Report]]], list[Any]]:
+    """Reports by tile and features, in place of a compilation; what was compiled."""
+
+    def stand_in(function: Callable[[TileConfig, str], list[Report]]) -> list[Any]:
+        compiled: list[Any] = []
+
+        def compiling(case: Any) -> list[Report]:
+            compiled.append((case.config.EDGE, *case.features))
+            return function(case.config, case.features[0])
+
+        monkeypatch.setattr("bench.codegen.compilations.compile_case", compiling)
+        monkeypatch.setattr("bench.codegen.predictions.predict", lambda _: _not_known())
+        return compiled
+
+    return stand_in
+
+
+def _not_known() -> Any:
+    raise NotImplementedError
+
+
+def test_the_widest_boundary_blocks_without_a_fault(compiler) -> None:
+    hardest = candidates.FEATURES["streamed"][0]
+    compiled = compiler(lambda tile, features: [report(tile, spill_bytes=8 if tile.EDGE > 16 else 0)])
+    found = candidates.widest_clean(slot("fwd", 128, torch.bfloat16), "sm_90", TileConfig(64, 32, 4, 1))
+    assert found == Found(TileConfig(64, 32, 4, 1, EDGE=16), 100, 2, None)
+    assert compiled == [(32, hardest), *((16, name) for name in candidates.FEATURES["streamed"])]
+
+
+def test_one_fault_anywhere_is_enough(compiler) -> None:
+    last = candidates.FEATURES["streamed"][-1]
+    compiler(lambda tile, features: [report(tile), report(tile, serialized_wgmma=features == last)])
+    assert candidates.clean(slot("fwd", 128, torch.bfloat16), "sm_90", [TileConfig(64, 32, 4, 1)], jobs=1) == []
+
+
+def test_specialised_tiles_are_judged_by_their_own_kernel(compiler) -> None:
+    its, tile = slot("fwd", 128, torch.bfloat16), TileConfig(128, 64, 4, 2, "specialized")
+    compiler(lambda config, _: [report(config, spill_bytes=8), report(config, "attention_fwd_specialized")])
+    found = candidates.widest_clean(its, "sm_90", tile)
+    assert found is not None
+    assert found.config == tile
+    compiler(lambda config, _: [report(config)])
+    assert candidates.widest_clean(its, "sm_90", tile) is None  # its kernel takes none of the calls
+
+
+def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> None:
+    its = slot("fwd", 128, torch.bfloat16)
+    found = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
+    own = configs.lookup("sm_90", 128, torch.bfloat16).fwd
+    assert list(candidates.to_time(its, "sm_90", found, 2).values()) == [own, found[0].config, found[1].config]
+    assert len(candidates.to_time(its, "sm_90", [Found(own, 1, 1, None)], 2)) == 1
+    two = candidates.to_time(slot("one_pass", 64, torch.bfloat16), "sm_90", found, 1)
+    assert list(two.values()) == [configs.lookup("sm_90", 64, torch.bfloat16).one_pass, None, found[0].config]
+    few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", found[1:2], 1)
+    assert [x.split for x in few.values() if isinstance(x, FewQueries)] == [512, *candidates.SPLITS]
+    names = [candidates.tile(x) for x in (own, replace(own, persistent=1), replace(own, EDGE_STAGES=1), None)]
+    assert len(set(names)) == 4
+
+
+def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
+    path = candidates.path("sm_90", tmp_path)
+    a, b = slot("fwd"), slot("dq")
+    ours = [Found(TileConfig(64, 32, 4, 1, "pipelined", 32, 1, 1, True), 200, 1, 512.5), Found(TILE, 128, 2, None)]
+    candidates.save(path, {a.name: ours})
+    candidates.save(path, {b.name: []})
+    assert (candidates.load(path, a), candidates.load(path, b)) == (ours, [])
+    candidates.save(path, {a.name: ours[1:]})
+    assert candidates.load(path, a) == ours[1:]
+    with pytest.raises(CommandError, match="no candidates for few streamed"):
+        candidates.load(path, slot("few"))
+    with pytest.raises(CommandError, match="--compile finds them"):
+        candidates.load(tmp_path / "other.json", a)
+
+
+class Passing:
+    """A gate that lets pass what has fewer than 100 rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.failures = {"causal": "of the error budget dq uses 300%"}
+
+    def passes(self, cases: Any) -> bool:
+        rows = configs.lookup("interpreter", 16, torch.float16).fwd.BLOCK_M
+        if rows == 1024:
+            raise RuntimeError("no room")
+        return rows < 100
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
+    monkeypatch.setattr(trial, "Gate", Passing)
+    tiles = {str(rows): replace(TILE, BLOCK_M=rows) for rows in (64, 128, 1024)}
+    wrong = trial.wrong(slot("fwd"), tiles, CPU, jobs=2)
+    assert wrong == {"128": "causal: of the error budget dq uses 300%", "1024": "RuntimeError: no room"}
+
+
+@interpreted
+def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, launched) -> None:
+    monkeypatch.setattr(Slot, "small_cases", lambda _: [replace(SMALL, seqlen_q=20, seqlen_k=24)])
+    assert Gate(CPU).limit == 1.0
+    assert trial.verdict(slot("dq"), TILE, CPU) == ""
+    assert ("attention_bwd_dq", TILE.BLOCK_M, TILE.BLOCK_N) in launched
+
+
+def exit_at_once(sender: Any, *_: Any) -> None:
+    os._exit(7)
+
+
+def never_answer(sender: Any, *_: Any) -> None:
+    import time
+
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "text"), [(exit_at_once, "its process ended with status 7"), (never_answer, "no answer in 1 s")]
+)
+def test_a_process_that_dies_or_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, in_place, text: str) -> None:
+    monkeypatch.setattr(trial, "_send_verdict", in_place)
+    monkeypatch.setattr(trial, "SECONDS_TO_CHECK", 1.0 if in_place is never_answer else 100.0)
+    assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, jobs=1) == {"a": text}
+
+
+def spread(median: float, around: float = 0.1) -> Spread:
+    return Spread(median, median - around, median + around, 9)
+
+
+TIMINGS = {
+    "own": Timing({"x": spread(2.0), "y": spread(4.0)}),
+    "both": Timing({"x": spread(1.0), "y": spread(2.0)}),
+    "one": Timing({"x": spread(1.0), "y": spread(4.0)}),
+    "near": Timing({"x": spread(1.9), "y": spread(3.7)}),
+    "none": Timing({}, "no room"),
+}
+
+
+def test_gains_and_what_is_no_noise() -> None:
+    assert trial.gains(TIMINGS, "own")["one"] == {"x": 2.0, "y": 1.0}
+    assert [name for name, _ in trial.ranked(TIMINGS, "own")] == ["both", "one", "near", "own"]
+    assert dict(trial.ranked(TIMINGS, "own"))["one"] == pytest.approx(2**0.5)
+    faster = [name for name in TIMINGS if trial.is_faster(TIMINGS, "own", name)]
+    assert faster == ["both"]
+    assert trial.ranked(TIMINGS, "none") == []
+
+
+@interpreted
+def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = slot("fwd")
+    monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL, "b": replace(SMALL, causal="top_left")})
+    tiles = {"good": TILE, "bad": replace(TILE, num_stages=9)}
+
+    def failing(self: Slot, candidate: Any, inputs: Any, which: str) -> Any:
+        if candidate.num_stages == 9 and which == "training":
+            raise RuntimeError("out of shared memory")
+        return lambda: None
+
+    monkeypatch.setattr(Slot, "_set_up", failing)
+    found = trial.timed(its, tiles, CPU, lambda timed: 3.0, random.Random(0), Budget(), ROUNDS)
+    assert found["bad"] == Timing({}, "RuntimeError: out of shared memory")
+    assert set(found["good"].ms) == {f"{x}, {which}" for x in "ab" for which in ("inference", "training")}
+    with pytest.raises(OutOfTimeError):
+        trial.timed(its, tiles, CPU, lambda timed: 3.0, random.Random(0), Budget(0.0), ROUNDS)
+
+
+def options(folder: Path, **changes: Any) -> argparse.Namespace:
+    usual: dict[str, Any] = {
+        "candidates": folder, "budget": None, "seed": 0, "commit": "c" * 40, "out": folder, "keep": 3, "jobs": 1,
+    }  # fmt: skip
+    return argparse.Namespace(**usual | changes)
+
+
+@interpreted
+def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys, in_this_process) -> None:
+    its = slot("dq")
+    tiles = [replace(TILE, BLOCK_M=rows) for rows in (16, 64, 128)]
+    candidates.save(candidates.path("interpreter", tmp_path), {its.name: [Found(x, 99, 1, None) for x in tiles]})
+    monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
+    monkeypatch.setattr(Slot, "small_cases", lambda _: [replace(SMALL, seqlen_q=20, seqlen_k=24)])
+    verdict = trial.verdict
+    monkeypatch.setattr(
+        trial, "_apart", lambda s, x, d: "dq uses 300%" if x.BLOCK_M == 128 else verdict(s, x, d)
+    )  # fmt: skip
+    ms = {32: 4.0, 16: 5.0, 64: 2.0}
+
+    def stopwatch(timed: Any) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slots.torch.autograd, "grad", lambda *_: configs.lookup("interpreter", 16, torch.float16).dq)
+            return ms[timed().BLOCK_M]
+
+    assert tune.tune([its], CPU, stopwatch, options(tmp_path), tune.terminal.console()) == 0
+    (written,) = tmp_path.rglob("*-tune.json")
+    found = json.loads(written.read_text())
+    named = {rows: candidates.tile(replace(TILE, BLOCK_M=rows)) for rows in (16, 64, 128)}
+    own = candidates.tile(configs.INTERPRETER.dq)
+    (result,) = found["slots"].values()
+    assert result["gain"] == {named[64]: 2.0, own: 1.0, named[16]: 0.8}
+    assert result["candidates"][named[128]] == {"reason": "dq uses 300%"}
+    assert result["candidates"][own]["ms"]["a, backward"]["n"] >= trial.ROUNDS.least
+    shown = capsys.readouterr().out
+    assert shown.index(named[64]) < shown.index(named[16]) < shown.index(own)
+    assert "1 of 1 slots" in shown
+    with pytest.raises(CommandError, match="no report of python -m bench run"):
+        results.read(written)
+    assert tune.tune([its], CPU, stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0
+    assert "the budget is spent" in capsys.readouterr().out
+
+
+@interpreted
+def test_a_table_that_is_wrong_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    its = slot("fwd")
+    candidates.save(candidates.path("interpreter", tmp_path), {its.name: []})
+    monkeypatch.setattr(trial, "_apart", lambda *_: "out uses 300%")
+    assert tune.tune([its], CPU, lambda _: 1.0, options(tmp_path), tune.terminal.console()) == 1
+    assert "out uses 300%" in capsys.readouterr().out
+
+
+def test_what_is_asked_for() -> None:
+    parser = command.build_parser()
+
+    def names(*arguments: str) -> list[str]:
+        return [x.name for x in tune.slots(parser.parse_args(["tune", *arguments]))]
+
+    assert len(names()) == 2 * len(get_args(Part))
+    assert names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "dense") == [
+        "fwd dense float32 256"
+    ]
+    assert names("--work", "scored", "--head-dim", "64") == [f"{x} scored bfloat16 64" for x in ("fwd", "dkdv", "dq")]
+    assert get_args(Part) == command.PARTS
+    assert get_args(configs.Work) == command.WORK
+    assert set(command.ARCHS) == set(configs.TABLE)
+
+
+@pytest.mark.parametrize(("interpret", "message"), [("1", "the interpreter compiles nothing"), ("0", "asked of a GPU")])
+def test_nothing_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys, interpret: str, message: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert command.main(["tune", "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_candidates_come_from_machine_code(tmp_path: Path) -> None:
+    """The table's own tile has no fault; four warps for 128x128 have too few registers."""
+    program = f"""
+import torch
+from pathlib import Path
+from bench.tuning import candidates
+from bench.tuning.slots import Slot
+from fusedattn.kernels.configs import TileConfig
+slot = Slot("dq", "streamed", torch.bfloat16, 128)
+found = candidates.clean(slot, "sm_90", [slot.config("sm_90"), TileConfig(128, 128, 4, 1)], jobs=1)
+candidates.save(Path({str(tmp_path)!r}) / "found.json", {{slot.name: found}})
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=300)
+    its = slot("dq", 128, torch.bfloat16)
+    own = configs.lookup("sm_90", 128, torch.bfloat16).dq
+    (found,) = candidates.load(tmp_path / "found.json", its)
+    assert replace(found.config, EDGE=own.EDGE) == own
+    assert found.config.EDGE >= own.EDGE
+    assert 100 < found.registers <= 255
+    assert found.predicted is not None
