@@ -504,10 +504,11 @@ def test_fastest_number_of_threads() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 @pytest.mark.parametrize(
     ("command", "when"),
-    [(("check",), b"case"), (("demo", "--quick", "--out", "out"), b"comparing")],
+    [(("check",), b" ok\n"), (("demo", "--quick", "--out", "out"), b"Training the fused model")],
     ids=["check", "demo"],
 )
 def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> None:
+    """Of work. While torch imports its compiler, for the first call, Python may end by the signal or not notice it."""
     if command[0] == "demo":
         for package in ("rich", "matplotlib"):
             pytest.importorskip(package)
