@@ -56,7 +56,7 @@ mutants: .venv/.test ## plant faults in the code, and see whether the tests noti
 soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
 	@$(VENV_PYTHON) -m tests.soak $(ARGS)
 
-gpu: gpu-check ## on a machine with a GPU: tests, then timings; runs $(PYTHON) as it is, installs nothing
+gpu: gpu-check ## on a machine with a GPU: tests by WORKERS=4 processes, then timings; installs nothing
 	@"$(PYTHON)" -m pytest $(PYTEST_WORKERS) --maxfail=0 --durations=10 tests
 	@"$(PYTHON)" -m bench run $(ARGS)
 
@@ -106,8 +106,10 @@ CHECK_PYTHON = command -v "$(PYTHON)" >/dev/null || \
     { echo "error: fusedattn needs Python >= 3.10, but '$(PYTHON)' is" \
            "$$("$(PYTHON)" --version 2>&1); name another with PYTHON=/path/to/python3" >&2; exit 1; }
 
-# A machine with a GPU often has its own torch and no package registry, and not always pytest-xdist.
-PYTEST_WORKERS = $$("$(PYTHON)" -c 'import xdist' 2>/dev/null && echo -n 4)
+# A machine with a GPU often has its own torch and no package registry, and not always pytest-xdist. Most of the time of
+# the tests there is that of compilers: with many cores, and memory of the GPU for each, WORKERS may be many.
+WORKERS ?= 4
+PYTEST_WORKERS = $$("$(PYTHON)" -c 'import xdist' 2>/dev/null && echo -n $(WORKERS))
 
 define GPU_CHECK
 import sys

@@ -108,7 +108,8 @@ def _later(name: str):
     """A command's module, with all that it imports, loads when that command runs."""
 
     def run(options: argparse.Namespace) -> int:
-        missing = [package for package in ("rich", "matplotlib") if importlib.util.find_spec(package) is None]
+        needed = ("rich", "matplotlib", *(("triton",) if name == "tune" else ()))
+        missing = [package for package in needed if importlib.util.find_spec(package) is None]
         if missing:
             raise CommandError(f"{', '.join(missing)}: not installed; pip install 'fusedattn[bench]'")
         return importlib.import_module(f"bench.{name}").run(options)

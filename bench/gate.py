@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusedattn import attention, testing
-from fusedattn.cases import Case, make_inputs
+from fusedattn.cases import Case, Inputs, make_inputs
 from fusedattn.cli import check
 from fusedattn.support import Backend, default_backend
 from fusedattn.testing import Ratios
@@ -46,7 +46,7 @@ class Gate:
         if case not in self.used:
             try:
                 ratios = check.measure(case, self.backend, self.device)
-                ratios["out without gradients"] = self._without_gradients(case)
+                ratios["out without gradients"] = without_gradients(make_inputs(case, self.device), self.backend)
                 if self.backend == "triton":
                     ratios |= self._in_one_pass(case)
             except Exception as error:  # a kernel that does not run is not correct either
@@ -58,13 +58,6 @@ class Gate:
                 if wrong:
                     self.failures[_described(case)] = f"of the error budget {', '.join(wrong)}"
         return self.used[case] <= self.limit
-
-    def _without_gradients(self, case: Case) -> Ratios:
-        """Of out where nothing asks for a gradient, as the forward is timed; that may be another kernel."""
-        inputs = make_inputs(case, self.device)
-        with torch.no_grad():
-            out = attention(inputs.q, inputs.k, inputs.v, backend=self.backend, **inputs.options)
-        return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
 
     def _in_one_pass(self, case: Case) -> dict[str, Ratios]:
         """Of gradients that are summed in any order."""
@@ -83,6 +76,13 @@ class Gate:
             "most_used": max(finite, default=None),
             "failures": self.failures,
         }
+
+
+def without_gradients(inputs: Inputs, backend: Backend) -> Ratios:
+    """Of out where nothing asks for a gradient, as the forward is timed; that may be another kernel."""
+    with torch.no_grad():
+        out = attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.options)
+    return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
 
 
 def _described(case: Case) -> str:

@@ -7,6 +7,7 @@ import datetime
 import itertools
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -62,7 +63,9 @@ def _compile(chosen: list[Slot], options: argparse.Namespace, console: Console) 
     target = candidates.path(arch, options.candidates)
     for slot in chosen:
         grid = list(candidates.grid(slot, arch))
-        found = candidates.clean(slot, arch, grid, options.jobs)
+        with terminal.progress(console) as progress:
+            task = progress.add_task(slot.name, total=len(grid))
+            found = candidates.clean(slot, arch, grid, options.jobs, partial(progress.advance, task))
         candidates.save(target, {slot.name: found})
         console.print(f"{slot.name}: {len(found)} of {len(grid)} tiles have no fault", markup=False)
     console.print(f"written to {target}", markup=False, soft_wrap=True)

@@ -20,7 +20,6 @@ import torch
 import bench.__main__ as command
 from bench import results, tune
 from bench.codegen.report import Report
-from bench.gate import Gate
 from bench.timing import Budget, OutOfTimeError, Rounds, Spread
 from bench.tuning import candidates, slots, trial
 from bench.tuning.candidates import Found
@@ -127,7 +126,7 @@ def test_every_slot_has_work_of_its_own_kind() -> None:
 
     for work in get_args(configs.Work):
         its = slot("fwd", work=work)
-        for case in its.small_cases():
+        for case in its.small_cases().values():
             small = replace(case, batch=1, seqlen_q=20, seqlen_k=20, nheads_q=1, nheads_kv=1)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(configs, "lookup", asking)
@@ -169,7 +168,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TileConfig,
         compiled: list[Any] = []
 
         def compiling(case: Any) -> list[Report]:
-            compiled.append((case.config.EDGE, *case.features))
+            compiled.append((case.config.EDGE, *case.features, case.inference))
             return function(case.config, case.features[0])
 
         monkeypatch.setattr("bench.codegen.compilations.compile_case", compiling)
@@ -183,28 +182,70 @@ def _not_known() -> Any:
     raise NotImplementedError
 
 
+EDGED = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # of a forward: full blocks, boundary, repair
+FWD = slot("fwd", 128, torch.bfloat16)
+SMALL_TILE = TileConfig(64, 32, 4, 1)
+
+
 def test_the_widest_boundary_blocks_without_a_fault(compiler) -> None:
-    hardest = candidates.FEATURES["streamed"][0]
-    compiled = compiler(lambda tile, features: [report(tile, spill_bytes=8 if tile.EDGE > 16 else 0)])
-    found = candidates.widest_clean(slot("fwd", 128, torch.bfloat16), "sm_90", TileConfig(64, 32, 4, 1))
-    assert found == Found(TileConfig(64, 32, 4, 1, EDGE=16), 100, 2, None)
-    assert compiled == [(32, hardest), *((16, name) for name in candidates.FEATURES["streamed"])]
+    hardest, *others = candidates.FEATURES["streamed"]
+    compiled = compiler(lambda tile, features: [report(tile, **(EDGED if tile.EDGE > 16 else {}))])
+    (found,) = candidates.clean_forms(FWD, "sm_90", SMALL_TILE)
+    assert found == Found(replace(SMALL_TILE, EDGE=16), 100, 2, None)
+    assert compiled == [(32, hardest, ()), (16, hardest, ()), *((16, x, (x,)) for x in (hardest, *others))]
+
+
+def test_a_backward_is_not_compiled_without_gradients(compiler) -> None:
+    compiled = compiler(lambda tile, features: [report(tile, "attention_bwd_dq")])
+    (found,) = candidates.clean_forms(slot("dq", 128, torch.bfloat16), "sm_90", SMALL_TILE)
+    assert found.config == replace(SMALL_TILE, EDGE=32)
+    assert compiled == [(32, x, ()) for x in candidates.FEATURES["streamed"]]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"loop_spills": (1, 0, 0), "spill_bytes": 8},
+        {"serialized_wgmma": True},
+        EDGED | {"serialized_wgmma": True},
+        {"shared_bytes": 10**6},
+        {"error": "OutOfResources"},
+        {"loop_spills": (0,), "spill_bytes": 8},
+    ],
+)
+def test_narrower_boundary_blocks_are_not_tried_in_vain(compiler, fault: dict[str, Any]) -> None:
+    compiled = compiler(lambda tile, features: [report(tile, **fault)])
+    assert candidates.clean_forms(FWD, "sm_90", SMALL_TILE) == []
+    assert [edge for edge, *_ in compiled] == [32]
 
 
 def test_one_fault_anywhere_is_enough(compiler) -> None:
     last = candidates.FEATURES["streamed"][-1]
-    compiler(lambda tile, features: [report(tile), report(tile, serialized_wgmma=features == last)])
-    assert candidates.clean(slot("fwd", 128, torch.bfloat16), "sm_90", [TileConfig(64, 32, 4, 1)], jobs=1) == []
+    compiler(lambda tile, features: [report(tile), report(tile, registers=99, serialized_wgmma=features == last)])
+    done: list[int] = []
+    assert candidates.clean(FWD, "sm_90", [SMALL_TILE] * 2, 1, lambda: done.append(1)) == []
+    assert len(done) == 2
+
+
+def test_persistent_programs_are_tried_where_they_are_written(compiler) -> None:
+    pipelined = replace(SMALL_TILE, style="pipelined", EDGE=32)
+    compiler(lambda tile, features: [report(tile)])
+    forms = [found.config for found in candidates.clean_forms(FWD, "sm_90", pipelined)]
+    assert forms == [pipelined, replace(pipelined, persistent=1)]
+    compiler(lambda tile, features: [report(tile, serialized_wgmma=bool(tile.persistent))])
+    assert [found.config for found in candidates.clean_forms(FWD, "sm_90", pipelined)] == [pipelined]
+    compiler(lambda tile, features: [report(tile)])
+    scored = slot("fwd", 128, torch.bfloat16, "scored")
+    assert [found.config for found in candidates.clean_forms(scored, "sm_90", pipelined)] == [pipelined]
 
 
 def test_specialised_tiles_are_judged_by_their_own_kernel(compiler) -> None:
-    its, tile = slot("fwd", 128, torch.bfloat16), TileConfig(128, 64, 4, 2, "specialized")
+    tile = TileConfig(128, 64, 4, 2, "specialized")
     compiler(lambda config, _: [report(config, spill_bytes=8), report(config, "attention_fwd_specialized")])
-    found = candidates.widest_clean(its, "sm_90", tile)
-    assert found is not None
+    (found,) = candidates.clean_forms(FWD, "sm_90", tile)
     assert found.config == tile
     compiler(lambda config, _: [report(config)])
-    assert candidates.widest_clean(its, "sm_90", tile) is None  # its kernel takes none of the calls
+    assert candidates.clean_forms(FWD, "sm_90", tile) == []  # its kernel takes none of the calls
 
 
 def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> None:
@@ -236,32 +277,34 @@ def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
         candidates.load(tmp_path / "other.json", a)
 
 
-class Passing:
-    """A gate that lets pass what has fewer than 100 rows."""
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
+    """Of 64, 128 and 1024 rows the first keeps the budget, and the last does not run."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.failures = {"causal": "of the error budget dq uses 300%"}
-
-    def passes(self, cases: Any) -> bool:
+    def used(its: Slot, device: torch.device) -> Any:
         rows = configs.lookup("interpreter", 16, torch.float16).fwd.BLOCK_M
         if rows == 1024:
             raise RuntimeError("no room")
-        return rows < 100
+        yield from {"out of causal": rows / 100, "lse of causal": float("nan") if rows == 128 else 0.5}.items()
 
-
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
-    monkeypatch.setattr(trial, "Gate", Passing)
+    monkeypatch.setattr(trial, "_used", used)
     tiles = {str(rows): replace(TILE, BLOCK_M=rows) for rows in (64, 128, 1024)}
-    wrong = trial.wrong(slot("fwd"), tiles, CPU, jobs=2)
-    assert wrong == {"128": "causal: of the error budget dq uses 300%", "1024": "RuntimeError: no room"}
+    assert trial.wrong(slot("fwd"), tiles, CPU, jobs=2) == {
+        "128": "out of causal uses 128% of the error budget, lse of causal uses nan% of the error budget",
+        "1024": "RuntimeError: no room",
+    }
 
 
 @interpreted
-def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, launched) -> None:
-    monkeypatch.setattr(Slot, "small_cases", lambda _: [replace(SMALL, seqlen_q=20, seqlen_k=24)])
-    assert Gate(CPU).limit == 1.0
-    assert trial.verdict(slot("dq"), TILE, CPU) == ""
-    assert ("attention_bwd_dq", TILE.BLOCK_M, TILE.BLOCK_N) in launched
+@pytest.mark.parametrize("part", ["fwd", "dq", "one_pass"])
+def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, launched, part: Part) -> None:
+    small = replace(SMALL, seqlen_q=20, seqlen_k=24)
+    monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": small})
+    names = [name for name, _ in trial._used(slot(part), CPU)]
+    assert names[:5] == [f"{x} of a" for x in ("out", "lse", "dq", "dk", "dv")]
+    assert ("out without gradients of a" in names) == (part == "fwd")
+    assert trial.verdict(slot(part), TILE, CPU) == ""
+    kernel = {"fwd": "attention_fwd", "dq": "attention_bwd_dq", "one_pass": "attention_bwd_dkdv"}[part]
+    assert (kernel, TILE.BLOCK_M, TILE.BLOCK_N) in launched
 
 
 def exit_at_once(sender: Any, *_: Any) -> None:
@@ -337,7 +380,7 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     tiles = [replace(TILE, BLOCK_M=rows) for rows in (16, 64, 128)]
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: [Found(x, 99, 1, None) for x in tiles]})
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
-    monkeypatch.setattr(Slot, "small_cases", lambda _: [replace(SMALL, seqlen_q=20, seqlen_k=24)])
+    monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": replace(SMALL, seqlen_q=20, seqlen_k=24)})
     verdict = trial.verdict
     monkeypatch.setattr(
         trial, "_apart", lambda s, x, d: "dq uses 300%" if x.BLOCK_M == 128 else verdict(s, x, d)

@@ -10,8 +10,9 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 import triton
 
 from bench.codegen import compilations
+from bench.codegen.loops import LOOPS
 from bench.codegen.report import Report
 from bench.tuning.slots import Candidate, Part, Slot
 from fusedattn.cli.errors import CommandError
@@ -89,57 +91,81 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
         styles = ("pointers", "descriptors", "pipelined") if slot.part == "fwd" else ("pointers", "descriptors")
     for style, block_m, block_n, warps, n_stages in itertools.product(styles, rows, columns, WARPS, stages):
         yield TileConfig(block_m, block_n, warps, n_stages, style)
-        if style == "pipelined" and slot.work == "streamed":
-            yield TileConfig(block_m, block_n, warps, n_stages, style, persistent=1)
     if slot.part == "fwd" and slot.work == "streamed" and arch == "sm_90" and slot.dtype.itemsize == 2:
         for block_n, n_stages in itertools.product(columns, (2, 3)):
             yield TileConfig(128, block_n, 4, n_stages, "specialized")
 
 
-def clean(slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int) -> list[Found]:
+def clean(
+    slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object] = lambda: None
+) -> list[Found]:
     """Those whose kernels have no fault, each with the widest boundary blocks that allow it, the best by the model
-    first."""
-    judged = functools.partial(widest_clean, slot, arch)
-    if jobs == 1:
-        found = list(map(judged, tiles))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(judged, tiles))
-    return sorted(filter(None, found), key=lambda x: -(x.predicted or 0.0))
+    first; `done` is called after each tile."""
+    judged = functools.partial(clean_forms, slot, arch)
+    found: list[Found] = []
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+        for x in (map if pool is None else pool.map)(judged, tiles):
+            found += x
+            done()
+    return sorted(found, key=lambda x: -(x.predicted or 0.0))
 
 
-def widest_clean(slot: Slot, arch: Arch, config: TileConfig) -> Found | None:
-    """A tile with the widest boundary blocks with which nothing is wrong with its machine code, if there is one."""
+def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
+    """A tile with the widest boundary blocks with which nothing is wrong with its machine code, if there are any; and
+    the same by persistent programs, where these are written."""
     walked = config.BLOCK_M if slot.part in ("dkdv", "one_pass") else config.BLOCK_N
     for edge in (edge for edge in EDGES if edge <= max(walked, min(EDGES))):
         tried = replace(config, EDGE=edge)
-        reports: list[Report] = []
-        for features in _features(slot):
-            reports += _compiled(slot, arch, tried, features)
-            if any(report.faults for report in reports):
-                break
-        else:
-            return _found(slot, tried, reports)
-    return None
+        reports = _reports(slot, arch, tried)
+        faulty = [report for report in reports if report.faults]
+        if not faulty:
+            forms = [_found(tried, reports)] if reports else []
+            if forms and tried.style == "pipelined" and slot.work == "streamed":
+                persistent = replace(tried, persistent=1)
+                reports = _reports(slot, arch, persistent)
+                forms += [] if any(report.faults for report in reports) else [_found(persistent, reports)]
+            return forms
+        if not all(map(_is_of_boundary, faulty)):
+            break
+    return []
+
+
+def _is_of_boundary(report: Report) -> bool:
+    """Whether all that is wrong are spills, and none of them in the loop over full blocks."""
+    names = LOOPS.get(report.kernel, {}).get(len(report.loop_spills))
+    if names is None or len(report.faults) > 1 or not report.spill_bytes:
+        return False
+    return not any(spills for name, spills in zip(names, report.loop_spills, strict=True) if name == "full")
+
+
+def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
+    """Of all that must have no fault, or as far as the first fault."""
+    found: dict[str, Report] = {}
+    hardest, *others = _features(slot)
+    forward = slot.part in ("fwd", "few")
+    # A forward runs without what is kept for the backward too; most tiles fail with it.
+    for features, inference in ((hardest, False), *((x, forward) for x in (hardest, *others)[1 - forward :])):
+        found |= {report.key: report for report in _compiled(slot, arch, config, features, inference)}
+        if any(report.faults for report in found.values()):
+            break
+    return list(found.values())
 
 
 def _features(slot: Slot) -> tuple[str, ...]:
     return {"one_pass": ONE_PASS, "few": FEW}.get(slot.part, FEATURES[slot.work])
 
 
-def _compiled(slot: Slot, arch: Arch, config: TileConfig, features: str) -> list[Report]:
-    inference = (features,) if slot.part in ("fwd", "few") else ()
+def _compiled(slot: Slot, arch: Arch, config: TileConfig, features: str, inference: bool) -> list[Report]:
+    """With what is kept for the backward, and (inference) without it too."""
     names = NAMES[slot.dtype][:1] if arch == "gfx942" else NAMES[slot.dtype]
-    kernels = KERNELS[slot.part]
-    cases = [compilations.Case(arch, x, slot.head_dim, (features,), kernels, inference, config) for x in names]
+    kernels, ran_without = KERNELS[slot.part], (features,) if inference else ()
+    cases = [compilations.Case(arch, x, slot.head_dim, (features,), kernels, ran_without, config) for x in names]
     found = [report for case in cases for report in compilations.compile_case(case)]
     # Specialised, a forward that its kernel does not take runs by all warps alike, which is another candidate.
     return [r for r in found if config.style != "specialized" or r.kernel == "attention_fwd_specialized"]
 
 
-def _found(slot: Slot, config: TileConfig, reports: list[Report]) -> Found | None:
-    if not reports:
-        return None
+def _found(config: TileConfig, reports: list[Report]) -> Found:
     rates = list(_predicted(reports))
     return Found(
         config,

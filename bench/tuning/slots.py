@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ FIELDS: dict[Work, dict[str, dict[str, Any]]] = {
 }
 ROTATED: dict[str, Any] = CAUSAL | {"rope": "half", "padding": "right"}
 DECODED = {"32 x 4k": (32, 4096), "8 x 16k": (8, 16384), "1 x 64k": (1, 65536)}  # batch, cached tokens
-SMALL_LENGTHS = (384, 333)
+SMALL_LENGTHS = (333, 384)
 SMALL_CACHE = 4133
 
 
@@ -89,11 +90,16 @@ class Slot:
             for name, fields in self._fields.items()
         }
 
-    def small_cases(self) -> list[Case]:
-        """What must be correct before: the same with few heads, of lengths that tiles divide, and that none does."""
+    def small_cases(self) -> dict[str, Case]:
+        """What must be correct before, by name: the same with few heads, of lengths that no tile divides, or all do."""
         if self.part == "few":
-            return [self._case(2, 1, SMALL_CACHE, heads=(8, 2)), self._case(2, 3, SMALL_CACHE, heads=(8, 2), **CAUSAL)]
-        return [self._case(2, n, n, heads=(4, 2), **x) for x in self._fields.values() for n in SMALL_LENGTHS]
+            fields: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (3, CAUSAL))
+            return {f"{n} queries": self._case(2, n, SMALL_CACHE, heads=(8, 2), **x) for n, x in fields}
+        lengths = itertools.cycle(SMALL_LENGTHS)
+        return {
+            f"{name}, seqlen {n}": self._case(2, n, n, heads=(4, 2), **fields)
+            for (name, fields), n in zip(self._fields.items(), lengths, strict=False)
+        }
 
     @property
     def _fields(self) -> dict[str, dict[str, Any]]:

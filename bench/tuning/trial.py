@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 
-from bench.gate import Gate
+from bench.gate import without_gradients
 from bench.measuring import WARM_UPS, reason
 from bench.timing import Budget, Rounds, SetUp, Spread, Stopwatch, interleaved, spread
 from bench.tuning.slots import Candidate, Slot
+from fusedattn import attention, testing
+from fusedattn.cases import make_inputs
 
 ROUNDS = Rounds(least=10, most=40, seconds=1.5)
 SECONDS_TO_CHECK = 180.0  # a kernel that hangs is not waited for
@@ -55,13 +58,23 @@ def _send_verdict(sender: Connection, slot: Slot, candidate: Candidate, device: 
 
 def verdict(slot: Slot, candidate: Candidate, device: torch.device) -> str:
     """What is wrong with a candidate; empty where it is correct."""
-    gate = Gate(device)
     try:
         with slot.holding(candidate):
-            passes = gate.passes(slot.small_cases())
+            used = dict(_used(slot, device))
     except Exception as error:
         return reason(error)
-    return "" if passes else "; ".join(f"{name}: {text}" for name, text in gate.failures.items())
+    return ", ".join(f"{name} uses {share:.0%} of the error budget" for name, share in used.items() if not share <= 1.0)
+
+
+def _used(slot: Slot, device: torch.device) -> Iterator[tuple[str, float]]:
+    """The share of the error budget that each tensor of each small problem uses."""
+    function = functools.partial(attention, backend="triton", deterministic=slot.part != "one_pass")
+    for problem, case in slot.small_cases().items():
+        inputs = make_inputs(case, device)
+        ratios = testing.check(function, inputs)
+        if "inference" in slot.passes:
+            ratios["out without gradients"] = without_gradients(inputs, "triton")
+        yield from ((f"{tensor} of {problem}", ratio.used) for tensor, ratio in ratios.items())
 
 
 @dataclass(frozen=True)
