@@ -105,7 +105,7 @@ class Slot:
     def _fields(self) -> dict[str, dict[str, Any]]:
         """The forward alone rotates anything in its own programs."""
         rotates = self.part == "fwd" and self.work == "streamed"
-        return FIELDS[self.work] | ({"causal, RoPE": ROTATED} if rotates else {})
+        return FIELDS[self.work] | ({"causal, RoPE, padding": ROTATED} if rotates else {})
 
     def _case(self, batch: int, seqlen_q: int, seqlen_k: int, *, heads: tuple[int, int], **fields: Any) -> Case:
         return Case(
