@@ -78,7 +78,13 @@ def tune(
     """Check and time, slot by slot, the file written after each."""
     arch = devices.arch_of(device)
     source = candidates.path(arch, options.candidates)
-    found = {slot: candidates.load(source, slot) for slot in chosen}
+    loaded = {slot: candidates.load(source, slot) for slot in chosen}
+    found = {slot: x for slot, x in loaded.items() if x is not None}
+    missing = ", ".join(slot.name for slot in chosen if slot not in found)
+    if missing:
+        console.print(f"left out, because {source} does not have them: {missing}", markup=False, soft_wrap=True)
+    if not found:
+        raise CommandError(f"{source}: no candidates; python -m bench tune --compile {arch} finds them")
     budget, shuffle = Budget(options.budget), random.Random(options.seed)
     report: dict[str, Any] = {
         "format": FORMAT,
@@ -90,7 +96,7 @@ def tune(
     target = _path(options.out, device, options.commit)
     status = 0
     try:
-        for slot in chosen:
+        for slot in found:
             budget.check()
             own, *_ = names = candidates.to_time(slot, arch, found[slot], options.keep)
             timings = _tried(slot, names, device, stopwatch, shuffle, budget, options.jobs)

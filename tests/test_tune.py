@@ -271,10 +271,12 @@ def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
     assert (candidates.load(path, a), candidates.load(path, b)) == (ours, [])
     candidates.save(path, {a.name: ours[1:]})
     assert candidates.load(path, a) == ours[1:]
-    with pytest.raises(CommandError, match="no candidates for few streamed"):
-        candidates.load(path, slot("few"))
-    with pytest.raises(CommandError, match="--compile finds them"):
-        candidates.load(tmp_path / "other.json", a)
+    assert candidates.load(path, slot("few")) is None
+    assert candidates.load(tmp_path / "other.json", a) is None
+    for text in ("[", json.dumps({a.name: [{"config": {"BLOCK": 16}}]}), json.dumps({a.name: [1]})):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="got no file of python -m bench tune --compile"):
+            candidates.load(path, a)
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
@@ -392,7 +394,8 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
             patch.setattr(slots.torch.autograd, "grad", lambda *_: configs.lookup("interpreter", 16, torch.float16).dq)
             return ms[timed().BLOCK_M]
 
-    assert tune.tune([its], CPU, stopwatch, options(tmp_path), tune.terminal.console()) == 0
+    other = slot("fwd")
+    assert tune.tune([other, its], CPU, stopwatch, options(tmp_path), tune.terminal.console()) == 0
     (written,) = tmp_path.rglob("*-tune.json")
     found = json.loads(written.read_text())
     named = {rows: candidates.tile(replace(TILE, BLOCK_M=rows)) for rows in (16, 64, 128)}
@@ -403,7 +406,10 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert result["candidates"][own]["ms"]["a, backward"]["n"] >= trial.ROUNDS.least
     shown = capsys.readouterr().out
     assert shown.index(named[64]) < shown.index(named[16]) < shown.index(own)
-    assert "1 of 1 slots" in shown
+    assert f"does not have them: {other.name}\n" in shown
+    assert "1 of 2 slots" in shown
+    with pytest.raises(CommandError, match="no candidates; python -m bench tune --compile interpreter finds them"):
+        tune.tune([other], CPU, stopwatch, options(tmp_path), tune.terminal.console())
     with pytest.raises(CommandError, match="no report of python -m bench run"):
         results.read(written)
     assert tune.tune([its], CPU, stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0

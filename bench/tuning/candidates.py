@@ -213,16 +213,17 @@ def save(target: Path, found: dict[str, list[Found]]) -> None:
     target.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def load(source: Path, slot: Slot) -> list[Found]:
-    """Those of a slot.
+def load(source: Path, slot: Slot) -> list[Found] | None:
+    """Those of a slot; None where nobody has looked for them.
 
     Raises:
-        CommandError: the file is missing, or does not have the slot.
+        CommandError: the file is none that :func:`save` wrote.
     """
     try:
-        return [_from_object(x) for x in json.loads(source.read_text(encoding="utf-8"))[slot.name]]
-    except (OSError, KeyError, ValueError) as error:
-        raise CommandError(f"{source}: no candidates for {slot.name}; --compile finds them ({error})") from error
+        known = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
+        return [_from_object(x) for x in known[slot.name]] if slot.name in known else None
+    except (TypeError, ValueError, KeyError) as error:
+        raise CommandError(f"{source}: got no file of python -m bench tune --compile ({error})") from error
 
 
 def _as_object(found: Found) -> dict[str, Any]:
