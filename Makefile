@@ -109,7 +109,7 @@ CHECK_PYTHON = command -v "$(PYTHON)" >/dev/null || \
 # A machine with a GPU often has its own torch and no package registry, and not always pytest-xdist. Most of the time of
 # the tests there is that of compilers: with many cores, and memory of the GPU for each, WORKERS may be many.
 WORKERS ?= 4
-PYTEST_WORKERS = $$("$(PYTHON)" -c 'import xdist' 2>/dev/null && echo -n $(WORKERS))
+PYTEST_WORKERS = $$("$(PYTHON)" -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(WORKERS))
 
 define GPU_CHECK
 import sys

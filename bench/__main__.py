@@ -85,7 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--compile", metavar="ARCH", choices=ARCHS, help="find candidates for it, and time nothing")
     tune.add_argument("--candidates", metavar="DIR", type=Path, default=CANDIDATES, help="default: %(default)s")
     tune.add_argument("--keep", metavar="N", type=int, default=12, help="time so many of a slot (default: %(default)s)")
-    tune.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    tune.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=_cores(),
+        help="processes (default: %(default)s)",
+    )
     tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
     tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
     tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
@@ -115,6 +121,11 @@ def _later(name: str):
         return importlib.import_module(f"bench.{name}").run(options)
 
     return run
+
+
+def _cores() -> int:
+    """Those that this process may use; each process that checks has a context on the GPU, so there are not many."""
+    return min(14, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _seconds(text: str) -> float:

@@ -25,9 +25,6 @@ from fusedattn.transformer import GPTModel, ScaledDotProductAttention
 
 Form = Callable[[GPTModel], torch.nn.Module]
 
-# Those of torch's function that are measured each, besides the one that torch chooses.
-BACKENDS = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
-
 
 class TorchAttention(ScaledDotProductAttention):
     """The reference attention by ``F.scaled_dot_product_attention``, causal, its backend chosen by torch."""
@@ -54,6 +51,21 @@ class TorchAttention(ScaledDotProductAttention):
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return out, None
+
+
+class CudnnAttention(TorchAttention):
+    """A class of its own: torch.compile takes a model for one that it has compiled, whatever backend is allowed."""
+
+
+class FlashAttention(TorchAttention):
+    """A class of its own, as that for cuDNN is."""
+
+
+# Backends of torch's function that are measured each, besides the one that torch chooses.
+BACKENDS: dict[str, tuple[type[TorchAttention], SDPBackend]] = {
+    "sdpa-cudnn": (CudnnAttention, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": (FlashAttention, SDPBackend.FLASH_ATTENTION),
+}
 
 
 @dataclass(frozen=True)
@@ -115,19 +127,24 @@ class ModelWork(Work):
         model = self._model(device)
         ids = torch.randint(self.size.vocab_size, (self.batch, self.seqlen + 1), device=device)
 
+        @torch.enable_grad()  # of a compiled model, what is trained, and not another that has no gradients
+        def answer(called: Any) -> Tensor:
+            return _loss(called, ids, self.precision).detach()
+
         def prepare(form: Form, compiled: bool = False, backend: SDPBackend | None = None) -> Contestant:
             mine = form(copy.deepcopy(model))
             called: Any = torch.compile(mine, dynamic=False) if compiled else mine
             set_up = self._training(mine, called, ids) if self.task == "training" else self._generating(mine, ids)
-            return _by_backend(Contestant(set_up, lambda: _loss(called, ids, self.precision)), backend)
+            return _by_backend(Contestant(set_up, functools.partial(answer, called)), backend)
 
-        forms: dict[str, Form] = {OWN: fuse, "sdpa": _with_torch_attention, "textbook": lambda model: model}
+        forms: dict[str, Form] = {OWN: fuse, "sdpa": with_attention, "textbook": lambda model: model}
         found = {name: functools.partial(prepare, form) for name, form in forms.items()}
         if self.compiled and self.task == "training":
             found |= {f"{name}, compiled": functools.partial(prepare, forms[name], True) for name in (OWN, "sdpa")}
             if device.type == "cuda":  # torch's own choice need not be the fastest
-                for name, backend in BACKENDS.items():
-                    found[f"{name}, compiled"] = functools.partial(prepare, _with_torch_attention, True, backend)
+                for name, (attention, backend) in BACKENDS.items():
+                    form = functools.partial(with_attention, attention=attention)
+                    found[f"{name}, compiled"] = functools.partial(prepare, form, True, backend)
         return dict(found)
 
     def _model(self, device: torch.device) -> GPTModel:
@@ -180,10 +197,11 @@ def _by_backend(contestant: Contestant, backend: SDPBackend | None) -> Contestan
     return Contestant(set_up, lambda: within(contestant.answer))
 
 
-def _with_torch_attention(model: GPTModel) -> GPTModel:
+def with_attention(model: GPTModel, attention: type[TorchAttention] = TorchAttention) -> GPTModel:
+    """The model, with torch's function in place of the reference."""
     for module in model.modules():
         if type(module) is ScaledDotProductAttention:
-            module.__class__ = TorchAttention
+            module.__class__ = attention
     return model
 
 

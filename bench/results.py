@@ -72,11 +72,12 @@ def together(reports: Sequence[Report]) -> Report:
     Each result compares what took turns in one run; its share of the ceiling is of that run too.
 
     Raises:
-        CommandError: the runs differ in device, commit or versions.
+        CommandError: the runs differ in device, commit or versions, or one was quick.
     """
     first, *others = reports
     for other in others:
         differ = [key for key, x in first["environment"].items() if other["environment"].get(key) != x]
+        differ += ["--quick"] if other["arguments"]["quick"] != first["arguments"]["quick"] else []
         if differ:
             raise CommandError(
                 f"FILE: got runs that differ in {', '.join(differ)}, allowed are runs of one environment"

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import itertools
 import json
-import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import environment, terminal
-from bench.timing import Budget, DeviceStopwatch, OutOfTimeError, Stopwatch
+from bench.timing import Budget, DeviceStopwatch, Stopwatch
 from bench.tuning import candidates, trial
-from bench.tuning.slots import Candidate, Part, Slot
+from bench.tuning.slots import Part, Slot
 from bench.tuning.trial import Timing
 from fusedattn.cli import machine
 from fusedattn.cli.errors import CommandError
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     device = machine.choose_device(options.device)
     if device.type != "cuda":
         raise CommandError(f"--device: got {device.type}, but what is fast is asked of a GPU; --compile needs none")
-    return tune(slots(options), device, DeviceStopwatch(device), options, console)
+    return tune(slots(options), device, DeviceStopwatch, options, console)
 
 
 def _compile(chosen: list[Slot], options: argparse.Namespace, console: Console) -> int:
@@ -73,7 +73,11 @@ def _compile(chosen: list[Slot], options: argparse.Namespace, console: Console) 
 
 
 def tune(
-    chosen: list[Slot], device: torch.device, stopwatch: Stopwatch, options: argparse.Namespace, console: Console
+    chosen: list[Slot],
+    device: torch.device,
+    stopwatch: Callable[[torch.device], Stopwatch],
+    options: argparse.Namespace,
+    console: Console,
 ) -> int:
     """Check and time, slot by slot, the file written after each."""
     arch = devices.arch_of(device)
@@ -85,7 +89,7 @@ def tune(
         console.print(f"left out, because {source} does not have them: {missing}", markup=False, soft_wrap=True)
     if not found:
         raise CommandError(f"{source}: no candidates; python -m bench tune --compile {arch} finds them")
-    budget, shuffle = Budget(options.budget), random.Random(options.seed)
+    budget = Budget(options.budget)
     report: dict[str, Any] = {
         "format": FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -97,43 +101,32 @@ def tune(
     status = 0
     try:
         for slot in found:
-            budget.check()
+            if budget.is_spent:
+                console.print("the budget is spent")
+                break
             own, *_ = names = candidates.to_time(slot, arch, found[slot], options.keep)
-            timings = _tried(slot, names, device, stopwatch, shuffle, budget, options.jobs)
+            wrong = trial.wrong(slot, names, device, options.jobs, budget)
+            correct = {name: candidate for name, candidate in names.items() if name not in wrong}
+            times = trial.timed(slot, correct, device, stopwatch, options.seed, budget)
+            timings = {name: times[name] if name in times else Timing({}, wrong[name]) for name in names}
             report["slots"][slot.name] = _as_object(own, timings)
             report["state_after"] = environment.state(device)
             _write(target, report)
             _print(console, slot, own, timings)
-            status |= bool(timings[own].reason)
-    except OutOfTimeError:
-        console.print("the budget is spent")
+            status |= own in wrong
     except KeyboardInterrupt:
         console.print("interrupted")
-    console.print(f"{len(report['slots'])} of {len(chosen)} slots, written to {target}", markup=False, soft_wrap=True)
+    summary = f"{len(report['slots'])} of {len(chosen)} slots, written to {target}"
+    console.print(summary, markup=False, soft_wrap=True)
     return status
-
-
-def _tried(
-    slot: Slot,
-    named: dict[str, Candidate],
-    device: torch.device,
-    stopwatch: Stopwatch,
-    shuffle: random.Random,
-    budget: Budget,
-    jobs: int,
-) -> dict[str, Timing]:
-    """What is correct timed, and why the rest is not."""
-    wrong = trial.wrong(slot, named, device, jobs)
-    correct = {name: candidate for name, candidate in named.items() if name not in wrong}
-    timings = trial.timed(slot, correct, device, stopwatch, shuffle, budget)
-    return {name: timings[name] if name in timings else Timing({}, wrong[name]) for name in named}
 
 
 def _as_object(own: str, timings: dict[str, Timing]) -> dict[str, Any]:
     """For JSON: the ranking, then all that was measured."""
     return {
         "table": own,
-        "gain": {name: round(mean, 4) for name, mean in trial.ranked(timings, own)},
+        "base": trial.base(timings),
+        "gain": {name: round(mean, 4) for name, mean in trial.ranked(timings)},
         "candidates": {name: timing.as_object() for name, timing in timings.items()},
     }
 
@@ -156,19 +149,19 @@ def _path(out: Path, device: torch.device, commit: str | None) -> Path:
 
 
 def _print(console: Console, slot: Slot, own: str, timings: dict[str, Timing]) -> None:
-    """The table's config, and the best of the others, as many times as fast as it."""
+    """The best, and the table's own: how many times as fast as that they are, or as the first that is correct."""
     console.print(slot.name, style="bold", markup=False)
-    gains, ranked = trial.gains(timings, own), trial.ranked(timings, own)
-    problems = list(gains.get(own, {}))
+    gains, ranked = trial.gains(timings), trial.ranked(timings)
+    problems = list(dict.fromkeys(problem for found in gains.values() for problem in found))
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("config", no_wrap=True)
     for name in ("gain", *problems, "beyond noise"):
         table.add_column(name, justify="right")
-    shown = [pair for pair in ranked[:SHOWN] if pair[0] != own] + [pair for pair in ranked if pair[0] == own]
-    for name, mean in shown:
-        cells = [f"{gains[name].get(problem, float('nan')):.3f}" for problem in problems]
-        noise = "the table's" if name == own else "yes" if trial.is_faster(timings, own, name) else ""
-        table.add_row(name, f"{mean:.3f}", *cells, noise)
+    for i, (name, mean) in enumerate(ranked):
+        if i < SHOWN or name == own:
+            cells = (f"{gains[name][x]:.3f}" if x in gains[name] else "" for x in problems)
+            noise = "the table's" if name == own else "yes" if trial.is_faster(timings, name) else ""
+            table.add_row(name, f"{mean:.3f}", *cells, noise)
     console.print(table)
     for name, timing in timings.items():
         if timing.reason:

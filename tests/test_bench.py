@@ -342,13 +342,43 @@ def test_a_backend_of_torchs_function_is_chosen_while_it_is_timed() -> None:
         return torch.tensor([cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()])
 
     free = Contestant(lambda: enabled, enabled)
-    flash = model_work._by_backend(free, model_work.BACKENDS["sdpa-flash"])
+    flash = model_work._by_backend(free, model_work.BACKENDS["sdpa-flash"][1])
     assert flash.answer().tolist() == [True, False, False]
     assert flash.set_up()().tolist() == [True, False, False]
-    cudnn = model_work._by_backend(free, model_work.BACKENDS["sdpa-cudnn"])
+    cudnn = model_work._by_backend(free, model_work.BACKENDS["sdpa-cudnn"][1])
     assert cudnn.answer().tolist() == [False, True, False]
     assert enabled().all()
     assert model_work._by_backend(free, None) is free
+
+
+def test_a_model_is_compiled_for_each_backend() -> None:
+    """What one was compiled for must not run under the name of another."""
+    compiled: list[str] = []
+
+    def compiler(name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(name)
+        return graph
+
+    work = ModelWork(PLACE, 0, ModelSize("20k", 32, 4, 1, 1, 17), "training", 2, 6, 3, torch.float32)
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    counter = Compiler(compiler)
+    classes = {"torch's choice": model_work.TorchAttention}
+    classes |= {name: attention for name, (attention, _) in model_work.BACKENDS.items()}
+    for name, attention_class in classes.items():
+        model = model_work.with_attention(work._model(CPU), attention_class)
+        counter.name = name
+        torch.compile(model, dynamic=False, backend=counter)(ids)
+    assert list(dict.fromkeys(compiled)) == list(classes)
+
+
+class Compiler:
+    """A backend of torch.compile that compares equal to itself, as inductor does, and says for what it was called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.name = function, ""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return self.function(self.name, graph, inputs)
 
 
 def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:

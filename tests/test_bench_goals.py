@@ -12,6 +12,7 @@ from bench import goals, results, suites, table, terminal
 from bench.__main__ import main
 from bench.goals import GOALS, Goal
 from bench.model_work import ModelWork
+from fusedattn.cli.errors import CommandError
 from fusedattn.transformer import GPTModel
 
 WHOLE: dict[str, Any] = {"environment": {"is_gpu": True}, "arguments": {"quick": False}}
@@ -152,6 +153,13 @@ def test_runs_of_different_commits_are_not(tmp_path: Path, capsys: pytest.Captur
         assert main([command, *map(str, paths)]) == 2
         assert "differ in commit" in capsys.readouterr().err
     assert table.PAGE.read_bytes() == page
+
+
+def test_a_quick_run_is_not_a_part_of_another(tmp_path: Path) -> None:
+    a = results.read(written(tmp_path / "a.json", [row(1)]))
+    b = results.read(written(tmp_path / "b.json", [row(2)], arguments={"quick": True}))
+    with pytest.raises(CommandError, match="differ in --quick"):
+        results.together([a, b])
 
 
 def test_a_page_has_the_goals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 import bench.__main__ as command
 from bench import results, tune
 from bench.codegen.report import Report
-from bench.timing import Budget, OutOfTimeError, Rounds, Spread
+from bench.timing import Budget, Spread
 from bench.tuning import candidates, slots, trial
 from bench.tuning.candidates import Found
 from bench.tuning.slots import Part, Slot
@@ -37,7 +39,6 @@ interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are com
 
 SMALL = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=48, head_dim=16, dtype=torch.float16)
 TILE = TileConfig(64, 32, 4, 1, EDGE=16)
-ROUNDS = Rounds(least=2, most=2)
 CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, torch.float32), (64, 128, 256))]
 
 
@@ -64,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_apart", trial.verdict)
+    monkeypatch.setattr(trial, "apart", lambda function, *arguments: function(*arguments))
 
 
 @interpreted
@@ -290,7 +291,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_pro
 
     monkeypatch.setattr(trial, "_used", used)
     tiles = {str(rows): replace(TILE, BLOCK_M=rows) for rows in (64, 128, 1024)}
-    assert trial.wrong(slot("fwd"), tiles, CPU, jobs=2) == {
+    assert trial.wrong(slot("fwd"), tiles, CPU, 1, Budget()) == {
         "128": "out of causal uses 128% of the error budget, lse of causal uses nan% of the error budget",
         "1024": "RuntimeError: no room",
     }
@@ -304,28 +305,86 @@ def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, 
     names = [name for name, _ in trial._used(slot(part), CPU)]
     assert names[:5] == [f"{x} of a" for x in ("out", "lse", "dq", "dk", "dv")]
     assert ("out without gradients of a" in names) == (part == "fwd")
-    assert trial.verdict(slot(part), TILE, CPU) == ""
+    assert list(trial.verdict(slot(part), TILE, CPU)) == [""]
     kernel = {"fwd": "attention_fwd", "dq": "attention_bwd_dq", "one_pass": "attention_bwd_dkdv"}[part]
     assert (kernel, TILE.BLOCK_M, TILE.BLOCK_N) in launched
 
 
-def exit_at_once(sender: Any, *_: Any) -> None:
-    os._exit(7)
+def one_then_exit(number: int) -> Any:
+    yield number
+    os._exit(number)
 
 
-def never_answer(sender: Any, *_: Any) -> None:
-    import time
-
+def one_then_silence(number: int) -> Any:
+    yield number
     time.sleep(600)
 
 
-@pytest.mark.parametrize(
-    ("in_place", "text"), [(exit_at_once, "its process ended with status 7"), (never_answer, "no answer in 1 s")]
-)
-def test_a_process_that_dies_or_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, in_place, text: str) -> None:
-    monkeypatch.setattr(trial, "_send_verdict", in_place)
-    monkeypatch.setattr(trial, "SECONDS_TO_CHECK", 1.0 if in_place is never_answer else 100.0)
-    assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, jobs=1) == {"a": text}
+def two(number: int) -> Any:
+    yield from (number, os.getpid())
+
+
+def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    number, process = trial.apart(two, 5)
+    assert number == 5
+    assert process != os.getpid()
+    for function, message in ((one_then_exit, "its process ended with status 7"), (one_then_silence, "no answer in")):
+        monkeypatch.setattr(trial, "SILENCE", 60.0)
+        answers = trial.apart(function, 7)
+        assert next(answers) == 7
+        monkeypatch.setattr(trial, "SILENCE", 0.5 if function is one_then_silence else 60.0)
+        with pytest.raises(trial.ProcessError, match=message):
+            next(answers)
+
+
+def dying(*_: Any) -> Any:
+    raise trial.ProcessError("its process ended with status 7")
+
+
+def test_a_check_that_dies_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "apart", dying)
+    assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget()) == {"a": "its process ended with status 7"}
+    spent = trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget(0.0))
+    assert spent == {"a": "not checked, because the budget was spent"}
+
+
+def test_a_specialised_tile_must_be_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = TileConfig(32, 16, 4, 2, "specialized")
+
+    def used(its: Slot, device: torch.device) -> Any:
+        warnings.warn("a warp-specialised kernel is not launched: it spills registers", RuntimeWarning, stacklevel=1)
+        yield "out", 0.5
+
+    monkeypatch.setattr(trial, "_used", used)
+    monkeypatch.setattr(trial.guard, "knows", lambda device: True)
+    (text,) = trial.verdict(slot("fwd"), tile, CPU)
+    assert text == "RuntimeWarning: a warp-specialised kernel is not launched: it spills registers"
+    monkeypatch.setattr(trial.guard, "knows", lambda device: False)
+    (text,) = trial.verdict(slot("fwd"), tile, CPU)
+    assert text == "specialized kernels are not launched on this GPU, or with this Triton"
+
+
+@pytest.mark.parametrize(("part", "head_dim"), [*itertools.product(get_args(Part), (64, 128, 256))])
+def test_for_triton_some_small_problem_is_the_same_as_each_that_is_timed(part: Part, head_dim: int) -> None:
+    """Else the timing would compile again, one after the other, what the check has compiled in many processes."""
+
+    def classes(case: Case) -> tuple[Any, ...]:
+        numbers = (case.nheads_q, case.nheads_kv, case.seqlen_q, case.seqlen_k)
+        fields = {x.name: getattr(case, x.name) for x in dataclasses.fields(case) if not x.name.startswith("seqlen")}
+        others = {name: x for name, x in fields.items() if name not in ("batch", "nheads_q", "nheads_kv")}
+        return tuple((x == 1, x % 16 == 0) for x in numbers), repr(others)
+
+    for work in get_args(configs.Work) if part in ("fwd", "dkdv", "dq") else ("streamed",):
+        its = slot(part, head_dim, torch.bfloat16, work)
+        small = {classes(case) for case in its.small_cases().values()}
+        for name, case in its.cases().items():
+            assert classes(case) in small, (name, case)
+
+
+def test_programs_that_walk_over_tiles_have_several_when_they_are_checked() -> None:
+    for head_dim in (64, 128, 256):
+        for case in slot("fwd", head_dim).small_cases().values():
+            assert case.batch * case.nheads_q * -(-case.seqlen_q // 128) > 132  # multiprocessors of an H100
 
 
 def spread(median: float, around: float = 0.1) -> Spread:
@@ -342,31 +401,77 @@ TIMINGS = {
 
 
 def test_gains_and_what_is_no_noise() -> None:
-    assert trial.gains(TIMINGS, "own")["one"] == {"x": 2.0, "y": 1.0}
-    assert [name for name, _ in trial.ranked(TIMINGS, "own")] == ["both", "one", "near", "own"]
-    assert dict(trial.ranked(TIMINGS, "own"))["one"] == pytest.approx(2**0.5)
-    faster = [name for name in TIMINGS if trial.is_faster(TIMINGS, "own", name)]
-    assert faster == ["both"]
-    assert trial.ranked(TIMINGS, "none") == []
+    assert trial.base(TIMINGS) == "own"
+    assert trial.gains(TIMINGS)["one"] == {"x": 2.0, "y": 1.0}
+    assert [name for name, _ in trial.ranked(TIMINGS)] == ["both", "one", "near", "own"]
+    assert dict(trial.ranked(TIMINGS))["one"] == pytest.approx(2**0.5)
+    assert [name for name in TIMINGS if trial.is_faster(TIMINGS, name)] == ["both"]
+
+
+def test_where_the_table_s_own_is_wrong_others_are_compared_with_the_first() -> None:
+    without = {"own": Timing({}, "dq uses 300%")} | {x: TIMINGS[x] for x in ("one", "both")}
+    assert trial.base(without) == "one"
+    assert dict(trial.ranked(without)) == {"both": pytest.approx(2**0.5), "one": 1.0}
+    nothing = {"own": Timing({}, "no room")}
+    assert (trial.base(nothing), trial.gains(nothing), trial.ranked(nothing)) == (None, {}, [])
+    assert not trial.is_faster(nothing, "own")
+
+
+def test_a_candidate_that_was_not_timed_on_every_problem_is_not_called_faster() -> None:
+    part = TIMINGS | {"part": Timing({"x": spread(1.0)}, "its process ended")}
+    assert not trial.is_faster(part, "part")
+    assert dict(trial.ranked(part))["part"] == 2.0
 
 
 @interpreted
-def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    its = slot("fwd")
+def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch, in_this_process
+) -> None:
+    its, ran = slot("fwd"), []
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL, "b": replace(SMALL, causal="top_left")})
     tiles = {"good": TILE, "bad": replace(TILE, num_stages=9)}
 
     def failing(self: Slot, candidate: Any, inputs: Any, which: str) -> Any:
-        if candidate.num_stages == 9 and which == "training":
+        ran.append((candidate.num_stages, which))
+        if candidate.num_stages == 9:
             raise RuntimeError("out of shared memory")
         return lambda: None
 
     monkeypatch.setattr(Slot, "_set_up", failing)
-    found = trial.timed(its, tiles, CPU, lambda timed: 3.0, random.Random(0), Budget(), ROUNDS)
+    found = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
     assert found["bad"] == Timing({}, "RuntimeError: out of shared memory")
+    assert ran.count((9, "inference")) == 1
+    assert (9, "training") not in ran
     assert set(found["good"].ms) == {f"{x}, {which}" for x in "ab" for which in ("inference", "training")}
-    with pytest.raises(OutOfTimeError):
-        trial.timed(its, tiles, CPU, lambda timed: 3.0, random.Random(0), Budget(0.0), ROUNDS)
+    assert found["good"].ms["a, training"].median == 3.0
+    spent = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget(0.0))
+    assert spent == {"good": Timing(), "bad": Timing()}
+    assert trial.timed(its, {}, CPU, lambda device: pytest.fail("nothing to time"), 0, Budget()) == {}
+
+
+@interpreted
+def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
+    monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
+    broken: list[bool] = []
+
+    def breaking(self: Slot, candidate: Any, inputs: Any, which: str) -> Any:
+        if candidate.num_stages == 9 and which == "training":
+            broken.append(True)
+            raise RuntimeError("an illegal memory access was encountered")
+        return lambda: None
+
+    def synchronize(device: torch.device) -> None:
+        if broken:
+            raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(Slot, "_set_up", breaking)
+    monkeypatch.setattr(trial, "synchronize", synchronize)
+    tiles = {"own": TILE, "bad": replace(TILE, num_stages=9), "last": replace(TILE, BLOCK_N=64)}
+    found = trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
+    assert found["bad"] == Timing({}, "RuntimeError: an illegal memory access was encountered")
+    for name in ("own", "last"):
+        assert list(found[name].ms) == ["a, inference"]
+        assert "cpu does not work any more, after bad" in found[name].reason
 
 
 def options(folder: Path, **changes: Any) -> argparse.Namespace:
@@ -385,7 +490,7 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": replace(SMALL, seqlen_q=20, seqlen_k=24)})
     verdict = trial.verdict
     monkeypatch.setattr(
-        trial, "_apart", lambda s, x, d: "dq uses 300%" if x.BLOCK_M == 128 else verdict(s, x, d)
+        trial, "verdict", lambda s, x, d: iter(["dq uses 300%"]) if x.BLOCK_M == 128 else verdict(s, x, d)
     )  # fmt: skip
     ms = {32: 4.0, 16: 5.0, 64: 2.0}
 
@@ -395,7 +500,7 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
             return ms[timed().BLOCK_M]
 
     other = slot("fwd")
-    assert tune.tune([other, its], CPU, stopwatch, options(tmp_path), tune.terminal.console()) == 0
+    assert tune.tune([other, its], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console()) == 0
     (written,) = tmp_path.rglob("*-tune.json")
     found = json.loads(written.read_text())
     named = {rows: candidates.tile(replace(TILE, BLOCK_M=rows)) for rows in (16, 64, 128)}
@@ -405,14 +510,14 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert result["candidates"][named[128]] == {"reason": "dq uses 300%"}
     assert result["candidates"][own]["ms"]["a, backward"]["n"] >= trial.ROUNDS.least
     shown = capsys.readouterr().out
-    assert shown.index(named[64]) < shown.index(named[16]) < shown.index(own)
+    assert shown.index(named[64]) < shown.index(own) < shown.index(named[16])
     assert f"does not have them: {other.name}\n" in shown
     assert "1 of 2 slots" in shown
     with pytest.raises(CommandError, match="no candidates; python -m bench tune --compile interpreter finds them"):
-        tune.tune([other], CPU, stopwatch, options(tmp_path), tune.terminal.console())
+        tune.tune([other], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console())
     with pytest.raises(CommandError, match="no report of python -m bench run"):
         results.read(written)
-    assert tune.tune([its], CPU, stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0
+    assert tune.tune([its], CPU, lambda _: stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0
     assert "the budget is spent" in capsys.readouterr().out
 
 
@@ -420,8 +525,10 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 def test_a_table_that_is_wrong_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     its = slot("fwd")
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: []})
-    monkeypatch.setattr(trial, "_apart", lambda *_: "out uses 300%")
-    assert tune.tune([its], CPU, lambda _: 1.0, options(tmp_path), tune.terminal.console()) == 1
+    monkeypatch.setattr(trial, "apart", lambda *_: iter(["out uses 300%"]))
+    assert (
+        tune.tune([its], CPU, lambda _: pytest.fail("nothing to time"), options(tmp_path), tune.terminal.console()) == 1
+    )
     assert "out uses 300%" in capsys.readouterr().out
 
 

@@ -100,14 +100,14 @@ def clean(
     slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object] = lambda: None
 ) -> list[Found]:
     """Those whose kernels have no fault, each with the widest boundary blocks that allow it, the best by the model
-    first; `done` is called after each tile."""
+    first, or where it says nothing, those with more programs on a multiprocessor; `done` is called after each tile."""
     judged = functools.partial(clean_forms, slot, arch)
     found: list[Found] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
         for x in (map if pool is None else pool.map)(judged, tiles):
             found += x
             done()
-    return sorted(found, key=lambda x: -(x.predicted or 0.0))
+    return sorted(found, key=lambda x: (-(x.predicted or 0.0), -x.ctas_per_sm))
 
 
 def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
@@ -191,8 +191,10 @@ def to_time(slot: Slot, arch: Arch, found: list[Found], kept: int = KEPT) -> dic
     candidates: list[Candidate] = [slot.config(arch)]
     if slot.part == "one_pass":
         candidates.append(None)
-    for x in found[:kept]:
-        candidates += [FewQueries(x.config, split) for split in SPLITS] if slot.part == "few" else [x.config]
+    if slot.part == "few":
+        candidates += [FewQueries(x.config, split) for x in found[: -(-kept // len(SPLITS))] for split in SPLITS]
+    else:
+        candidates += [x.config for x in found[:kept]]
     return {tile(candidate): candidate for candidate in candidates}
 
 

@@ -38,8 +38,9 @@ FIELDS: dict[Work, dict[str, dict[str, Any]]] = {
 }
 ROTATED: dict[str, Any] = CAUSAL | {"rope": "half", "padding": "right"}
 DECODED = {"32 x 4k": (32, 4096), "8 x 16k": (8, 16384), "1 x 64k": (1, 65536)}  # batch, cached tokens
-SMALL_LENGTHS = (333, 384)
-SMALL_CACHE = 4133
+SMALL_LENGTHS = (384, 333)
+SMALL_CACHES = (4096, 4133)
+FEW_HEADS = (32, 8)
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,35 @@ class Slot:
         """What is timed, by name."""
         if self.part == "few":
             return {
-                name: self._case(batch, 1, cached, heads=(32, 8)) for name, (batch, cached) in DECODED.items()
+                name: self._case(batch, 1, cached, heads=FEW_HEADS) for name, (batch, cached) in DECODED.items()
             }  # fmt: skip
-        nheads = WIDTH // self.head_dim
+        nheads = self._nheads
         return {
             name: self._case(TOKENS // SEQLEN, SEQLEN, SEQLEN, heads=(nheads, nheads), **fields)
             for name, fields in self._fields.items()
         }
 
     def small_cases(self) -> dict[str, Case]:
-        """What must be correct before, by name: the same with few heads, of lengths that no tile divides, or all do."""
+        """What must be correct before, by name, of lengths that tiles divide, and that none does.
+
+        For Triton the first are the same kernels as those that are timed: numbers of heads and lengths are multiples of
+        16. Queries are grouped, and there are more tiles than multiprocessors.
+        """
         if self.part == "few":
             fields: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (3, CAUSAL))
-            return {f"{n} queries": self._case(2, n, SMALL_CACHE, heads=(8, 2), **x) for n, x in fields}
-        lengths = itertools.cycle(SMALL_LENGTHS)
+            return {
+                f"{n} queries, {cached} keys": self._case(2, n, cached, heads=FEW_HEADS, **x)
+                for (n, x), cached in itertools.product(fields, SMALL_CACHES)
+            }
+        nheads = self._nheads
         return {
-            f"{name}, seqlen {n}": self._case(2, n, n, heads=(4, 2), **fields)
-            for (name, fields), n in zip(self._fields.items(), lengths, strict=False)
+            f"{name}, seqlen {n}": self._case(2, n, n, heads=(2 * nheads, nheads), **fields)
+            for (name, fields), n in itertools.product(self._fields.items(), SMALL_LENGTHS)
         }
+
+    @property
+    def _nheads(self) -> int:
+        return max(16, WIDTH // self.head_dim)
 
     @property
     def _fields(self) -> dict[str, dict[str, Any]]:

@@ -1,13 +1,15 @@
-"""Candidates on a GPU: each checked in a process of its own, those that are correct timed in turns."""
+"""Candidates on a GPU: each checked in a process of its own, those that are correct timed in turns, in another."""
 
 from __future__ import annotations
 
 import functools
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,54 +18,96 @@ import torch
 
 from bench.gate import without_gradients
 from bench.measuring import WARM_UPS, reason
-from bench.timing import Budget, Rounds, SetUp, Spread, Stopwatch, interleaved, spread
+from bench.timing import Budget, OutOfTimeError, Rounds, SetUp, Spread, Stopwatch, interleaved, spread, synchronize
 from bench.tuning.slots import Candidate, Slot
 from fusedattn import attention, testing
 from fusedattn.cases import make_inputs
+from fusedattn.kernels import guard
+from fusedattn.kernels.configs import TileConfig
 
 ROUNDS = Rounds(least=10, most=40, seconds=1.5)
-SECONDS_TO_CHECK = 180.0  # a kernel that hangs is not waited for
+SILENCE = 400.0  # seconds until a process that says nothing counts as hanging
 
 
-def wrong(slot: Slot, candidates: Mapping[str, Candidate], device: torch.device, jobs: int) -> dict[str, str]:
-    """Why candidates must not be timed, by name: they leave the error budget on small problems, fail, or hang.
+class ProcessError(Exception):
+    """A process ended without a word, or hangs."""
 
-    What a process compiles stays in Triton's cache on disk, where the timing finds it. A process ends with its
-    candidate: one that has broken its context on the GPU breaks no other.
+
+def apart(function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
+    """What `function` yields, from a process of its own: a kernel that hangs, or breaks the context on the GPU, does so
+    to nobody else.
+
+    Raises:
+        ProcessError: it died, or was silent for too long; what it had yielded before has come.
     """
-    with ThreadPoolExecutor(jobs) as pool:
-        verdicts = pool.map(lambda candidate: _apart(slot, candidate, device), candidates.values())
-        return {name: text for name, text in zip(candidates, verdicts, strict=True) if text}
-
-
-def _apart(slot: Slot, candidate: Candidate, device: torch.device) -> str:
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_verdict, args=(sender, slot, candidate, device))
+    process = context.Process(target=_send, args=(sender, function, arguments))
     process.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(SECONDS_TO_CHECK) else f"no answer in {SECONDS_TO_CHECK:g} s"
+        while True:
+            if not receiver.poll(SILENCE):
+                raise ProcessError(f"no answer in {SILENCE:g} s")
+            is_last, answer = receiver.recv()
+            if is_last:
+                return
+            yield answer
     except EOFError:
         process.join()
-        return f"its process ended with status {process.exitcode}"
+        raise ProcessError(f"its process ended with status {process.exitcode}") from None
     finally:
         process.kill()
-        process.join()
+        process.join(10)
 
 
-def _send_verdict(sender: Connection, slot: Slot, candidate: Candidate, device: torch.device) -> None:
-    sender.send(verdict(slot, candidate, device))
+def _send(sender: Connection, function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...]) -> None:
+    for answer in function(*arguments):
+        sender.send((False, answer))
+    sender.send((True, None))
 
 
-def verdict(slot: Slot, candidate: Candidate, device: torch.device) -> str:
-    """What is wrong with a candidate; empty where it is correct."""
+def wrong(
+    slot: Slot, candidates: Mapping[str, Candidate], device: torch.device, jobs: int, budget: Budget
+) -> dict[str, str]:
+    """Why candidates must not be timed, by name: they leave the error budget on small problems, fail, or hang.
+
+    What a process compiles stays in Triton's cache on disk, where that of the timing finds it.
+    """
+
+    def why(candidate: Candidate) -> str:
+        if budget.is_spent:
+            return "not checked, because the budget was spent"
+        try:
+            return next(apart(verdict, slot, candidate, device))
+        except ProcessError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        verdicts = pool.map(why, candidates.values())
+        return {name: text for name, text in zip(candidates, verdicts, strict=True) if text}
+
+
+def verdict(slot: Slot, candidate: Candidate, device: torch.device) -> Iterator[str]:
+    """What is wrong with a candidate; one text, empty where it is correct."""
     try:
-        with slot.holding(candidate):
+        with slot.holding(candidate), _launched_as_named(candidate, device):
             used = dict(_used(slot, device))
     except Exception as error:
-        return reason(error)
-    return ", ".join(f"{name} uses {share:.0%} of the error budget" for name, share in used.items() if not share <= 1.0)
+        yield reason(error)
+    else:
+        beyond = (f"{x} uses {share:.0%} of the error budget" for x, share in used.items() if not share <= 1.0)
+        yield ", ".join(beyond)
+
+
+@contextmanager
+def _launched_as_named(candidate: Candidate, device: torch.device) -> Iterator[None]:
+    """Inside, it is an error if a specialised kernel is not launched, but another in its place."""
+    if isinstance(candidate, TileConfig) and candidate.style == "specialized" and not guard.knows(device):
+        raise NotImplementedError("specialized kernels are not launched on this GPU, or with this Triton")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a warp-specialised kernel is not launched", RuntimeWarning)
+        yield
 
 
 def _used(slot: Slot, device: torch.device) -> Iterator[tuple[str, float]]:
@@ -77,47 +121,77 @@ def _used(slot: Slot, device: torch.device) -> Iterator[tuple[str, float]]:
         yield from ((f"{tensor} of {problem}", ratio.used) for tensor, ratio in ratios.items())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timing:
-    """Of one candidate: milliseconds by ``<problem>, <pass>``; or why there are none."""
+    """Of one candidate: milliseconds by ``<problem>, <pass>``, as far as they go; why there are no more."""
 
-    ms: dict[str, Spread]
+    ms: dict[str, Spread] = field(default_factory=dict)
     reason: str = ""
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        return {"reason": self.reason} if self.reason else {"ms": {name: asdict(x) for name, x in self.ms.items()}}
+        ms = {name: asdict(x) for name, x in self.ms.items()}
+        return ({"ms": ms} if ms else {}) | ({"reason": self.reason} if self.reason else {})
 
 
 def timed(
     slot: Slot,
     candidates: Mapping[str, Candidate],
     device: torch.device,
-    stopwatch: Stopwatch,
-    shuffle: random.Random,
+    stopwatch: Callable[[torch.device], Stopwatch],
+    seed: int,
     budget: Budget,
-    rounds: Rounds = ROUNDS,
 ) -> dict[str, Timing]:
-    """Each candidate on every problem of the slot, all in turns.
-
-    Raises:
-        OutOfTimeError: the budget is spent before there is enough to report.
-    """
-    ms: dict[str, dict[str, Spread]] = {name: {} for name in candidates}
-    reasons: dict[str, str] = {}
-    for problem, case in slot.cases().items():
-        left = {name: candidate for name, candidate in candidates.items() if name not in reasons}
-        for which, set_ups in slot.set_ups(case, device, left).items():
-            ready, failures = _warm(set_ups, budget)
-            samples, others = interleaved(ready, stopwatch, rounds, shuffle, budget)
-            reasons |= {name: reason(error) for name, error in (failures | others).items()}
-            for name, found in samples.items():
-                ms[name][f"{problem}, {which}"] = spread(found)
-    return {name: Timing({} if name in reasons else ms[name], reasons.get(name, "")) for name in candidates}
+    """Each candidate on every problem of the slot, all in turns; as far as the budget goes, or their process lives."""
+    timings = {name: Timing() for name in candidates}
+    left = None if budget.end is None else max(0.0, budget.end - budget.clock())
+    if candidates:
+        try:
+            for what, spreads, reasons in apart(turns, slot, dict(candidates), device, stopwatch, seed, left):
+                for name, found in spreads.items():
+                    timings[name].ms[what] = found
+                for name, text in reasons.items():
+                    timings[name] = Timing({}, text)
+        except ProcessError as error:
+            for timing in timings.values():
+                timing.reason = timing.reason or f"{error}, in which one of all candidates was timed"
+    return timings
 
 
-def _warm(set_ups: Mapping[str, SetUp], budget: Budget) -> tuple[dict[str, SetUp], dict[str, Exception]]:
-    """Those that run, compiled, and what the others raised."""
+def turns(
+    slot: Slot,
+    candidates: dict[str, Candidate],
+    device: torch.device,
+    stopwatch_of: Callable[[torch.device], Stopwatch],
+    seed: int,
+    seconds: float | None,
+    rounds: Rounds = ROUNDS,
+) -> Iterator[tuple[str, dict[str, Spread], dict[str, str]]]:
+    """Problem and pass, the times of those that could do it, and why the others could not; until the time is up."""
+    budget, shuffle, stopwatch = Budget(seconds), random.Random(seed), stopwatch_of(device)
+    left = dict(candidates)
+    try:
+        for problem, case in slot.cases().items():
+            for which, set_ups in slot.set_ups(case, device, left).items():
+                ready, failures = _warm({name: x for name, x in set_ups.items() if name in left}, device, budget)
+                if _works(device):
+                    samples, others = interleaved(ready, stopwatch, rounds, shuffle, budget)
+                    failures |= others
+                else:
+                    samples = {}
+                reasons = {name: reason(error) for name, error in failures.items()}
+                yield f"{problem}, {which}", {name: spread(found) for name, found in samples.items()}, reasons
+                if not _works(device):
+                    raise ProcessError(f"{device} does not work any more, after {', '.join(reasons)}")
+                left = {name: candidate for name, candidate in left.items() if name not in reasons}
+    except OutOfTimeError:
+        return
+
+
+def _warm(
+    set_ups: Mapping[str, SetUp], device: torch.device, budget: Budget
+) -> tuple[dict[str, SetUp], dict[str, Exception]]:
+    """Those that run, compiled, and what the others raised; no further than the first that breaks the device."""
     ready: dict[str, SetUp] = {}
     failures: dict[str, Exception] = {}
     for name, set_up in set_ups.items():
@@ -125,30 +199,53 @@ def _warm(set_ups: Mapping[str, SetUp], budget: Budget) -> tuple[dict[str, SetUp
         try:
             for _ in range(WARM_UPS):
                 set_up()()
+            synchronize(device)
         except Exception as error:
             failures[name] = error.with_traceback(None)
+            if not _works(device):
+                break
         else:
             ready[name] = set_up
     return ready, failures
 
 
-def gains(timings: Mapping[str, Timing], own: str) -> dict[str, dict[str, float]]:
-    """How many times as fast as the table's each candidate is, by problem and pass; nothing where that has no time."""
-    base = timings[own].ms
+def _works(device: torch.device) -> bool:
+    """Whether no kernel has broken the context of this process."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def base(timings: Mapping[str, Timing]) -> str | None:
+    """What others are compared with: the first that has times, which is the table's own where that is correct."""
+    return next((name for name, timing in timings.items() if timing.ms), None)
+
+
+def gains(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
+    """How many times as fast as the base each candidate is, by problem and pass."""
+    first = base(timings)
+    if first is None:
+        return {}
+    of_base = timings[first].ms
     return {
-        name: {key: base[key].median / x.median for key, x in timing.ms.items() if key in base}
+        name: {key: of_base[key].median / x.median for key, x in timing.ms.items() if key in of_base}
         for name, timing in timings.items()
-        if timing.ms and base
+        if timing.ms
     }
 
 
-def ranked(timings: Mapping[str, Timing], own: str) -> list[tuple[str, float]]:
+def ranked(timings: Mapping[str, Timing]) -> list[tuple[str, float]]:
     """Candidates and the geometric mean of their gains, the best first."""
-    means = [(name, statistics.geometric_mean(found.values())) for name, found in gains(timings, own).items()]
+    means = [(name, statistics.geometric_mean(found.values())) for name, found in gains(timings).items() if found]
     return sorted(means, key=lambda pair: -pair[1])
 
 
-def is_faster(timings: Mapping[str, Timing], own: str, name: str) -> bool:
-    """Whether the quartiles of a candidate lie below the table's on every problem: the difference is no noise."""
-    base, found = timings[own].ms, timings[name].ms
-    return bool(found) and all(found[key].q3 < base[key].q1 for key in base)
+def is_faster(timings: Mapping[str, Timing], name: str) -> bool:
+    """Whether the quartiles of a candidate lie below those of the base on every problem: no noise."""
+    first = base(timings)
+    if first is None:
+        return False
+    of_base, found = timings[first].ms, timings[name].ms
+    return set(of_base) == set(found) and all(found[key].q3 < of_base[key].q1 for key in of_base)
