@@ -63,6 +63,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return seen
 
 
+def test_the_candidates_that_are_kept_can_be_tried() -> None:
+    """Those of the slots that are tried by default, and no tile that the table would refuse."""
+    for path in sorted((ROOT / command.CANDIDATES).glob("*.json")):
+        arch = path.name.partition("-")[0]
+        assert arch in configs.TABLE
+        names = set(json.loads(path.read_text()))
+        for its in tune.slots(command.build_parser().parse_args(["tune"])):
+            if its.name in names:
+                found = candidates.load(path, its)
+                assert found
+                own, *others = candidates.to_time(its, arch, found)
+                assert own == candidates.tile(its.config(arch))
+                assert len(others) >= 6
+                names.remove(its.name)
+        assert not names
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "apart", lambda function, *arguments: function(*arguments))
