@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench import environment
 from fusedattn.cli.errors import CommandError
 
 FORMAT = 1
 
 Report = dict[str, Any]
+
+
+def new_path(out: Path, device: torch.device, commit: str | None, ending: str = "") -> Path:
+    """Of a file that does not exist: a second one of a day and commit gets a number."""
+    found = environment.describe(device, commit)["commit"][:10]
+    stem = f"{datetime.date.today().isoformat()}-{found}{ending}"
+    folder = out / environment.folder(device)
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+    return next(path for name in names if not (path := folder / f"{name}.json").exists())
 
 
 def write(path: Path, report: Report) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import random
 import time
 from pathlib import Path
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     budget = Budget(options.budget)
     console = terminal.console()
-    path = _path(options.out, device, options.commit)
+    path = results.new_path(options.out, device, options.commit)
     report = _measure_all(chosen, device, _functions(options.against), options, budget, console, path)
     terminal.print_results(console, report)
     verdict = report["correctness"]
@@ -69,15 +68,6 @@ def _functions(names: list[str]) -> dict[str, Peer]:
         return functions.choose(names)
     except Exception as error:  # importing a module of the user's can raise anything
         raise CommandError(f"--against: {error}") from error
-
-
-def _path(out: Path, device: torch.device, commit: str | None) -> Path:
-    """Of a new file: a second run of a day and commit gets a number."""
-    found = environment.describe(device, commit)["commit"][:10]
-    stem = f"{datetime.date.today().isoformat()}-{found}"
-    folder = out / environment.folder(device)
-    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-    return next(path for name in names if not (path := folder / f"{name}.json").exists())
 
 
 def _measure_all(

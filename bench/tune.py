@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import environment, terminal
+from bench import environment, results, terminal
 from bench.timing import Budget, DeviceStopwatch, Stopwatch
 from bench.tuning import candidates, trial
 from bench.tuning.slots import Part, Slot
@@ -97,7 +95,7 @@ def tune(
         "state_before": environment.state(device),
         "slots": {},
     }
-    target = _path(options.out, device, options.commit)
+    target = results.new_path(options.out, device, options.commit, "-tune")
     status = 0
     try:
         for slot in found:
@@ -111,7 +109,7 @@ def tune(
             timings = {name: times[name] if name in times else Timing({}, wrong[name]) for name in names}
             report["slots"][slot.name] = _as_object(own, timings)
             report["state_after"] = environment.state(device)
-            _write(target, report)
+            results.write(target, report)
             _print(console, slot, own, timings)
             status |= own in wrong
     except KeyboardInterrupt:
@@ -129,23 +127,6 @@ def _as_object(own: str, timings: dict[str, Timing]) -> dict[str, Any]:
         "gain": {name: round(mean, 4) for name, mean in trial.ranked(timings)},
         "candidates": {name: timing.as_object() for name, timing in timings.items()},
     }
-
-
-def _write(target: Path, report: dict[str, Any]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_suffix(".json.new")
-    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    new.replace(target)
-
-
-def _path(out: Path, device: torch.device, commit: str | None) -> Path:
-    """Of a new file; a second one of a day and commit gets a number."""
-    found = environment.describe(device, commit)["commit"][:10]
-    stem = f"{datetime.date.today().isoformat()}-{found}-tune"
-    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-    return next(
-        path for name in names if not (path := out / environment.folder(device) / f"{name}.json").exists()
-    )  # fmt: skip
 
 
 def _print(console: Console, slot: Slot, own: str, timings: dict[str, Timing]) -> None:
