@@ -36,6 +36,7 @@ no spill and no other fault, the best by the model first. On a GPU each is
 checked in a process of its own, and timed where it keeps the error budget.
 """
 
+# As bench.tuning and the table of configs have them, which need Triton; the tests compare.
 PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
 WORK = ("streamed", "dense", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -85,13 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--compile", metavar="ARCH", choices=ARCHS, help="find candidates for it, and time nothing")
     tune.add_argument("--candidates", metavar="DIR", type=Path, default=CANDIDATES, help="default: %(default)s")
     tune.add_argument("--keep", metavar="N", type=int, default=12, help="time so many of a slot (default: %(default)s)")
-    tune.add_argument(
-        "--jobs",
-        metavar="N",
-        type=int,
-        default=_cores(),
-        help="processes (default: %(default)s)",
-    )
+    tune.add_argument("--jobs", metavar="N", type=int, default=_cores(), help="processes (default: %(default)s)")
     tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
     tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
     tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")

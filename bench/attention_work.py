@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,10 +108,7 @@ def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:
     if direction == "forward":
         return lambda: lambda: _forward(function, inputs)
     # Slopes of ALiBi are constants to those who use it; a bias is learned.
-    learned = {name for name in inputs.leaves if name in ("q", "k", "v", "bias", "relative")}
-    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.leaves.items()}
-    x = inputs.with_leaves(leaves)
-    wanted = [leaves[name] for name in leaves if name in learned]
+    x, wanted = differentiable(inputs, ("q", "k", "v", "bias", "relative"))
 
     def forward() -> Tensor:
         return function(x.q, x.k, x.v, **x.options)
@@ -124,6 +121,12 @@ def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:
         return lambda: torch.autograd.grad(out, wanted, x.dout)
 
     return backward if direction == "backward" else lambda: both
+
+
+def differentiable(inputs: Inputs, names: Collection[str]) -> tuple[Inputs, list[Tensor]]:
+    """The same problem, in which those of these leaves that it has get a gradient; and these."""
+    leaves = {name: x.detach().requires_grad_(name in names) for name, x in inputs.leaves.items()}
+    return inputs.with_leaves(leaves), [x for x in leaves.values() if x.requires_grad]
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ def _prepare(
             if ours is not None and (difference := _difference(answer, ours)) > MOST_DIFFERENT:
                 differ.append(name)
                 raise ArithmeticError(f"computes something else: it differs from {OWN} by {difference:.2g} of the norm")
-            ready[name] = Ready(contestant.set_up, _warm_up(contestant.set_up, device))
+            ready[name] = Ready(contestant.set_up, _peak(contestant.set_up, device))
         except Exception as error:  # what a function cannot do is a result too
             reasons[name] = reason(error)
             if name == OWN and not isinstance(error, NotImplementedError):
@@ -133,11 +133,16 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _warm_up(set_up: SetUp, device: torch.device) -> int | None:
-    """Compile, choose algorithms, fill caches; then the peak memory of one run more."""
+def warm_up(set_up: SetUp, device: torch.device) -> None:
+    """Compile, choose algorithms, fill caches."""
     for _ in range(WARM_UPS):
         set_up()()
     synchronize(device)
+
+
+def _peak(set_up: SetUp, device: torch.device) -> int | None:
+    """The peak memory of a run that has nothing left to compile."""
+    warm_up(set_up, device)
     with peak_memory(device) as peak:
         set_up()()
         synchronize(device)

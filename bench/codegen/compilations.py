@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -21,6 +22,9 @@ from bench.codegen.machine_code import MachineCode
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
 from fusedattn.kernels import configs
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table but the last
@@ -94,16 +98,20 @@ def cases(
 
 def compile_all(selected: list[Case], jobs: int) -> list[Report]:
     """The reports of all cases, in their order; each kernel once."""
-    if jobs == 1:
-        found = list(map(compile_case, selected))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(compile_case, selected))
     reports: dict[str, Report] = {}
-    for report in itertools.chain.from_iterable(found):
+    for report in itertools.chain.from_iterable(in_processes(compile_case, selected, jobs)):
         if reports.setdefault(report.key, report) != report:
             raise RuntimeError(f"two different compilations are both called {report.key}: name what differs")
     return list(reports.values())
+
+
+def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
+    """What a function gives for each item, in their order, from so many processes; from this one if that is 1."""
+    if jobs == 1:
+        yield from map(function, items)
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            yield from pool.map(function, items)
 
 
 def compile_case(case: Case) -> list[Report]:

@@ -11,10 +11,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +100,9 @@ def clean(
     first, or where it says nothing, those with more programs on a multiprocessor; `done` is called after each tile."""
     judged = functools.partial(clean_forms, slot, arch)
     found: list[Found] = []
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
-        for x in (map if pool is None else pool.map)(judged, tiles):
-            found += x
-            done()
+    for forms in compilations.in_processes(judged, tiles, jobs):
+        found += forms
+        done()
     return sorted(found, key=lambda x: (-(x.predicted or 0.0), -x.ctas_per_sm))
 
 
@@ -141,10 +137,11 @@ def _is_of_boundary(report: Report) -> bool:
 def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
     """Of all that must have no fault, or as far as the first fault."""
     found: dict[str, Report] = {}
-    hardest, *others = _features(slot)
     forward = slot.part in ("fwd", "few")
-    # A forward runs without what is kept for the backward too; most tiles fail with it.
-    for features, inference in ((hardest, False), *((x, forward) for x in (hardest, *others)[1 - forward :])):
+    steps = [(features, forward) for features in _features(slot)]
+    if forward:  # which runs without what is kept for the backward too; most tiles fail with it
+        steps.insert(0, (steps[0][0], False))
+    for features, inference in steps:
         found |= {report.key: report for report in _compiled(slot, arch, config, features, inference)}
         if any(report.faults for report in found.values()):
             break

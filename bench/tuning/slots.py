@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.attention_work import as_models_have_them
+from bench.attention_work import as_models_have_them, differentiable
 from bench.timing import SetUp, Timed
 from fusedattn import attention
 from fusedattn.cases import Case, Inputs, make_inputs
@@ -149,9 +149,7 @@ class Slot:
         }
 
     def _set_up(self, candidate: Candidate, inputs: Inputs, which: Pass) -> Timed:
-        wanted = WANTED.get(self.part, ("q", "k", "v") if which == "training" else ())
-        leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.leaves.items()}
-        x = inputs.with_leaves(leaves)
+        x, wanted = differentiable(inputs, WANTED.get(self.part, ("q", "k", "v") if which == "training" else ()))
 
         def forward() -> Tensor:
             with self.holding(candidate):
@@ -164,6 +162,6 @@ class Slot:
 
         def backward() -> object:
             with self.holding(candidate):
-                return torch.autograd.grad(out, [leaves[name] for name in wanted], x.dout)
+                return torch.autograd.grad(out, wanted, x.dout)
 
         return backward

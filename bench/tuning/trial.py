@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.gate import without_gradients
-from bench.measuring import WARM_UPS, reason
+from bench.measuring import reason, warm_up
 from bench.timing import Budget, OutOfTimeError, Rounds, SetUp, Spread, Stopwatch, interleaved, spread, synchronize
 from bench.tuning.slots import Candidate, Slot
 from fusedattn import attention, testing
@@ -165,7 +165,6 @@ def turns(
     stopwatch_of: Callable[[torch.device], Stopwatch],
     seed: int,
     seconds: float | None,
-    rounds: Rounds = ROUNDS,
 ) -> Iterator[tuple[str, dict[str, Spread], dict[str, str]]]:
     """Problem and pass, the times of those that could do it, and why the others could not; until the time is up."""
     budget, shuffle, stopwatch = Budget(seconds), random.Random(seed), stopwatch_of(device)
@@ -174,12 +173,8 @@ def turns(
         for problem, case in slot.cases().items():
             for which, set_ups in slot.set_ups(case, device, left).items():
                 ready, failures = _warm({name: x for name, x in set_ups.items() if name in left}, device, budget)
-                if _works(device):
-                    samples, others = interleaved(ready, stopwatch, rounds, shuffle, budget)
-                    failures |= others
-                else:
-                    samples = {}
-                reasons = {name: reason(error) for name, error in failures.items()}
+                samples, others = interleaved(ready, stopwatch, ROUNDS, shuffle, budget)
+                reasons = {name: reason(error) for name, error in (failures | others).items()}
                 yield f"{problem}, {which}", {name: spread(found) for name, found in samples.items()}, reasons
                 if not _works(device):
                     raise ProcessError(f"{device} does not work any more, after {', '.join(reasons)}")
@@ -191,19 +186,17 @@ def turns(
 def _warm(
     set_ups: Mapping[str, SetUp], device: torch.device, budget: Budget
 ) -> tuple[dict[str, SetUp], dict[str, Exception]]:
-    """Those that run, compiled, and what the others raised; no further than the first that breaks the device."""
+    """Those that run, compiled, and what the others raised; none, and no further, where one breaks the device."""
     ready: dict[str, SetUp] = {}
     failures: dict[str, Exception] = {}
     for name, set_up in set_ups.items():
         budget.check()
         try:
-            for _ in range(WARM_UPS):
-                set_up()()
-            synchronize(device)
+            warm_up(set_up, device)
         except Exception as error:
             failures[name] = error.with_traceback(None)
             if not _works(device):
-                break
+                return {}, failures
         else:
             ready[name] = set_up
     return ready, failures
