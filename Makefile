@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-integrations lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
+.PHONY: help demo test test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -25,6 +25,25 @@ test: .venv/.test ## run the tests of the package (no GPU needed); ARGS go to py
 
 test-integrations: .venv/.test ## run the tests beside torch.nn, transformers and other libraries; ARGS go to pytest
 	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 tests/integrations $(ARGS)
+
+# torch and Triton of the oldest and the newest pair that is supported; what runs under them is what interprets kernels.
+PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0
+INTERPRETED := $(addprefix tests/test_,attention.py biases.py learned.py fuzz.py masking.py decode.py varlen.py rope.py \
+    weights.py interpreter.py reference.py gradcheck.py one_pass.py float64.py determinism.py) \
+    $(addprefix tests/integrations/test_,torch_functions.py replace_sdpa.py)
+test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests under each of PAIRS of torch and Triton (gigabytes)
+	@status=0; \
+	for pair in $(PAIRS); do \
+	    .versions/$$pair/bin/python -m pytest -n 2 --dist worksteal --maxfail=0 $(INTERPRETED) $(ARGS) || status=1; \
+	done; \
+	exit $$status
+
+# The newest Triton beside the pinned torch: a choice of the same, without gigabytes.
+NEWEST_TRITON ?= 3.9.0
+test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed ## run a choice of them under NEWEST_TRITON and the torch of .venv
+	@PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \
+	    tests/test_biases.py tests/test_learned.py tests/test_interpreter.py tests/test_gradcheck.py \
+	    -k "not of_a_pair" $(ARGS)
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy
 	@status=0; \
@@ -66,7 +85,7 @@ sanitize: gpu-check ## on a machine with an NVIDIA GPU: memcheck, racecheck, ini
 bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/, e.g. ARGS="--budget 600"
 	@"$(PYTHON)" -m bench run $(ARGS)
 
-clean: ## remove caches and build outputs (.venv and .triton stay; delete them to install afresh)
+clean: ## remove caches and build outputs (.venv, .triton and .versions stay; delete them to install afresh)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find fusedattn kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -90,6 +109,18 @@ clean: ## remove caches and build outputs (.venv and .triton stay; delete them t
 	    { echo "installing Triton $* into .triton/$*"; \
 	      $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
 	          --target .triton/$* triton==$*; }
+	@touch $@
+
+.versions/%/.installed: pyproject.toml
+	@$(CHECK_PYTHON)
+	@echo "installing torch and Triton $* into .versions/$* (some gigabytes)"
+	@rm -rf .versions/$*
+	@"$(PYTHON)" -m venv .versions/$*
+	@.versions/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	    torch==$(firstword $(subst -, ,$*)) 'numpy$(if $(filter 3.6.%,$(lastword $(subst -, ,$*))),<2.4)' \
+	    pytest pytest-xdist pytest-benchmark hypothesis
+	@.versions/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+	    triton==$(lastword $(subst -, ,$*)) -e .
 	@touch $@
 
 # Not .venv/bin/python: an interrupted `python -m venv` leaves that file behind without pip.

@@ -196,9 +196,11 @@ def attention_bwd_drelative(
         add_exactly(sums, ends, beyond, ends >= 0)
     else:
         exists = offs_m < place.seqlen_q
-        # Of a single column both ends are the same.
-        tl.store(row_ptrs, tl.where(reach == 0, behind + ahead, behind), mask=exists)
-        tl.store(row_ptrs + 2 * reach, ahead, mask=exists & (reach > 0))
+        if reach > 0:
+            tl.store(row_ptrs, behind, mask=exists)
+            tl.store(row_ptrs + 2 * reach, ahead, mask=exists)
+        else:  # of a single column both ends are the same
+            tl.store(row_ptrs, behind + ahead, mask=exists)
 
 
 def launch_dbias(
