@@ -124,12 +124,26 @@ def modified(
 def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(weights, lse)``; lse of the rows `unseen` is that of no score at all."""
     if sinks is None:
-        lse = torch.logsumexp(scores, dim=-1).masked_fill(unseen[..., 0], -math.inf)
-        return torch.softmax(scores, dim=-1), lse
+        return torch.softmax(scores, dim=-1), logsumexp(scores).masked_fill(unseen[..., 0], -math.inf)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     scores = torch.cat((scores, sink), dim=-1)
-    lse = torch.where(unseen, sink, torch.logsumexp(scores, dim=-1, keepdim=True))
-    return torch.softmax(scores, dim=-1)[..., :-1], lse[..., 0]
+    lse = torch.where(unseen[..., 0], sink[..., 0], logsumexp(scores))
+    return torch.softmax(scores, dim=-1)[..., :-1], lse
+
+
+# The lse of scores beyond it has few digits for their sum, by which its gradient would be computed.
+LARGE = 1e4
+
+
+def logsumexp(scores: Tensor) -> Tensor:
+    """torch's over the last dimension, with a gradient that does not go through the value of a large one."""
+    lse = torch.logsumexp(scores, dim=-1)
+    large = (lse.abs() > LARGE) & lse.isfinite()
+    if scores.shape[-1] == 0 or (is_readable(large) and not large.any()):
+        return lse
+    largest = scores.detach().amax(dim=-1, keepdim=True).masked_fill(~large[..., None], 0.0)
+    shifted = (scores - largest).masked_fill(~large[..., None], 0.0)
+    return torch.where(large, largest[..., 0] + shifted.exp().sum(dim=-1).log(), lse)
 
 
 def is_readable(x: Tensor) -> bool:

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedattn import indices, pieces, reference
 from fusedattn.biases import Bias
 from fusedattn.constants import Options
 from fusedattn.cuts import cut, paste
 from fusedattn.masks import Mask, boolean
+from fusedattn.reference import LARGE
 from fusedattn.rope import Rope
 
 
@@ -51,6 +53,10 @@ def attention(
         mask = mask & boolean(added != -math.inf)
 
     q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
+    is_large = not (lowest > -LARGE and highest < LARGE)
+    if added is not None and is_large and _is_differentiated(q, k, v) and _has_large_rows(added, mask, q, k):
+        with sdpa_kernel(SDPBackend.MATH):  # which keeps the weights
+            return _at_once(q, k, v, mask, added, scale)
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
@@ -68,6 +74,18 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
         if lower is None and upper in (None, 0):
             return _call(q, k, v, is_causal=upper is not None, scale=scale)
     return (_in_pieces if can_plan else _at_once)(q, k, v, mask, added, scale)
+
+
+def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
+    """Whether all that a query sees is lowered, or raised, by a large number; True where that cannot be known.
+
+    torch's kernels compute weights in the backward by the lse, which has too few digits then.
+    """
+    if not reference.is_readable(added):
+        return True
+    visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
+    largest = added.detach().masked_fill(~visible, -torch.inf).amax(dim=-1)
+    return bool(((largest.abs() > LARGE) & largest.isfinite()).any())
 
 
 def _is_transformed(*tensors: Tensor) -> bool:

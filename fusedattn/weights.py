@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedattn import checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
-from fusedattn.reference import modified, products
+from fusedattn.reference import LARGE, logsumexp, modified, products
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -50,7 +50,9 @@ def attention_weights(
 
     Returns:
         ``(batch, nheads_q, rows, keys)``, float32 (float64 for float64 inputs), differentiable. Before dropout the
-        weights of a query add up to 1, less that of its sink; those of one that may attend to nothing are 0.
+        weights of a query add up to 1, less that of its sink; those of one that may attend to nothing are 0. Where a
+        bias is so large that lse has few digits left for the other scores (a row of ``finfo.min``), the weights are
+        exact if `keys` is None, and known up to a common factor otherwise.
 
     Raises:
         TypeError, ValueError: as ``attention``; lse has another shape than the queries; dropout without a seed.
@@ -74,6 +76,7 @@ def attention_weights(
         raise ValueError(f"dropout_seed: got None with dropout_p={dropout_p}, allowed is the seed of the attention")
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    sees_all = keys is None
     rows, keys = indices.select(seqlen_q, rows, q.device), indices.select(seqlen_k, keys, q.device)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -93,7 +96,13 @@ def attention_weights(
     lse = lse[:, :, rows, None]
     # Before the exponential, so that what is hidden overflows neither there nor in a gradient.
     hidden = ~visible | (lse == -math.inf)
-    weights = torch.exp((scores - lse).masked_fill(hidden, -math.inf))
+    if sees_all:
+        own = logsumexp(scores.masked_fill(hidden, -math.inf))[..., None]
+        coarse = (lse.abs() > LARGE) & ((own - lse).abs() <= torch.finfo(dtype).eps * lse.abs())
+        exact = torch.softmax(scores.masked_fill(hidden, -math.inf).masked_fill(~coarse, 0.0), dim=-1)
+        weights = torch.where(coarse, exact, torch.exp((scores - lse).masked_fill(hidden | coarse, -math.inf)))
+    else:
+        weights = torch.exp((scores - lse).masked_fill(hidden, -math.inf))
     if dropout_seed is None:
         return weights
     keep = dropout.keep_mask(dropout_seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, rows=rows, keys=keys)

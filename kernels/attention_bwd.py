@@ -354,7 +354,8 @@ def attention_bwd_dq(
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
     first_full = blocks.start + blocks.n_left * EDGE
     # Without LICM: docs/decisions/0015. The small tiles of float32 have registers for the invariants.
-    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=not EXACT):
+    FEW_REGISTERS: tl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth <= 16
+    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=FEW_REGISTERS):
         keys = (start_n + offs_n)[None, :]
         k_tile = full_tile(
             k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D

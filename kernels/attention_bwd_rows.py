@@ -47,6 +47,7 @@ def attention_bwd_rows(
     dlse_ptr,
     delta_ptr,
     shift_ptr,
+    reciprocal_ptr,
     sequences,
     nheads_q,
     seqlen_q,
@@ -61,7 +62,9 @@ def attention_bwd_rows(
     """For 16-bit inputs: delta from out, and one number, ``qk_scale * row_max + log2(row_sum)``, as shift.
 
     Rounding that number moves the exponent of every weight of the row the same way, which does not matter where
-    weights are rounded to 16 bits. Rounding out does: delta is taken from out as it was before, where there is a rest.
+    weights are rounded to 16 bits, unless scores are of any size: then there is a `reciprocal_ptr` for
+    ``1 / row_sum``, and row_max itself is the shift. Rounding out does matter: delta is taken from out as it was
+    before, where there is a rest.
     """
     tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
@@ -85,7 +88,10 @@ def attention_bwd_rows(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
-    tl.store(shift_ptr + rows, row_max * qk_scale + tl.math.log2(row_sum), mask=exists)
+    if reciprocal_ptr is not None:
+        tl.store(reciprocal_ptr + rows, 1.0 / row_sum, mask=exists)
+    else:
+        tl.store(shift_ptr + rows, row_max * qk_scale + tl.math.log2(row_sum), mask=exists)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -197,7 +203,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the later kernels read, each contiguous ``(batch, nheads_q, seqlen_q)``; no factor for 16-bit inputs."""
+    """What the later kernels read, each contiguous ``(batch, nheads_q, seqlen_q)``; the factor is None unless EXACT."""
 
     delta: torch.Tensor
     shift: torch.Tensor
@@ -225,18 +231,20 @@ def launch(
 def _launch(
     out: torch.Tensor, rest: torch.Tensor | None, dout: torch.Tensor, statistics: Statistics, problem: Problem
 ) -> Rows:
-    shape = problem.shape
-    delta, shift = torch.empty_like(statistics.row_max), torch.empty_like(statistics.row_max)
+    shape, row_max = problem.shape, statistics.row_max
+    delta, other = torch.empty_like(row_max), torch.empty_like(row_max)
+    shift, factor = (row_max, other) if problem.call.score.UNBOUNDED.value else (other, None)
     n_tiles = triton.cdiv(shape.max_seqlen_q, BLOCK_M)
     attention_bwd_rows[(n_tiles * shape.nheads_q * shape.n_sequences,)](
         heads(out),
         None if rest is None else heads(rest),
         heads(dout),
-        statistics.row_max,
+        row_max,
         statistics.row_sum,
         statistics.dlse,
         delta,
-        shift,
+        None if shift is row_max else shift,
+        factor,
         problem.call.sequences,
         shape.nheads_q,
         shape.seqlen_q,
@@ -250,7 +258,7 @@ def _launch(
         num_warps=4,
         **LAUNCH_OPTIONS,
     )
-    return Rows(delta, shift, None)
+    return Rows(delta, shift, factor)
 
 
 def _launch_exact(

@@ -316,7 +316,7 @@ def _attend_tile(
     else:
         store_results(
             acc, m_i, l_i, w_i, c_i, sinks_ptr, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
-            softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS, ACC, EXACT,
+            softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS, ACC,
         )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def attention_fwd_specialized(
     tile_rows = rows_of(place, start_m, head, nheads_q, BLOCK_M, 1)
     store_results(
         acc, m_i, l_i, tl.max(w_i, 1), l_i, None, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
-        softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, ACC, EXACT,
+        softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, ACC,
     )  # fmt: skip
 
 

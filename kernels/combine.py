@@ -15,7 +15,7 @@ import triton.language as tl
 from fusedattn.kernels.configs import LAUNCH_OPTIONS
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
 from fusedattn.kernels.grouped import rows_of
-from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, exp_scaled, heads, is_exact, program_tile
+from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, exp_scaled, heads, program_tile
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base
 
@@ -46,7 +46,6 @@ def attention_combine(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     query, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
@@ -91,7 +90,7 @@ def attention_combine(
         acc += tl.sum(values * alpha[:, None], 0)[None, :]
     store_results(
         acc, one + m_i, l_i, w_i, c_i, sinks_ptr, results, dropout, place, rows, nheads_q, seqlen_q,
-        softmax_scale, qk_scale, HEAD_DIM_V, 1, BLOCK_DV, 1, ACC, EXACT,
+        softmax_scale, qk_scale, HEAD_DIM_V, 1, BLOCK_DV, 1, ACC,
     )  # fmt: skip
 
 
@@ -126,7 +125,6 @@ def launch(partials: Partials, results: Results, problem: Problem) -> None:
         BLOCK_SPLITS=BLOCK_SPLITS,
         BLOCK_DV=block_d(out.shape[3]),
         ACC=accumulator(out.dtype),
-        EXACT=is_exact(out.dtype),
         num_warps=4,
         **LAUNCH_OPTIONS,
     )

@@ -63,7 +63,6 @@ def store_results(
     BLOCK_DV: tl.constexpr,
     HEADS: tl.constexpr,
     ACC: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Write the :class:`Results` of a tile: `acc` is ``(BLOCK_M, BLOCK_DV)``, the other sums ``(BLOCK_M,)``."""
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
@@ -75,8 +74,8 @@ def store_results(
         # One more score, whose value is 0. With sinks the scores are scaled.
         sink = tl.load(sinks_ptr + rows.heads).to(ACC)
         m_new = tl.maximum(m_i, sink)
-        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        alpha = exp_scaled(m_i, m_new, qk_scale, True)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, True)
         acc = acc * alpha[:, None]
         w_i = w_i * alpha
         c_i = c_i * alpha
@@ -101,7 +100,6 @@ def store_results(
     PIECE: tl.constexpr = BLOCK_DV if BLOCK_M * BLOCK_DV <= 16384 else max(16, 4096 // BLOCK_M)
     _store_values(
         acc, unseen, l_i, rest_factor, results, dropout, place, rows, 0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PIECE, HEADS,
-        EXACT,
     )  # fmt: skip
 
 
@@ -121,7 +119,6 @@ def _store_values(
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     HEADS: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Write WIDTH features from FIRST on, in pieces: ``acc / l_i``, and by `rest_factor` what rounding takes."""
     if WIDTH > PIECE:
@@ -129,14 +126,14 @@ def _store_values(
         left, right = halves(acc, BLOCK_M, WIDTH)
         _store_values(
             left, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST, HEAD_DIM_V, BLOCK_M, HALF, PIECE,
-            HEADS, EXACT,
+            HEADS,
         )  # fmt: skip
         _store_values(
             right, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST + HALF, HEAD_DIM_V, BLOCK_M, HALF,
-            PIECE, HEADS, EXACT,
+            PIECE, HEADS,
         )  # fmt: skip
     else:
-        if EXACT:
+        if results.out.ptr.dtype.element_ty.primitive_bitwidth > 16:
             out = acc / l_i[:, None]
         else:
             out = acc * (1.0 / l_i)[:, None]

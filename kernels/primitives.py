@@ -310,7 +310,8 @@ def decode_rest(rounded, rest):
 def exp_scaled(scores, row_max, qk_scale, EXACT: tl.constexpr):
     """``exp2(qk_scale * (scores - row_max))``, of tiles ``(BLOCK_M, BLOCK_N)`` and ``(BLOCK_M, 1)``."""
     if EXACT:
-        # The heaviest weights have the smallest differences, hence the smallest errors.
+        # The heaviest weights have the smallest differences, hence the smallest errors; and of the largest finite
+        # scores the products overflow, of large ones they differ by more than the scores do.
         return tl.math.exp2((scores - row_max) * qk_scale)
     else:
         return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction an element
@@ -374,5 +375,5 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """EXACT for inputs of `dtype`: not worth its cost where weights are rounded to 16 bits."""
+    """Whether weights of inputs of `dtype` are not rounded to 16 bits: worth more than one instruction each."""
     return dtype.itemsize > 2

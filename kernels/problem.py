@@ -92,7 +92,7 @@ def launch_arguments(
         "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
         "scale": problem.scale,
         "qk_scale": problem.softmax_scale * LOG2E.value,
-        **_constants(q.shape[3], v.shape[3], q.dtype, problem.precision, config),
+        **_constants(q.shape[3], v.shape[3], q.dtype, problem.precision, problem.call.score.UNBOUNDED.value, config),
         **LAUNCH_OPTIONS,
     }
 
@@ -110,7 +110,7 @@ def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple
 
 @lru_cache(maxsize=1024)
 def _constants(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str, config: TileConfig
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str, unbounded: bool, config: TileConfig
 ) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
@@ -121,7 +121,7 @@ def _constants(
         "BLOCK_DV": block_d(head_dim_v),
         "ACC": accumulator(dtype),
         "PRECISION": precision,
-        "EXACT": is_exact(dtype),
+        "EXACT": unbounded or is_exact(dtype),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -22,12 +22,16 @@ from fusedattn.kernels.primitives import Heads, widen
 class ScoreArguments(NamedTuple):
     """What changes scores; parts that are None do nothing, and without any MODIFIED is False.
 
+    UNBOUNDED says that something is added, or that a function decides: a score may then be any finite number, such as
+    the lowest one, by which many a mask hides keys.
+
     `slopes_ptr` is float32 ``(sequences, nheads_q)`` with `slopes_stride` 0 where all sequences share them. `relative`
     is ``(sequences, nheads_q, seqlen_q, 2 * reach + 1)`` with strides of 0 where it is broadcast: the column of a pair
     is its distance, at most `reach` either way, plus `reach`.
     """
 
     MODIFIED: Any
+    UNBOUNDED: Any
     softcap: Any
     FUNCTION: Any
     DERIVATIVE: Any
@@ -39,7 +43,9 @@ class ScoreArguments(NamedTuple):
     reach: Any
 
 
-UNMODIFIED = ScoreArguments(tl.constexpr(False), None, None, None, (), NO_PAIRS, None, 0, Heads(None, 0, 0, 0), 0)
+UNMODIFIED = ScoreArguments(
+    tl.constexpr(False), tl.constexpr(False), None, None, None, (), NO_PAIRS, None, 0, Heads(None, 0, 0, 0), 0
+)
 
 
 @triton.jit
@@ -137,8 +143,8 @@ def score_arguments(
 
     The last dimension of `relative` is contiguous, and its rows are near enough for int32 offsets inside a tile.
     """
-    unchanged = softcap is None and function is None and bias is None and slopes is None and relative is None
-    if unchanged and not has_sinks:
+    bounded = function is None and bias is None and slopes is None and relative is None
+    if bounded and softcap is None and not has_sinks:
         return UNMODIFIED
     columns = Heads(None, 0, 0, 0)
     if relative is not None:
@@ -146,6 +152,7 @@ def score_arguments(
         columns = Heads(relative, *list(strides)[:3])
     return ScoreArguments(
         MODIFIED=tl.constexpr(True),
+        UNBOUNDED=tl.constexpr(not bounded),
         softcap=softcap,
         FUNCTION=function,
         DERIVATIVE=derivative,

@@ -29,7 +29,7 @@ OUTPUTS = {
     "attention_fwd": RESULTS | {"partials.row_max", "partials.row_sum"} | UNLESS_NOTHING,
     "attention_fwd_specialized": RESULTS,
     "attention_combine": RESULTS,
-    "attention_bwd_rows": {"delta_ptr", "shift_ptr"},
+    "attention_bwd_rows": {"delta_ptr", "shift_ptr", "reciprocal_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
     "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "total.ptr"},
     "attention_bwd_dq_sum": {"dq_out.ptr"},

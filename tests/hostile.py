@@ -23,7 +23,14 @@ Constants = TypeVar("Constants")
 
 GUARD = 64  # elements that hold NaN, at least, before and behind every tensor
 
-VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# Of a dtype: what is no number, and the largest and the lowest one.
+VALUES: dict[str, Callable[[torch.dtype], float]] = {
+    "nan": lambda _: math.nan,
+    "inf": lambda _: math.inf,
+    "-inf": lambda _: -math.inf,
+    "highest": lambda dtype: torch.finfo(dtype).max,
+    "lowest": lambda dtype: torch.finfo(dtype).min,
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,8 +44,8 @@ class Problem:
         magnitudes: factors of tensors, which are q, k, v, dout, dlse, bias, relative and sinks.
         rows: of each query, only one key stays visible; or every third query sees nothing, or none anything.
         poison: triples of a tensor, a name of :data:`VALUES`, and which of its rows get it: those that are hidden (keys
-            that no query sees, queries that see no key, what is added to hidden scores), one element of one row, or
-            some rows.
+            that no query sees, queries that see no key, what is added to hidden scores), one element of one row, some
+            elements, some rows, or all.
         dlse: whether a gradient comes back to lse, or to out alone.
         needed: which tensors need a gradient, by their first letters, in a second run that must agree with the first.
     """
@@ -73,7 +80,7 @@ class Problem:
         inputs = replace(inputs, mask=mask)
         for name, value, where in self.poison:
             if name in x:
-                x[name] = x[name].masked_fill(_poisoned(x[name], name, where, inputs, generator), VALUES[value])
+                x[name] = _filled(x[name], value, _poisoned(x[name], name, where, inputs, generator))
         for name in x:
             layout = self.layouts.get(name, "")
             x[name] = _relocated(LAYOUTS[layout](x[name]) if layout else x[name], self.storage_offset, device)
@@ -103,10 +110,20 @@ class Problem:
         return allowed
 
 
+def _filled(x: Tensor, value: str, where: Tensor) -> Tensor:
+    """``x`` with one of :data:`VALUES` there; a finite one leaves what is not finite as it was."""
+    filling = VALUES[value](x.dtype)
+    return x.masked_fill(where & x.isfinite() if math.isfinite(filling) else where, filling)
+
+
 def _poisoned(x: Tensor, name: str, where: str, inputs: Inputs, generator: torch.Generator) -> Tensor:
     """Which elements of ``x`` are replaced, broadcastable to it."""
     if where == "hidden":
         return _hidden(x, name, inputs)
+    if where == "all":
+        return torch.ones_like(x, dtype=torch.bool)
+    if where == "some elements":
+        return torch.rand(x.shape, generator=generator) < 0.5
     if where == "some rows":
         rows = x.shape if name in ("dlse", "sinks") else x.shape[:-1]
         chosen = torch.rand(rows, generator=generator) < 0.1

@@ -100,6 +100,12 @@ def problems(draw: st.DrawFn) -> Problem:
         st.sampled_from(["nan", "nan", "inf", "-inf"]),
         st.sampled_from(["hidden", "one element", "some rows"]),
     )
+    # One of them: two may add up to an infinity.
+    extremes = st.tuples(
+        st.sampled_from(added or ["k"]),
+        st.sampled_from(["lowest", "lowest", "highest"]),
+        st.sampled_from(["one element", "some elements", "some rows", "all"]),
+    )
     laid_out = {"q": layouts, "k": layouts, "v": layouts, "dout": st.sampled_from(sorted(LAYOUTS))}
     if case.bias == "full":
         laid_out["bias"] = layouts
@@ -110,7 +116,8 @@ def problems(draw: st.DrawFn) -> Problem:
         strided_constants=draw(st.booleans()),
         magnitudes=draw(_some(dict.fromkeys(("q", "k", "v", "dout", "dlse", *added), factors))),
         rows=draw(st.sampled_from([None, None, None, None, "one key", "some empty", "all empty"])),
-        poison=tuple(draw(st.sampled_from([0, 0, 1, 1, 2]).flatmap(lambda n: st.tuples(*[poisons] * n)))),
+        poison=tuple(draw(st.sampled_from([0, 0, 1, 1, 2]).flatmap(lambda n: st.tuples(*[poisons] * n))))
+        + tuple(draw(st.sampled_from([0, 0, 1] if added else [0]).flatmap(lambda n: st.tuples(*[extremes] * n)))),
         dlse=draw(st.booleans()),
         needed=draw(st.sampled_from(["qkvbrsl", "q", "k", "v", "qkv", "qkb", "qvr", "kvs", "brsl", *"brsl"])),
     )

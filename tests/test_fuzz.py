@@ -85,6 +85,35 @@ PROBLEMS = {
         poison=(("bias", "nan", "hidden"), ("relative", "inf", "hidden")),
         needed="br",
     ),
+    "rows of the lowest bias, 16 bits": Problem(
+        replace(HALF, bias="per_query"), poison=(("bias", "lowest", "some rows"),)
+    ),
+    "rows of the lowest bias, which gets no gradient": Problem(
+        replace(HALF, bias="per_query", causal="bottom_right"), poison=(("bias", "lowest", "some rows"),), needed="qkv"
+    ),
+    "the lowest bias everywhere, float16": Problem(
+        replace(HALF, dtype=torch.float16, bias="full", padding="left"), poison=(("bias", "lowest", "all"),)
+    ),
+    "the lowest bias of float32 everywhere, 16 bits": Problem(
+        replace(HALF, bias="per_head", bias_dtype=torch.float32, causal="bottom_right"),
+        poison=(("bias", "lowest", "all"),),
+    ),
+    "the highest bias here and there, 16 bits": Problem(
+        replace(HALF, bias="full", bias_dtype=torch.float32), poison=(("bias", "highest", "some elements"),)
+    ),
+    "the lowest bias here and there": Problem(
+        replace(SMALL, bias="full", bias_inf=True), poison=(("bias", "lowest", "some elements"),)
+    ),
+    "the highest bias of few queries, 16 bits": Problem(
+        replace(HALF, seqlen_q=1, seqlen_k=97, bias="full"), poison=(("bias", "highest", "some elements"),)
+    ),
+    "the lowest relative bias everywhere, 16 bits": Problem(
+        replace(HALF, relative="per_head"), poison=(("relative", "lowest", "all"),)
+    ),
+    "the highest sink, 16 bits": Problem(replace(HALF, sinks=True), poison=(("sinks", "highest", "one element"),)),
+    "the lowest sinks, 16 bits": Problem(
+        replace(HALF, sinks=True, causal="top_left", window=(3, 0)), poison=(("sinks", "lowest", "all"),)
+    ),
     "a bias that is expanded": Problem(
         replace(SMALL, batch=2, bias="full", padding="left"), layouts={"bias": "over_batch", "q": "transposed"}
     ),

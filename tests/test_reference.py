@@ -103,7 +103,7 @@ def loops(
     (batch, nheads, n, d), m = q.shape, k.shape[2]
     if rope is not None:
         q, k = rope.rotate(q, k)
-    visible = (mask or Mask()).dense(n, m).expand(batch, nheads, n, m).tolist()
+    visible = (Mask() if mask is None else mask).dense(n, m).expand(batch, nheads, n, m).tolist()
     added = torch.zeros(batch, nheads, n, m).double() if bias is None else bias.dense(n, m, dtype=torch.float64)
     added = added.expand(batch, nheads, n, m).tolist()
     keep = dropout.keep_mask(dropout_seed, dropout_p, batch, nheads, n, m).tolist()

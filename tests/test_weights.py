@@ -83,6 +83,21 @@ def test_scores_of_minus_infinity_hide_as_the_mask_does(backend) -> None:
     assert dq[0, 0, 1].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.bfloat16).min, -1e10, -65504.0])
+def test_rows_whose_scores_are_all_lowest(dtype, lowest) -> None:
+    """Their lse has no digits left for the number of keys."""
+    q, k, v = torch.randn(3, 1, 2, 9, 8, device=DEVICE, dtype=dtype).unbind()
+    bias = torch.zeros(9, 9, device=DEVICE)
+    bias[:3] = bias[5, :4] = lowest
+    leaves = [x.requires_grad_() for x in (q, k)]
+    out, lse = triton_attention(q, k, v, bias=bias, return_lse=True)
+    weights = attention_weights(q, k, lse, bias=bias)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(lse), atol=1e-5, rtol=0)
+    torch.testing.assert_close((weights @ v.float()).to(dtype), out, atol=2e-2, rtol=2e-2)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(weights.square().sum(), leaves))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_add_up_to_one_in_16_bits(backend) -> None:
     """Also of large scores, and under autocast: the scores behind lse are not rounded."""

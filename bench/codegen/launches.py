@@ -102,11 +102,13 @@ NAMES = {
     "total": "one-pass",
     "HEADS": "grouped",
     "rounded_sum": "rest",
+    "reciprocal": "unbounded",
 }
 # What follows from another switch, or is always there.
 IMPLIED = {
     *(
         "MODIFIED",
+        "UNBOUNDED",
         "BY_PAIR",
         "MAY_HIDE_ROWS",
         "EXACT",

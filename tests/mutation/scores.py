@@ -122,14 +122,14 @@ DISTANCES = (
 )
 
 SINK = (
-    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
+    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, True)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
     Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
     Fault(EPILOGUE, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
     Fault(EPILOGUE, "        w_i = w_i * alpha\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
     Fault(EPILOGUE, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", COMMON),
     Fault(EPILOGUE, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
-    Fault(SCORES, "if unchanged and not has_sinks:", "if unchanged:", "sinks: beside scores that are not scaled", SINKS),
+    Fault(SCORES, "if bounded and softcap is None and not has_sinks:", "if bounded and softcap is None:", "sinks: beside scores that are not scaled", SINKS),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "expected = 1.0", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
     Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head)", "expected = 1.0 - tl.exp(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
     Fault(ROWS, "(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "(tl.load(sinks_ptr + head).to(ACC) - shift)", "delta: weight of a sink without its sum", gradients("sinks")),

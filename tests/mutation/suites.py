@@ -36,6 +36,7 @@ PACKED = "tests/test_varlen.py"
 PACKED_BLOCKS = "tests/test_blocks.py -k packed"
 SECOND_ORDER = "tests/test_second_order.py"
 
+FINITE = "tests/test_fuzz.py -k 'contract and (lowest or highest)'"
 NAN = "tests/test_masking.py -k 'triton and (reaches or infinite or nan or no_query)'"
 EMPTY = "tests/test_masking.py -k 'triton and nothing'"
 MINUS_INFINITY = "tests/test_gradcheck.py -k 'of_a_feature and inf'"
