@@ -10,6 +10,7 @@ NN, FUSION = "fusedattn/integrations/torch_nn.py", "fusedattn/fusion.py"
 HF_ATTENTION = "fusedattn/integrations/transformers/attention.py"
 HF_MASKS = "fusedattn/integrations/transformers/masks.py"
 HF_MODELS = "fusedattn/integrations/transformers/models.py"
+HF_SOURCES = "fusedattn/integrations/transformers/sources.py"
 HF_NAMES = "fusedattn/integrations/transformers/registration.py"
 HF_ROTARY = "fusedattn/integrations/transformers/rotary.py"
 FA_ARGUMENTS = "fusedattn/integrations/flash_attn/arguments.py"
@@ -31,7 +32,7 @@ models, hub = partial(integration, "transformers"), partial(integration, "kernel
 flash_api, flash_cache = partial(integration, "flash_attn_api"), partial(integration, "flash_attn_kvcache")
 flash_layers = partial(integration, "flash_attn_layers")
 model_attention = partial(integration, "transformers_attention")
-hostile = partial(integration, "transformers_hostile")
+hostile, by_name = partial(integration, "transformers_hostile"), partial(integration, "transformers_by_name")
 
 # fmt: off
 TORCH_FUNCTIONS = (
@@ -128,7 +129,7 @@ TRANSFORMERS = (
     Fault(HF_ATTENTION, "masks.window(sliding_window - 1, 0 if", "masks.window(sliding_window, 0 if", "transformers: a window is one key too long", models("by_itself")),
     Fault(HF_ATTENTION, "0 if causal else sliding_window - 1", "0 if causal else None", "transformers: a window to both sides has no end", models("by_itself")),
     Fault(HF_ATTENTION, "            mask = masks.causal()\n", '            mask = masks.causal("top_left")\n', "transformers: is_causal counts from the start", models("by_itself")),
-    Fault(HF_ATTENTION, "if is_causal is None else is_causal", "if True else is_causal", "transformers: is_causal ignored", models("by_itself")),
+    Fault(HF_ATTENTION, "        if causal is None:\n", "        if True:\n", "transformers: is_causal ignored", models("by_itself")),
     Fault(HF_ATTENTION, '"softcap": softcap}', '"softcap": None}', "transformers: soft-cap dropped", models("by_itself")),
     Fault(HF_ATTENTION, '"scale": scaling,', '"scale": None,', "transformers: scale dropped", models("by_itself")),
     Fault(HF_ATTENTION, '"sinks": s_aux,', '"sinks": None,', "transformers: sinks dropped", models("by_itself")),
@@ -138,9 +139,16 @@ TRANSFORMERS = (
     Fault(HF_ATTENTION, "mask.documents.q * count + ids_q, mask.documents.k * count + ids_k", "0 * mask.documents.q + ids_q, 0 * mask.documents.k + ids_k", "transformers: the documents of a mask lost beside packed sequences", model_attention("inside_of")),
     Fault(HF_ATTENTION, "masks.padding(x) if x.dim() == 2 else masks.boolean(x)", "masks.padding(~x) if x.dim() == 2 else masks.boolean(~x)", "transformers: polarity of a mask", model_attention("mask_of_keys")),
     Fault(HF_ATTENTION, "x.dim() == 4 and x.shape[1] == 1 and x.shape[2] == 1", "x.dim() == 4 and x.shape[2] == 1", "transformers: the mask of one head for all", model_attention("each_head")),
-    Fault(HF_ATTENTION, "if x.shape[2:] != _lengths(query, key):", "if False:", "transformers: a mask of another size is taken", hostile("another_size")),
+    Fault(HF_ATTENTION, "if any(size not in (1, length) for", "if any(False and size not in (1, length) for", "transformers: a mask of another size is taken", hostile("another_size")),
     Fault(HF_MASKS, 'if getattr(func, "__name__", "") in _SUMS:', "if False:", "transformers: a bool mask is added to scores", hostile("prepared")),
     Fault(HF_ATTENTION, "attention_weights(query, key, lse, **options).to(query.dtype)", "attention_weights(query, key, lse, **options)", "transformers: weights in float32", model_attention("16_bits")),
+    Fault(HF_ATTENTION, "return recorded is not None and any(", "return False and any(", "transformers: weights that are recorded do not come", by_name("asked_for")),
+    Fault(HF_ATTENTION, "in WEIGHTS_WITHOUT_SINK:", "in ():", "transformers: a sink in weights that eager attention gives without", by_name("asked_for")),
+    Fault(HF_ATTENTION, "mask = mask & _at(indices, *_lengths(query, key))", "pass", "transformers: sparse attention sees every key", by_name("index_selects")),
+    Fault(HF_ATTENTION, "and is_causal_without_mask(type(module).__module__)", "", "transformers: causal without a mask where eager attention is not", by_name("bridge")),
+    Fault(HF_SOURCES, "if adds_mask(kind) or (computes_itself(kind)", "if (computes_itself(kind)", "transformers: a class that adds masks is taken", by_name("adds_masks")),
+    Fault(HF_SOURCES, "and name not in entries:", "and False:", "transformers: a table without the name is not seen", by_name("table")),
+    Fault(HF_NAMES, "if requested_attention == NAME and not _asked_before:", "if False:", "transformers: any model may choose the name", by_name("refused_by_name")),
     Fault(HF_ATTENTION, "name not in known and x is not None and x is not False", "name not in known and x is True", "transformers: an argument that is not known is ignored", models("unknown")),
     Fault(HF_MASKS, '"sliding_window") - 1, None)', '"sliding_window"), None)', "transformers: the mask's window is one key too long", MODEL_MASKS),
     Fault(HF_MASKS, "return self.q_offset - self.kv_offset", "return self.kv_offset - self.q_offset", "transformers: masks shifted the wrong way", MODEL_MASKS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from fusedattn.attention import attention
 from fusedattn.biases import Bias, tensor
 from fusedattn.dropout import draw_seed
 from fusedattn.integrations.transformers.masks import PreparedMask
+from fusedattn.integrations.transformers.sources import is_causal_without_mask
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.weights import attention_weights
@@ -24,6 +27,16 @@ HONOURED_ELSEWHERE = frozenset(
         "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep",
     }
 )  # fmt: skip
+
+# Layers whose eager attention returns weights as if there were no sink.
+WEIGHTS_WITHOUT_SINK = frozenset({"GraniteSWAAttention", "GraniteMoeSWAAttention"})
+
+# What hooks of transformers collect while a model runs: a dict by name, or None. Many models ask for weights only
+# by it.
+try:
+    from transformers.utils.output_capturing import _active_collector as _recording
+except ImportError:  # older versions ask by output_attentions
+    _recording = None
 
 
 def attention_function(
@@ -42,7 +55,9 @@ def attention_function(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = None,
+    deterministic: bool | None = None,
     rope: Rope | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,8 +69,9 @@ def attention_function(
         key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
         attention_mask: what the registered mask function made; or a bool tensor ``(batch, seqlen_k)`` or
             ``(batch, 1 or nheads_q, seqlen_q, seqlen_k)``, True = attend; or a floating-point tensor of four
-            dimensions, which is added to the scores. None: causal where ``is_causal`` (else ``module.is_causal``) says
-            so, the last query aligned with the last key.
+            dimensions, which is added to the scores; sizes of 1 broadcast. None: causal where ``is_causal`` (else
+            ``module.is_causal``, of models that have an sdpa attention) says so, the last query aligned with the last
+            key.
         dropout: probability that a weight is dropped.
         scaling: factor of the scores; ``1 / sqrt(head_dim)`` by default.
         softcap: bound of the scores (Gemma 2).
@@ -64,12 +80,15 @@ def attention_function(
         s_aux: ``(nheads_q,)``, attention sinks (gpt-oss).
         position_bias: added to the scores, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)`` (T5).
         cu_seq_lens_q, cu_seq_lens_k: int ``(n_sequences + 1,)``, where packed sequences start in a batch of one.
-        output_attentions: also return the weights, which are written out for it.
+        indices: int ``(batch, seqlen_q, n)``, the only keys that each query may see (DeepSeek's sparse attention).
+        output_attentions: also return the weights, which are written out for it; as where a model records them.
+        deterministic: True forbids sums in any order, whatever the module allows.
         rope: rotates query and key, for callers that have not done so.
 
     Returns:
         out ``(batch, seqlen_q, nheads_q, head_dim_v)``, and the weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` after
-        dropout, or None. A query that may attend to nothing, such as one at a padded position, has out 0.
+        dropout, or None. Beside sinks weights add up to less than 1, but where eager attention of the model returns
+        those without the sink. A query that may attend to nothing, such as one at a padded position, has out 0.
 
     Raises:
         NotImplementedError: an argument that is not listed here has a value.
@@ -79,24 +98,48 @@ def attention_function(
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     mask, bias = _mask_and_bias(attention_mask, query, key)
     if attention_mask is None:
-        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        causal = is_causal
+        if causal is None:
+            causal = getattr(module, "is_causal", False) and is_causal_without_mask(type(module).__module__)
         if causal and query.shape[2] > 1:
             mask = masks.causal()
         if sliding_window is not None:
             mask = mask & masks.window(sliding_window - 1, 0 if causal else sliding_window - 1)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         mask = _within_sequences(mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+    if indices is not None:
+        mask = mask & _at(indices, *_lengths(query, key))
     if position_bias is not None:
         bias = tensor(position_bias) if bias is None else bias + tensor(position_bias)
 
     options: dict[str, Any] = {"mask": mask, "rope": rope, "bias": bias, "scale": scaling, "softcap": softcap}
     options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
     apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
-    apart["deterministic"] = getattr(module, "fusedattn_deterministic", True)
-    if not output_attentions:
+    apart["deterministic"] = bool(deterministic) or getattr(module, "fusedattn_deterministic", True)
+    if not (output_attentions or _weights_are_recorded()):
         return attention(query, key, value, **options, **apart).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, **options, **apart, return_lse=True)
+    if s_aux is not None and type(module).__name__ in WEIGHTS_WITHOUT_SINK:
+        lse = attention(query, key, value, **options, **(apart | {"sinks": None}), return_lse=True)[1]
     return out.transpose(1, 2).contiguous(), attention_weights(query, key, lse, **options).to(query.dtype)
+
+
+def unknown_arguments(names: Iterable[str]) -> list[str]:
+    """Those of some names of arguments that :func:`attention_function` would refuse."""
+    return sorted(set(names) - HONOURED_ELSEWHERE - set(inspect.signature(attention_function).parameters))
+
+
+def _weights_are_recorded() -> bool:
+    """Whether the model that is running shall return weights, of which not all models tell their attention."""
+    recorded = None if _recording is None else _recording.get()
+    return recorded is not None and any("attentions" in name for name in recorded)
+
+
+def _at(indices: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
+    """Of each query, the keys that are listed."""
+    batch = indices.shape[0]
+    listed = torch.zeros(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=indices.device)
+    return masks.boolean(listed.scatter(-1, indices[:, None].long(), True))
 
 
 def _refuse_unknown(others: dict[str, Any], *, packed: bool) -> None:
@@ -113,12 +156,14 @@ def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) 
     if x is None:
         return masks.full(), None
     if isinstance(x, PreparedMask):
-        if x.shape[2:] != _lengths(query, key):
+        if x.shape[2:] == _lengths(query, key):
+            return x.mask, None
+        if any(size not in (1, length) for size, length in zip(x.shape[2:], _lengths(query, key), strict=True)):
             raise NotImplementedError(
                 f"attention_mask: got one of (seqlen_q, seqlen_k) {x.shape[2:]} for an attention of "
                 f"{_lengths(query, key)}, to which this model would have fitted a tensor"
             )
-        return x.mask, None
+        x = x.dense()
     if not isinstance(x, Tensor):
         raise TypeError(f"attention_mask: got {type(x).__name__}, allowed are a tensor and None")
     if x.dtype != torch.bool and not (x.is_floating_point() and x.dim() == 4):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from fusedattn.integrations.transformers.registration import NAME, register
+from fusedattn.integrations.transformers.attention import unknown_arguments
+from fusedattn.integrations.transformers.registration import NAME, register, without_refusal
 from fusedattn.integrations.transformers.rotary import TWINS
+from fusedattn.integrations.transformers.sources import (
+    adds_mask,
+    computes_itself,
+    file_looks_up,
+    looks_up,
+    passed_by_name,
+    says_it_can_choose,
+)
 from fusedattn.support import Backend
 
 _BEFORE = "_before_fusedattn"
@@ -29,8 +36,7 @@ def models_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 def _may_attend(module: nn.Module) -> bool:
     """Whether the file of its class looks attention up, or it is an attention that does not."""
-    looked_up = hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
-    return looked_up or "Attention" in type(module).__name__
+    return file_looks_up(type(module)) or "Attention" in type(module).__name__
 
 
 def reasons(model: PreTrainedModel) -> list[str]:
@@ -38,18 +44,28 @@ def reasons(model: PreTrainedModel) -> list[str]:
     found = []
     for part in _parts(model):
         name = type(part).__name__
+        kinds = _kinds(part)
         if not part._can_set_attn_implementation():
             found.append(f"{name} does not choose its attention by attn_implementation")
-        elif not (part._supports_sdpa or part._supports_flex_attn or part._supports_attention_backend):
-            # Some of its attention may be looked up, and some not.
-            own = {type(m).__name__ for m in part.modules() if _computes_weights(m)}
-            found += [f"{name} computes attention in {kind} itself" for kind in sorted(own)]
+            continue
+        # Some of its attention may be looked up, and some not.
+        own = {k.__name__ for k in kinds if adds_mask(k) or (computes_itself(k) and not says_it_can_choose(part))}
+        found += [f"{name} computes attention in {kind} itself" for kind in sorted(own)]
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            unknown = unknown_arguments(passed_by_name(kind))
+            found += [
+                f"{kind.__name__} passes {argument!r}, which fused attention does not know" for argument in unknown
+            ]
+    if not found and not any(map(looks_up, _kinds(model))):
+        own = {kind.__name__ for kind in _kinds(model) if computes_itself(kind)}
+        found = [f"{type(model).__name__} computes attention in {kind} itself" for kind in sorted(own)]
     return list(dict.fromkeys(found))
 
 
-def _computes_weights(module: nn.Module) -> bool:
-    is_attention = "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
-    return is_attention and "softmax" in inspect.getsource(type(module))
+def _kinds(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of all modules in it, but for torch's."""
+    kinds = {type(module) for module in model.modules()}
+    return {kind for kind in kinds if not kind.__module__.startswith("torch.")}
 
 
 def is_fused(model: PreTrainedModel) -> bool:
@@ -64,7 +80,9 @@ def is_bypassed(module: Any) -> bool:
 
 def implementations(model: PreTrainedModel) -> tuple[str, str]:
     """The attention before and after."""
-    return f"{type(model).__name__} with {model.__dict__[_BEFORE]!r} attention", repr(NAME)
+    own = sorted(kind.__name__ for kind in _kinds(model) if computes_itself(kind))
+    but = f" (but for {', '.join(own)}, which it does not look up)" if own else ""
+    return f"{type(model).__name__} with {model.__dict__[_BEFORE]!r} attention{but}", repr(NAME)
 
 
 def fuse(model: PreTrainedModel, backend: Backend | None, deterministic: bool) -> None:
@@ -74,9 +92,10 @@ def fuse(model: PreTrainedModel, backend: Backend | None, deterministic: bool) -
     known = {id(part.config): part.__dict__[_BEFORE] for part in parts if _BEFORE in part.__dict__}
     for part in parts:  # all, before any is changed: they share configs
         part.__dict__.setdefault(_BEFORE, known.get(id(part.config), part.config._attn_implementation))
-    for part in parts:
-        if part.config._attn_implementation != NAME:
-            part.set_attn_implementation(NAME)
+    with without_refusal():
+        for part in parts:
+            if part.config._attn_implementation != NAME:
+                part.set_attn_implementation(NAME)
     for module in model.modules():
         module.__dict__.update(fusedattn_backend=backend, fusedattn_deterministic=deterministic)
 

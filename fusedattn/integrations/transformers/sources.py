@@ -1,0 +1,131 @@
+"""What the source code of a model of transformers says of its attention.
+
+Nothing else does: whether a layer looks its attention up by the name in its config, or computes it itself, is in its
+``forward`` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"  # what the files of models call the registry
+_COMPUTES = re.compile(r"softmax|scaled_dot_product_attention")
+_ADDS_MASK = re.compile(r"\+=?\s*attention_mask\b")
+
+
+def looks_up(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class look their attention up."""
+    return _LOOKED_UP in _source(kind)
+
+
+def file_looks_up(kind: type[nn.Module]) -> bool:
+    """Whether any class in the file of this one does."""
+    return hasattr(sys.modules.get(kind.__module__), _LOOKED_UP)
+
+
+def computes_itself(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class compute an attention that they do not look up."""
+    return _is_attention(kind) and not looks_up(kind) and _COMPUTES.search(_source(kind)) is not None
+
+
+def adds_mask(kind: type[nn.Module]) -> bool:
+    """Whether layers of a class add the model's mask to scores, which one for a looked up attention is not made for."""
+    if not _is_attention(kind) or looks_up(kind) or "hidden_states" not in inspect.signature(kind.forward).parameters:
+        return False
+    return _ADDS_MASK.search(_source(kind)) is not None
+
+
+def passed_by_name(kind: type[nn.Module]) -> frozenset[str]:
+    """The arguments that modules of a class pass by name to the attention that they look up."""
+    if not looks_up(kind):
+        return frozenset()
+    calls = (node for node in ast.walk(ast.parse(_source(kind))) if isinstance(node, ast.Call))
+    named = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "attention_interface")
+    return frozenset(keyword.arg for call in named for keyword in call.keywords if keyword.arg)
+
+
+def reasons_by_name(model: type[PreTrainedModel], name: str) -> list[str]:
+    """Why models of a class cannot have their attention chosen by a name, as far as their file says."""
+    kinds = _made_by(model)
+    if any(map(_is_attention, kinds)) and not any(map(looks_up, kinds)):
+        return [f"{model.__name__} does not choose its attention by attn_implementation"]
+    bad = [kind for kind in kinds if adds_mask(kind) or (computes_itself(kind) and not says_it_can_choose(model))]
+    found = [f"{model.__name__} computes attention in {kind.__name__} itself" for kind in bad]
+    for table, entries in _named_in(model, kinds).items():
+        if isinstance(entries, dict) and table.endswith("ATTENTION_CLASSES") and name not in entries:
+            found.append(f"{model.__name__} chooses its attention among {', '.join(entries)}")
+    return found
+
+
+@cache
+def is_causal_without_mask(module: str) -> bool:
+    """Whether layers of a file that are called causal are so without a mask: by sdpa they are, by eager not."""
+    file = vars(sys.modules.get(module, object)).values()
+    models = [x for x in file if isinstance(x, type) and issubclass(x, PreTrainedModel) and x is not PreTrainedModel]
+    return not models or any(says_it_has_sdpa(model) for model in models)
+
+
+def says_it_has_sdpa(model: Any) -> bool:
+    """Whether models of a class are declared to run with torch's function."""
+    return bool(model._supports_sdpa)
+
+
+def says_it_can_choose(model: type[PreTrainedModel] | PreTrainedModel) -> bool:
+    """Whether models of a class are declared to run with attention of several kinds."""
+    return bool(says_it_has_sdpa(model) or model._supports_flex_attn or model._supports_attention_backend)
+
+
+def _is_attention(kind: type[nn.Module]) -> bool:
+    return "Attention" in kind.__name__
+
+
+def _made_by(model: type[nn.Module]) -> list[type[nn.Module]]:
+    """The classes of the file of a model that it is made of, as far as names lead from one to the next, and its own."""
+    found = [model]
+    for kind in found:
+        for x in _named_in(model, [kind]).values():
+            named = x.values() if isinstance(x, dict) else [x]
+            found += [k for k in named if inspect.isclass(k) and issubclass(k, nn.Module) and k not in found]
+    return found
+
+
+def _named_in(model: type[nn.Module], kinds: Iterable[type[nn.Module]]) -> dict[str, Any]:
+    """What the source of some classes names of the classes and tables in the file of a model."""
+    file = vars(sys.modules.get(model.__module__, object))
+    words = {word for kind in kinds for word in re.findall(r"\b[A-Z]\w+", _source(kind))}
+    own = {word: file[word] for word in sorted(words) if word in file}
+    return {
+        word: x for word, x in own.items() if isinstance(x, dict) or getattr(x, "__module__", "") == model.__module__
+    }
+
+
+def _source(kind: type[nn.Module]) -> str:
+    """Of a class and those that it inherits from, but for what all modules, or all models of a family, have in common.
+
+    Of what was typed into an interpreter there is none.
+    """
+    bases = (base for base in kind.__mro__ if not base.__name__.endswith("PreTrainedModel"))
+    return "\n".join(_classes_in(base.__module__).get(base.__qualname__, "") for base in bases)
+
+
+@cache
+def _classes_in(module: str) -> dict[str, str]:
+    """The source of each class of a file, which is parsed once; inspect.getsource would do so for each."""
+    if module.partition(".")[0] in ("builtins", "torch"):
+        return {}
+    try:
+        text = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return {}
+    lines = text.splitlines()
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
