@@ -32,3 +32,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "unfuse",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that importing them leaves here."""
+    return sorted(__all__)

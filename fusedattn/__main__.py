@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who reads the output has had enough, as in `| head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python flushes it when it ends)
+        return 141
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedattn import fused, nested, plain, reference, sdpa
 from fusedattn.biases import Bias
+from fusedattn.checks import unknown_argument
 from fusedattn.masks import Mask
 from fusedattn.prepare import autocast, checked, with_positive_scale
 from fusedattn.rope import Rope
@@ -75,6 +76,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: Backend | None = None,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled-dot-product attention: ``dropout(softmax(scores, masked)) v``, differentiable.
 
@@ -139,6 +141,8 @@ def attention(
         NotImplementedError: a valid call that the backend cannot run, with every reason; see
             :func:`fusedattn.not_supported_reasons`.
     """
+    if others:
+        raise unknown_argument("attention", others)
     if nested.among(q, k, v):
         return nested.attention(
             q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,

@@ -19,6 +19,32 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("triton", "torch")
 
 
+# What other functions call it, and what says it here.
+WORDS = {
+    "is_causal": "mask=masks.causal('top_left'), torch's alignment, or mask=masks.causal(), which aligns the ends",
+    "causal": "mask=masks.causal()",
+    "attn_mask": "mask= for a bool tensor (True = attend), bias= for a floating-point one",
+    "attention_mask": "mask=masks.padding(attention_mask.bool()) for one of keys, mask= for one of pairs",
+    "key_padding_mask": "mask=masks.padding(~key_padding_mask)",
+    "window_size": "mask=masks.window(left, right)",
+    "attn_bias": "bias=",
+    "alibi_slopes": "bias=biases.alibi(slopes)",
+    "softmax_scale": "scale=",
+    "scaling": "scale=",
+    "dropout": "dropout_p=",
+    "enable_gqa": "nothing: heads are grouped by their numbers",
+}
+
+
+def unknown_argument(function: str, others: dict[str, object]) -> TypeError:
+    """For an argument that a function does not have: what to write instead of other functions' words."""
+    name = next(iter(others))
+    near = WORDS.get(name)
+    return TypeError(
+        f"{function}: got {name}=, which it does not have; " + (f"write {near}" if near else "help() lists what it has")
+    )
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless q, k, v are tensors of one attention."""
     named = (("q", q), ("k", k), ("v", v))

@@ -209,6 +209,22 @@ class Mask:
             ),
         )
 
+    def __bool__(self) -> bool:
+        """A mask is neither true nor false, so that ``and`` does not drop the one before it."""
+        raise TypeError(
+            "mask: got 'and', 'or', 'not' or 'if' of a mask, allowed is '&', which lets a query attend where both do"
+        )
+
+    def __or__(self, other: object) -> Mask:
+        """There is no union: what is to be visited could not be said of it."""
+        raise NotImplementedError("mask: got '|', allowed are '&', and masks.boolean(a.dense(...) | b.dense(...))")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        """There is no complement, likewise."""
+        raise NotImplementedError("mask: got '~', allowed are '&', and masks.boolean(~mask.dense(...))")
+
     @property
     def is_full(self) -> bool:
         """Whether nothing is masked by construction (a padding mask that happens to be all True counts as one)."""
@@ -485,6 +501,9 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            instead = "bias= adds it to the scores" if mask.is_floating_point() else "mask.bool() makes one of 0 and 1"
+            raise TypeError(f"mask: got a {mask.dtype} tensor, allowed is a bool tensor, True = attend; {instead}")
         return boolean(mask)
     raise TypeError(f"mask: got {type(mask).__name__}, allowed are fusedattn.masks.Mask, a bool tensor, None")
 

@@ -87,6 +87,7 @@ def attention_varlen(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: Backend | None = None,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`fusedattn.attention` of each of several sequences, packed one behind the other; differentiable.
 
@@ -115,6 +116,8 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, NotImplementedError: as ``attention``; on a CPU also where the lengths are wrong.
     """
+    if others:
+        raise checks.unknown_argument("attention_varlen", others)
     q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:

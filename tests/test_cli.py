@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--device", "tpu"], "--device: got 'tpu', allowed are cpu, cuda and cuda:N"),
         (["demo", "--device", "cuda:99"], "GPUs"),
         (["check", "--feature", "telepathy"], "--feature: got 'telepathy'"),
+        (["check", "--feature", "causl"], "which is in no name of the 58 cases; near it are 'causal'"),
         (["check", "--against", "telepathy"], "--against: got 'telepathy', allowed are torch.sdpa-math, "),
         (["check", "--against", "no.such:f"], "--against: got 'no.such:f': ModuleNotFoundError: No module named 'no'"),
         (["check", "--against", "math:pi"], "--against: got 'math:pi', which is a float"),
@@ -534,3 +536,32 @@ def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> 
         process.kill()
     assert process.returncode == 130
     assert err.decode() == "interrupted\n"
+
+
+def test_a_quick_check_has_each_case_once() -> None:
+    dtypes = ("--dtype", "float16", "--dtype", "bfloat16")
+    report = json.loads(run("check", "--quick", "--backend", "torch", "--feature", "window", "--json", *dtypes).stdout)
+    done = [(row["case"], row["dtype"]) for row in report["results"]]
+    cases = list(dict.fromkeys(case for case, _ in done))
+    assert len(set(done)) == len(cases) > 1
+    assert len({dtype for _, dtype in done}) == 2
+
+
+def test_output_that_nobody_reads_to_its_end() -> None:
+    """As in ``| head``: no traceback."""
+    command = f"{shlex.quote(sys.executable)} -W ignore -m fusedattn check --backend torch --quick --feature causal"
+    done = subprocess.run(f"{command} | head -n 1", shell=True, capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fusedattn.cli import progress
+
+    assert list(progress.shown("abc", 3)) == ["a", "b", "c"]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(progress.shown("abc", 3)) == ["a", "b", "c"]
+    shown = capsys.readouterr().err
+    assert "1 of 3, about 0 s left" in shown
+    assert shown.endswith(progress.CLEARED)

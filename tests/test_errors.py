@@ -418,6 +418,38 @@ def test_positional_use():
         attention(**good(), attn_mask=None)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("is_causal", r"write mask=masks\.causal\('top_left'\), torch's alignment"),
+        ("causal", r"write mask=masks\.causal\(\)"),
+        ("attn_mask", r"write mask= for a bool tensor \(True = attend\), bias= for a floating-point one"),
+        ("key_padding_mask", r"write mask=masks\.padding\(~key_padding_mask\)"),
+        ("typo", r"help\(\) lists what it has"),
+    ],
+)
+def test_words_of_other_functions(argument, instead):
+    with pytest.raises(TypeError, match=f"^attention: got {argument}=, which it does not have; {instead}"):
+        attention(**good(), **{argument: True})  # type: ignore[call-overload]
+    lengths = torch.tensor([0, 2], dtype=torch.int32)
+    x = torch.randn(2, 1, 8)
+    with pytest.raises(TypeError, match=f"^attention_varlen: got {argument}=, .*{instead}"):
+        fusedattn.attention_varlen(x, x, x, lengths, lengths, **{argument: True})
+
+
+@pytest.mark.parametrize(
+    ("mask", "instead"),
+    [
+        (torch.ones(5, 5, dtype=torch.int64), r"torch\.int64 tensor, allowed is a bool tensor.*mask\.bool\(\)"),
+        (torch.zeros(5, 5), r"torch\.float32 tensor, allowed is a bool tensor.*bias= adds it"),
+    ],
+    ids=["whole numbers", "floating point"],
+)
+def test_a_mask_that_is_not_bool(mask, instead):
+    with pytest.raises(TypeError, match=f"^mask: got a {instead}"):
+        attention(**good(), mask=mask.to(DEVICE))
+
+
 def test_errors_of_apply_rope():
     x = tensor(1, 1, 5, 8)
     tables = rope(8, 8)

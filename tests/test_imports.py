@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fusedattn
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # What the arguments of attention are made of, with no attention in it.
@@ -81,7 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"checks", "reference", *VALUES},
     "nested": {"varlen"},
     "varlen": {"prepare", "fused", "eager_packed", "support", "checks", *VALUES},
-    "attention": {"nested", "prepare", "plain", "fused", "support", "sdpa", "reference", *VALUES},
+    "attention": {"nested", "prepare", "plain", "fused", "support", "checks", "sdpa", "reference", *VALUES},
     "prepare": {"support", "checks", *VALUES},
     "plain": {"support", "checks", *VALUES},
     "fused": {"ops", "eager_packed", "reference", *VALUES},
@@ -359,3 +361,7 @@ def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> Non
     theirs.parent.mkdir()
     theirs.write_text("")
     assert run_python("import kernels; print(kernels.__file__)", ROOT, tmp_path) == str(theirs)
+
+
+def test_dir_shows_what_is_public():
+    assert dir(fusedattn) == sorted(fusedattn.__all__)

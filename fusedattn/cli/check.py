@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import attention, testing
-from fusedattn.cli import check_json, comparison, machine
+from fusedattn.cli import check_json, comparison, machine, progress
 from fusedattn.cli.columns import line
 from fusedattn.cli.comparison import OWN
 from fusedattn.cli.errors import CommandError
@@ -38,14 +40,19 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(machine.no_triton(problems))
     cases = [case for case in testing.CASES if options.feature.lower() in case.name.lower()]
     if not cases:
-        names = ", ".join(repr(case.name) for case in testing.CASES)
-        raise CommandError(f"--feature: got {options.feature!r}, which is in none of the names {names}")
+        names = [case.name for case in testing.CASES]
+        near = difflib.get_close_matches(
+            options.feature, {word.strip(",") for name in names for word in name.split()}, 3, 0.5
+        )
+        hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
+        raise CommandError(f"--feature: got {options.feature!r}, which is in no name of the {len(names)} cases{hint}")
     if machine.versions()["triton"] == "not installed":
         cases = _without_triton(cases)
     others = comparison.find(options.against)
     if device.type == "cpu":
         torch.set_num_threads(1)  # the cases are small, and threads that wait for each other cost more than they do
-    rounds = _rounds(cases, options.dtype or DTYPES, options.backend, device, others)
+    work = _work(cases, options.dtype or DTYPES, quick=options.quick)
+    rounds = progress.shown(_rounds(work, options.backend, device, others), len(work))
     if options.json:
         report = check_json.report(list(rounds), options.backend, device)
         print(check_json.dumps(report))
@@ -66,21 +73,28 @@ def _without_triton(cases: list[Case]) -> list[Case]:
     return [case for case in cases if not case.needs_triton]
 
 
+def _work(cases: list[Case], dtypes: Iterable[str], *, quick: bool) -> list[tuple[Case, str]]:
+    """Each case in each dtype; if `quick`, each in one of them, in turn."""
+    names = list(dict.fromkeys(dtypes))
+    if quick:
+        return [(case, names[number % len(names)]) for number, case in enumerate(cases)]
+    return list(itertools.product(cases, names))
+
+
 def _rounds(
-    cases: Iterable[Case], dtypes: Iterable[str], backend: Backend, device: torch.device, others: dict[str, Peer]
+    work: Iterable[tuple[Case, str]], backend: Backend, device: torch.device, others: dict[str, Peer]
 ) -> Iterator[dict[str, Outcome]]:
     """For each case and dtype, the outcome of every function on the same problem."""
-    for case in cases:
-        for dtype in dict.fromkeys(dtypes):
-            inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
-            outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
-            try:
-                ratios = _measure(inputs, backend)
-            except Exception as error:  # a kernel that does not run is a result too, and the others still count
-                own = failed(case.name, dtype, error)
-            else:
-                own = Outcome(case.name, dtype, ratios, lse_gradient=bool(inputs.dlse.any()))
-            yield {OWN: own, **outcomes}
+    for case, dtype in work:
+        inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
+        outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
+        try:
+            ratios = _measure(inputs, backend)
+        except Exception as error:  # a kernel that does not run is a result too, and the others still count
+            own = failed(case.name, dtype, error)
+        else:
+            own = Outcome(case.name, dtype, ratios, lse_gradient=bool(inputs.dlse.any()))
+        yield {OWN: own, **outcomes}
 
 
 def measure(case: Case, backend: Backend, device: torch.device) -> dict[str, Ratios]:

@@ -136,7 +136,7 @@ def _describe(agreement: Agreement, device: torch.device) -> str:
     how = machine.how_it_runs(cast(Backend, agreement.backend), device)
     what = f"{how}, {str(agreement.dtype).removeprefix('torch.')}; "
     what += (
-        f"{agreement.n_layers} layers, {agreement.n_batches} batches of {agreement.batch} x {agreement.seqlen} tokens"
+        f"{_layers(agreement.n_layers)}, {agreement.n_batches} batches of {agreement.batch} x {agreement.seqlen} tokens"
     )
     return what + (", padded" if agreement.padded else "")
 
@@ -147,7 +147,7 @@ def _train(
     report.headline(console, "Training the fused model")
     n_parameters = sum(p.numel() for p in model.parameters())
     console.print(
-        f"{n_parameters / 1e6:.1f} M parameters, {settings.n_layers} layers; "
+        f"{n_parameters / 1e6:.1f} M parameters, {_layers(settings.n_layers)}; "
         f"batches of {settings.batch} x {settings.seqlen} bytes; {steps} steps."
     )
     before = training.held_out_loss(model, text, settings)
@@ -202,3 +202,7 @@ def _draw(
         raise CommandError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
     report.headline(console, "Figure")
     console.print(str(path), markup=False, soft_wrap=True)
+
+
+def _layers(number: int) -> str:
+    return "1 layer" if number == 1 else f"{number} layers"

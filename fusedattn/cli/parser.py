@@ -61,8 +61,8 @@ What such a function cannot do it says by raising NotImplementedError, or by not
 having the argument; the table gives the reason. It is measured only: the exit
 status is about the kernels.
 
-Without a GPU the kernels run through Triton's interpreter; that takes about two
-minutes.
+Without a GPU the kernels run through Triton's interpreter; that takes from two
+to seven minutes, and a third of it with --quick.
 """
 
 _CHECK_EXAMPLES = """\
@@ -137,6 +137,7 @@ def _add_check(commands: _Commands) -> None:
     parser.add_argument(
         "--against", metavar="FUNCTION", action="append", default=[], help="compare with it; repeat it for several"
     )
+    parser.add_argument("--quick", action="store_true", help="each case in one dtype, in turn, rather than in all")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     _add_device(parser)
 

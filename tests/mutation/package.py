@@ -1,6 +1,7 @@
 """Faults in ``fusedattn/``: what the operation means, and the budget that judges it."""
 
 from tests.mutation.fault import Fault
+from tests.mutation.suites import FINITE
 
 MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
@@ -65,7 +66,8 @@ MEANING = (
     Fault(REFERENCE, "visible).masked_fill(unseen, 0.0)", "visible).masked_fill(blind, 0.0)", "reference: a row of scores of -inf sees a NaN value", EAGER),
     Fault(REFERENCE, "        scores = scores.masked_fill(~visible, 0.0)  # the", "        pass  # the", "reference: softcap of a hidden NaN", EAGER),
     Fault(REFERENCE, "scores = softcap * torch.tanh", "scores = torch.tanh", "reference: softcap without its height", EAGER),
-    Fault(REFERENCE, "torch.where(unseen, sink, torch.logsumexp(scores, dim=-1, keepdim=True))", "torch.logsumexp(scores, dim=-1, keepdim=True)", "reference: a sink beside rows that see nothing", EAGER),
+    Fault(REFERENCE, "torch.where(unseen[..., 0], sink[..., 0], logsumexp(scores))", "logsumexp(scores)", "reference: a sink beside rows that see nothing", EAGER),
+    Fault(REFERENCE, "return torch.where(large, largest[..., 0] + shifted.exp().sum(dim=-1).log(), lse)", "return lse", "reference: the gradient of lse by its value", FINITE),
     Fault(REFERENCE, " / (1.0 - dropout_p))", ")", "reference: what dropout keeps does not grow", EAGER),
     Fault(REFERENCE, "unseen, 0.0), lse, weights.to(q.dtype)", "unseen, 0.0), lse, kept.to(q.dtype)", "reference: weights after dropout", EAGER),
     Fault(REFERENCE, "    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere\n", "", "reference: NaN of a row that sees nothing", MASKING),

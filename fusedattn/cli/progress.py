@@ -1,0 +1,38 @@
+"""How far a command is, on a terminal that its results do not go to, or go to line by line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+CLEARED = "\r\033[K"
+
+
+def shown(items: Iterable[T], total: int) -> Iterator[T]:
+    """The items; while the next one is made, how many there are and about how long the others take.
+
+    Nothing is shown where the error output is no terminal, and nothing is left there.
+    """
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    start = time.monotonic()
+    _say(f"0 of {total}")
+    for number, item in enumerate(items, 1):
+        _say("")
+        yield item
+        if number < total:
+            left = (time.monotonic() - start) / number * (total - number)
+            _say(f"{number} of {total}, about {_duration(left)} left")
+
+
+def _say(text: str) -> None:
+    print(f"{CLEARED}{text}", end="", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
