@@ -26,7 +26,7 @@ test: .venv/.test ## run the tests of the package (no GPU needed); ARGS go to py
 test-integrations: .venv/.test ## run the tests beside torch.nn, transformers and other libraries; ARGS go to pytest
 	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 tests/integrations $(ARGS)
 
-# torch and Triton of the oldest and the newest pair that is supported; what runs under them is what interprets kernels.
+# The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels.
 PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0
 INTERPRETED := $(addprefix tests/test_,attention.py biases.py learned.py fuzz.py masking.py decode.py varlen.py rope.py \
     weights.py interpreter.py reference.py gradcheck.py one_pass.py float64.py determinism.py) \
@@ -38,7 +38,7 @@ test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests 
 	done; \
 	exit $$status
 
-# The newest Triton beside the pinned torch: a choice of the same, without gigabytes.
+# The newest Triton beside the pinned torch runs a choice of those tests, without gigabytes to install.
 NEWEST_TRITON ?= 3.9.0
 test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed ## run a choice of them under NEWEST_TRITON and the torch of .venv
 	@PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column
 
 from bench import results, terminal
 from bench.results import Report
 from bench.work import is_own
+from fusedattn.cli.tables import print_table
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,21 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{name}: {results.headline(report)}", markup=False)
         if not report["correctness"]["ok"]:
             console.print(f"{name} is not correct: its check is red", markup=False, style="red")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("A / B", "from", "to", "beyond noise", "contestant", "work"):
-        table.add_column(column, justify="left" if column in ("contestant", "work") else "right", overflow="fold")
-    for change in found:
-        if is_own(change.contestant):
-            verdict = ("faster" if change.ratio > 1.0 else "slower") if change.beyond_noise else ""
-            numbers = (f"{x:.2f}x" for x in (change.ratio, change.least, change.most))
-            table.add_row(*numbers, verdict, change.contestant, change.work)
-    console.print(table)
+    columns = [Column(name, justify="right", no_wrap=True) for name in ("A / B", "from", "to", "beyond noise")]
+    columns += [Column(name, overflow="fold") for name in ("contestant", "work")]
+    print_table(console, columns, [_cells(change) for change in found if is_own(change.contestant)])
     console.print(_summary(found), markup=False)
     only = {row["name"] for row in a["results"]} ^ {row["name"] for row in b["results"]}
     if only:
         console.print(f"in one of the two alone: {len(only)} cases", markup=False)
     return 0
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    """In the order of the columns."""
+    verdict = ("faster" if change.ratio > 1.0 else "slower") if change.beyond_noise else ""
+    numbers = (f"{x:.2f}x" for x in (change.ratio, change.least, change.most))
+    return (*numbers, verdict, change.contestant, change.work)
 
 
 def _summary(found: list[Change]) -> str:

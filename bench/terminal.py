@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column
 
 from bench import goals, results
 from bench.goals import Verdict
 from bench.results import Report
+from fusedattn.cli.tables import print_table
 
 
 def console() -> Console:
@@ -38,7 +39,7 @@ def print_results(console: Console, report: Report) -> None:
         for page, panels in pages.items():
             for panel, rows in panels.items():
                 console.print(f"{suite}: {page}, {panel}", style="bold", markup=False)
-                console.print(_table(rows))
+                _print_rows(console, rows)
         rows = [row for row in report["results"] if row["suite"] == suite]
         for text in reasons(rows):
             console.print(text, markup=False, style="dim")
@@ -46,17 +47,14 @@ def print_results(console: Console, report: Report) -> None:
     found = [verdict for verdict in goals.verdicts(report) if verdict.n_found]
     if found:
         console.print("goals", style="bold")
-        console.print(_goals(found))
+        _print_goals(console, found)
 
 
-def _goals(verdicts: list[Verdict]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("goal", "at least", "lowest", "results", "reached"):
-        table.add_column(name, justify="left" if name == "goal" else "right", no_wrap=True)
-    table.add_column("where lowest", overflow="fold")
-    for verdict in verdicts:
-        table.add_row(*goal_cells(verdict))
-    return table
+def _print_goals(console: Console, verdicts: list[Verdict]) -> None:
+    figures = ("at least", "lowest", "results", "reached")
+    columns = [Column("goal"), *(Column(name, justify="right", no_wrap=True) for name in figures)]
+    columns.append(Column("where lowest", overflow="fold"))
+    print_table(console, columns, [tuple(goal_cells(verdict)) for verdict in verdicts])
 
 
 def goal_cells(verdict: Verdict) -> Iterator[str]:
@@ -70,14 +68,11 @@ def goal_cells(verdict: Verdict) -> Iterator[str]:
     yield "–" if lowest is None else lowest[0]
 
 
-def _table(rows: list[Report]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in (rows[0]["x_name"], "fusedattn", "spread", rows[0]["unit"], "ceiling", "speedup", "of"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(len(name), 8))
-    table.add_column("best other", overflow="fold")
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
+def _print_rows(console: Console, rows: list[Report]) -> None:
+    figures = (rows[0]["x_name"], "fusedattn", "spread", rows[0]["unit"], "ceiling", "speedup", "of")
+    columns = [Column(name, justify="right", no_wrap=True) for name in figures]
+    columns.append(Column("best other", overflow="fold"))
+    print_table(console, columns, [tuple(_cells(row)) for row in rows])
 
 
 def _cells(row: Report) -> Iterable[str]:

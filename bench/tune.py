@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 
 from bench import environment, results, terminal
 from bench.timing import Budget, DeviceStopwatch, Stopwatch
@@ -20,6 +20,7 @@ from bench.tuning.slots import Part, Slot
 from bench.tuning.trial import Timing
 from fusedattn.cli import machine
 from fusedattn.cli.errors import CommandError
+from fusedattn.cli.tables import print_table
 from fusedattn.kernels import configs, devices
 from fusedattn.support import interpreting
 
@@ -134,16 +135,15 @@ def _print(console: Console, slot: Slot, own: str, timings: dict[str, Timing]) -
     console.print(slot.name, style="bold", markup=False)
     gains, ranked = trial.gains(timings), trial.ranked(timings)
     problems = list(dict.fromkeys(problem for found in gains.values() for problem in found))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("config", no_wrap=True)
-    for name in ("gain", *problems, "beyond noise"):
-        table.add_column(name, justify="right")
+    names = ("gain", *problems, "beyond noise")
+    columns = [Column("config", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in names)]
+    rows = []
     for i, (name, mean) in enumerate(ranked):
         if i < SHOWN or name == own:
             cells = (f"{gains[name][x]:.3f}" if x in gains[name] else "" for x in problems)
             noise = "the table's" if name == own else "yes" if trial.is_faster(timings, name) else ""
-            table.add_row(name, f"{mean:.3f}", *cells, noise)
-    console.print(table)
+            rows.append((name, f"{mean:.3f}", *cells, noise))
+    print_table(console, columns, rows)
     for name, timing in timings.items():
         if timing.reason:
             console.print(f"{name}: {timing.reason}", markup=False, style="dim")

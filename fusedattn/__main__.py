@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who reads the output has had enough, as in `| head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python flushes it when it ends)
+    except BrokenPipeError:  # the reader has left, as in `| head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (flushed when Python exits)
         return 141
 
 

@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("triton", "torch")
 
 
-# What other functions call it, and what says it here.
+# Argument names of other attention functions, and what to write instead.
 WORDS = {
     "is_causal": "mask=masks.causal('top_left'), torch's alignment, or mask=masks.causal(), which aligns the ends",
     "causal": "mask=masks.causal()",
@@ -37,11 +37,11 @@ WORDS = {
 
 
 def unknown_argument(function: str, others: dict[str, object]) -> TypeError:
-    """For an argument that a function does not have: what to write instead of other functions' words."""
+    """The error for an argument that `function` does not have; says what to write instead where that is known."""
     name = next(iter(others))
     near = WORDS.get(name)
     return TypeError(
-        f"{function}: got {name}=, which it does not have; " + (f"write {near}" if near else "help() lists what it has")
+        f"{function}: got an unknown argument {name}=; " + (f"write {near}" if near else "help() lists the known ones")
     )
 
 

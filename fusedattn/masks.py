@@ -210,20 +210,20 @@ class Mask:
         )
 
     def __bool__(self) -> bool:
-        """A mask is neither true nor false, so that ``and`` does not drop the one before it."""
+        """Raises: ``a and b`` would silently be ``b``."""
         raise TypeError(
-            "mask: got 'and', 'or', 'not' or 'if' of a mask, allowed is '&', which lets a query attend where both do"
+            "mask: got 'and', 'or', 'not' or 'if' on a mask; a & b lets a query attend to the keys that both allow"
         )
 
     def __or__(self, other: object) -> Mask:
-        """There is no union: what is to be visited could not be said of it."""
-        raise NotImplementedError("mask: got '|', allowed are '&', and masks.boolean(a.dense(...) | b.dense(...))")
+        """Raises: the key blocks to visit could not be told from a union."""
+        raise NotImplementedError("mask: got '|', allowed are '&' and masks.boolean(a.dense(...) | b.dense(...))")
 
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        """There is no complement, likewise."""
-        raise NotImplementedError("mask: got '~', allowed are '&', and masks.boolean(~mask.dense(...))")
+        """Raises, as ``|`` does."""
+        raise NotImplementedError("mask: got '~', allowed are '&' and masks.boolean(~mask.dense(...))")
 
     @property
     def is_full(self) -> bool:

@@ -344,7 +344,7 @@ def attention_bwd(
 def _sinks_gradient(sinks: Tensor, delta: Tensor, statistics: Any) -> Tensor:
     """The weight of a sink has no value: its score gets ``-weight * delta``, summed over queries."""
     unseen = statistics.row_max == torch.inf
-    # With sinks the scores are in natural units. Not by lse, which a large maximum leaves no digits for the sum.
+    # With sinks the scores are in natural units. A large maximum would leave lse no digits for the sum.
     weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum)
     if statistics.dlse is None:
         delta = torch.where(unseen, 0.0, delta)

@@ -131,12 +131,12 @@ def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tens
     return torch.softmax(scores, dim=-1)[..., :-1], lse
 
 
-# The lse of scores beyond it has few digits for their sum, by which its gradient would be computed.
+# Beyond it, lse has too few digits left for the sum, and a gradient computed from its value is wrong.
 LARGE = 1e4
 
 
 def logsumexp(scores: Tensor) -> Tensor:
-    """torch's over the last dimension, with a gradient that does not go through the value of a large one."""
+    """torch's over the last dimension; the gradient of a large lse is not computed from its value."""
     lse = torch.logsumexp(scores, dim=-1)
     large = (lse.abs() > LARGE) & lse.isfinite()
     if scores.shape[-1] == 0 or (is_readable(large) and not large.any()):

@@ -77,9 +77,9 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
 
 
 def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
-    """Whether all that a query sees is lowered, or raised, by a large number; True where that cannot be known.
+    """Whether a large number is added to every score that some query sees; True where that cannot be known.
 
-    torch's kernels compute weights in the backward by the lse, which has too few digits then.
+    torch's kernels recompute the weights from lse in the backward, and lse then has too few digits.
     """
     if not reference.is_readable(added):
         return True

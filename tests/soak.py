@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import fuse, masks
+from fusedattn.cli.figure import FUSED, REFERENCE, STYLE
 from fusedattn.cli.machine import versions
 from fusedattn.masks import as_mask
 from fusedattn.transformer import GPTModel, ScaledDotProductAttention
@@ -196,28 +197,29 @@ def faults(figures: dict[str, Any]) -> list[str]:
 def draw(runs: dict[str, Training], path: Path) -> None:
     """Loss of the fused and the eager run; and how far each run departs from eager."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     eager = runs["eager"].losses
     middles = [i + WINDOW / 2 for i in range(0, len(eager), WINDOW)]
-    for name, style in (("eager", "-"), ("fused", "--")):
-        smooth = [statistics.fmean(runs[name].losses[i : i + WINDOW]) for i in range(0, len(eager), WINDOW)]
-        left.plot(middles, smooth, style, label=name, color="black" if name == "eager" else "tab:red")
-    left.set(xlabel="step", ylabel="loss, nats per token", title="reference GPT, float32")
-    left.legend(frameon=False)
-    for name, run in runs.items():
-        if name != "eager":
-            style = {"color": "tab:red", "linewidth": 2} if name == "fused" else {"color": "gray", "linewidth": 1}
-            label = {"fused": "fused", "keys reversed": "eager, summed in other orders"}.get(name)
-            right.plot(middles, departure(run.losses, eager), label=label, **style)
-    right.set(xlabel="step", ylabel="difference of the losses, RMS", yscale="log", title="departure from eager")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        for name, color, line in (("eager", REFERENCE, "-"), ("fused", FUSED, (0, (4, 3)))):
+            smooth = [statistics.fmean(runs[name].losses[i : i + WINDOW]) for i in range(0, len(eager), WINDOW)]
+            left.plot(middles, smooth, label=name, color=color, linewidth=2, linestyle=line)
+        left.set(xlabel="step", ylabel="loss (nats per token)", title="Training the reference GPT, float32")
+        left.set_ylim(bottom=0)
+        left.legend()
+        for name, run in runs.items():
+            if name != "eager":
+                look = {"color": FUSED, "linewidth": 2} if name == "fused" else {"color": REFERENCE, "linewidth": 1}
+                label = {"fused": "fused", "keys reversed": "eager, summed in other orders"}.get(name)
+                right.plot(middles, departure(run.losses, eager), label=label, **look)
+        right.set(xlabel="step", ylabel="difference of the losses (RMS)", yscale="log", title="Departure from eager")
+        right.legend()
+        figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> int:

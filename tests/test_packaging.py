@@ -143,6 +143,16 @@ def test_wheel_is_pure_python_of_the_right_version(wheel: Path) -> None:
     assert tags["Root-Is-Purelib"] == "true"
 
 
+def test_description_has_no_link_that_a_package_index_cannot_follow(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = f"fusedattn-{version_in_pyproject()}.dist-info"
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    description = metadata.get_payload()
+    assert "pip install fusedattn" in description
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
+    assert not re.findall(r"\]\((?!https://)|src=\"(?!https://)", description)
+
+
 def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -167,6 +177,13 @@ def test_sdist_holds_the_kernels_once(sdist: Path) -> None:
     for name in KERNELS:
         found = [member for member in members if member.endswith(f"kernels/{name}")]
         assert found == [f"fusedattn-{version_in_pyproject()}/kernels/{name}"]
+
+
+def test_sdist_holds_what_is_needed_to_test_and_to_read(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = {name.partition("/")[2] for name in archive.getnames()}
+    top = {"README.md", "CHANGELOG.md", "Makefile", "constraints.txt"}
+    assert top | {"docs/attention.md", "docs/images/demo.png", "tests/conftest.py", "bench/__main__.py"} <= members
 
 
 def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def _measure(
     from fusedattn.cli import timing
 
     device = model.embedding.weight.device
-    report.headline(console, "Time and memory of one forward and backward pass")
+    report.headline(console, "Time and memory, forward and backward")
     with report.working(console, f"measuring, up to {settings.lengths[-1]} tokens"):
         comparisons = list(timing.measure(reference, model, text, settings.lengths, settings.autocast))
     report.show_costs(console, comparisons)

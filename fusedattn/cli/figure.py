@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from fusedattn.cli.timing import Comparison, Cost
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FUSED, REFERENCE, HELD_OUT, QUIET = "#0b6e6e", "#d1743c", "#2b2b2b", "#8a8a8a"
+FUSED, REFERENCE, HELD_OUT = "#0b6e6e", "#d1743c", "#2b2b2b"
 
-# Of every figure.
+# For every figure of the project.
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -39,15 +40,19 @@ def draw(path: Path, title: str, losses: Sequence[float], held_out: float, compa
         figure = Figure(figsize=(11, 5.4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-        grid = figure.add_gridspec(2, 2, width_ratios=(1.15, 1.0))
+        shown = [panel for panel in _PANELS if any(panel.value(c.fused) for c in comparisons)]
+        grid = figure.add_gridspec(max(1, len(shown)), 1 + bool(shown), width_ratios=(1.15, 1.0)[: 1 + bool(shown)])
         _draw_loss(figure.add_subplot(grid[:, 0]), losses, held_out)
-        time, memory = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
-        _draw_lines(time, comparisons, lambda cost: None if cost.seconds is None else 1e3 * cost.seconds)
-        time.set(title="Forward and backward, batch 1", ylabel="time (ms)")
-        time.tick_params(labelbottom=False)
-        time.legend(loc="upper left")
-        _draw_lines(memory, comparisons, lambda cost: None if cost.peak_bytes is None else cost.peak_bytes / 2**20)
-        memory.set(title="Peak memory beyond the model", ylabel="memory (MiB)", xlabel="sequence length (tokens)")
+        for i, panel in enumerate(shown):
+            axes = figure.add_subplot(grid[i, 1])
+            _draw_lines(axes, comparisons, panel.value)
+            axes.set(title=panel.title, ylabel=panel.label)
+            if i == 0:
+                axes.legend(loc="upper left")
+            if panel is shown[-1]:
+                axes.set_xlabel("sequence length (tokens)")
+            else:
+                axes.tick_params(labelbottom=False)
         figure.savefig(path)
 
 
@@ -64,34 +69,43 @@ def _draw_loss(axes: Axes, losses: Sequence[float], held_out: float) -> None:
 
 
 def _smooth(values: Sequence[float], reach: int = 8) -> list[float]:
-    """Averages over `reach` neighbours on either side, over fewer near the ends."""
+    """Averages over `reach` neighbours on either side; over fewer on both at the start, where the loss is steep, and
+    over those that there are at the end.
+    """
     smoothed = []
     for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
+        near = min(reach, i)
         window = values[i - near : i + near + 1]
         smoothed.append(sum(window) / len(window))
     return smoothed
 
 
-def _draw_lines(axes: Axes, comparisons: Sequence[Comparison], value: Any) -> None:
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    label: str
+    value: Callable[[Cost], float | None]
+
+
+_PANELS = (
+    _Panel("Forward and backward, batch 1", "time (ms)", lambda cost: cost.milliseconds),
+    _Panel("Peak memory beyond the model", "memory (MiB)", lambda cost: cost.mebibytes),
+)
+
+
+def _draw_lines(axes: Axes, comparisons: Sequence[Comparison], value: Callable[[Cost], float | None]) -> None:
     from matplotlib.ticker import LogLocator
 
     lengths = [comparison.seqlen for comparison in comparisons]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    nothing = True
     for name, color in (("reference", REFERENCE), ("fused", FUSED)):
         costs: list[Cost] = [getattr(comparison, name) for comparison in comparisons]
         points = [(n, y) for n, y in zip(lengths, map(value, costs), strict=True) if y]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=name, linewidth=1.8, markersize=5)
-            nothing = False
     axes.set_xticks(lengths, [str(n) for n in lengths])
     axes.margins(y=0.12)
-    if nothing:
-        axes.text(0.5, 0.5, "not measured here", transform=axes.transAxes, ha="center", color=QUIET)
-        axes.set_yticks([])
-        return
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if y >= 10 else f"{y:g}")
     axes.minorticks_off()

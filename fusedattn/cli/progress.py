@@ -1,4 +1,4 @@
-"""How far a command is, on a terminal that its results do not go to, or go to line by line."""
+"""Progress and time left of a command, on the error output when that is a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CLEARED = "\r\033[K"
 
 
 def shown(items: Iterable[T], total: int) -> Iterator[T]:
-    """The items; while the next one is made, how many there are and about how long the others take.
+    """The items; while the next one is computed, a line shows how many are done and about how long the rest takes.
 
-    Nothing is shown where the error output is no terminal, and nothing is left there.
+    The line is erased before an item is handed out, and never shown when the error output is not a terminal.
     """
     if not sys.stderr.isatty():
         yield from items

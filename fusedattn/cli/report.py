@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fusedattn import testing
+from fusedattn.cli.tables import print_table
 from fusedattn.cli.timing import Comparison, Cost
 from fusedattn.cli.training import Step
 from fusedattn.cli.verify import Kind
@@ -41,20 +42,17 @@ def working(console: Console, what: str) -> Iterator[None]:
 
 def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
     """One row a kind of tensor."""
-    from rich import box
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("", no_wrap=True)
-    table.add_column("\ntensors", justify="right")
-    table.add_column("max error\nreference", justify="right")
-    table.add_column("max error\nfused", justify="right")
-    table.add_column(f"max\n≤ {testing.MAX_FACTOR}", justify="right")
-    table.add_column(f"mean\n≤ {testing.MEAN_FACTOR}", justify="right")
-    table.add_column("budget\nused", justify="right")
-    table.add_column("")
-    for kind in kinds:
-        table.add_row(
+    titles = ["tensors", "max error\nreference", "max error\nfused", f"max\n≤ {testing.MAX_FACTOR}"]
+    titles += [f"mean\n≤ {testing.MEAN_FACTOR}", "budget\nused"]
+    columns = [
+        Column("", no_wrap=True),
+        *(Column(title, justify="right", no_wrap=True, vertical="bottom") for title in titles),
+        Column("", no_wrap=True),
+    ]
+    rows = [
+        (
             kind.name,
             str(kind.n_tensors),
             f"{kind.reference:.1e}",
@@ -64,7 +62,9 @@ def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
             f"{100 * kind.used:.0f}%" if kind.used < 9.99 else ">999%",
             "[green]ok[/]" if kind.ok else "[bold red]FAIL[/]",
         )
-    console.print(table)
+        for kind in kinds
+    ]
+    print_table(console, columns, rows, ruled=True)
 
 
 def show_training(console: Console, steps: Iterable[Step], total: int) -> list[float]:
@@ -113,27 +113,19 @@ def show_sample(console: Console, prompt: str, continuation: str) -> None:
 
 def show_costs(console: Console, comparisons: Sequence[Comparison]) -> None:
     """One row a sequence length."""
-    from rich import box
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in (
-        "sequence\nlength",
-        "reference\nms",
-        "fused\nms",
-        "reference\n/ fused",
-        "reference\nMiB",
-        "fused\nMiB",
-        "reference\n/ fused",
-    ):
-        table.add_column(title, justify="right")
-    for c in comparisons:
-        table.add_row(
+    titles = ["sequence\nlength", "reference\nms", "fused\nms", "reference\n/ fused"]
+    titles += ["reference\nMiB", "fused\nMiB", "reference\n/ fused"]
+    rows = [
+        (
             str(c.seqlen),
-            *_row(_milliseconds(c.reference), _milliseconds(c.fused), c),
-            *_row(_mebibytes(c.reference), _mebibytes(c.fused), c),
+            *_row(c.reference.milliseconds, c.fused.milliseconds, c),
+            *_row(c.reference.mebibytes, c.fused.mebibytes, c),
         )
-    console.print(table)
+        for c in comparisons
+    ]
+    print_table(console, [Column(title, justify="right", no_wrap=True) for title in titles], rows, ruled=True)
 
 
 def _row(reference: float | None, fused: float | None, costs: Comparison) -> tuple[str, str, str]:
@@ -145,11 +137,3 @@ def _cell(value: float | None, cost: Cost) -> str:
     if value is None:
         return "out of memory" if cost.seconds is None else "n/a"
     return f"{value:,.1f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def _milliseconds(cost: Cost) -> float | None:
-    return None if cost.seconds is None else 1e3 * cost.seconds
-
-
-def _mebibytes(cost: Cost) -> float | None:
-    return None if cost.peak_bytes is None else cost.peak_bytes / 2**20

@@ -20,10 +20,20 @@ MAX_REPEATS, MIN_REPEATS, ENOUGH_SECONDS = 9, 3, 4.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Of forward and backward of one model at batch 1; None where it could not be had."""
+    """Of forward and backward of one model at batch 1; None where it could not be measured."""
 
     seconds: float | None  # None: out of memory
     peak_bytes: int | None  # beyond the model and its inputs
+
+    @property
+    def milliseconds(self) -> float | None:
+        """The time in ms."""
+        return None if self.seconds is None else 1e3 * self.seconds
+
+    @property
+    def mebibytes(self) -> float | None:
+        """The memory in MiB."""
+        return None if self.peak_bytes is None else self.peak_bytes / 2**20
 
 
 @dataclass(frozen=True)

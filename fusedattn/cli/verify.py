@@ -140,10 +140,10 @@ def _kind(name: str) -> str:
     if "norm." in name:
         return "grad norms"
     if ".q_proj." in name or ".k_proj." in name or ".v_proj." in name:
-        return "grad q, k, v proj."
+        return "grad q, k, v"
     if ".out_proj." in name:
-        return "grad output proj."
-    return "grad feed-forward" if ".feed_forward." in name else "grad embedding"
+        return "grad attn out"
+    return "grad FFN" if ".feed_forward." in name else "grad embedding"
 
 
 def _padded(batch: Batch, generator: torch.Generator) -> Batch:

@@ -111,7 +111,7 @@ def test_the_report_names_what_stays():
         mask_decoder_config={"hidden_size": 32, "num_attention_heads": 4, "mlp_dim": 32, "iou_head_hidden_dim": 16},
     )
     (replacement,) = fusion_report(fuse(transformers.SamModel(config)))
-    assert "(but for SamVisionSdpaAttention, which it does not look up)" in str(replacement)
+    assert "(except SamVisionSdpaAttention, which computes its own)" in str(replacement)
 
 
 def test_arguments_that_would_be_refused_in_forward_are_refused_before():
@@ -153,6 +153,13 @@ def of_sound(model: Any) -> dict[str, Tensor]:
     return {"input_features": torch.randn(BATCH, 8, 40, dtype=torch.float64, device=DEVICE), "decoder_input_ids": ids}
 
 
+def of_speech(model: Any) -> dict[str, Tensor]:
+    """The same, with features as the last dimension."""
+    given = of_sound(model)
+    return given | {"input_features": given["input_features"].transpose(1, 2)}
+
+
+CONFORMER = WIDTH | {"model_type": "parakeet_encoder", "num_mel_bins": 8, "subsampling_conv_channels": 8}
 NANO = IDS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
 WINDOWS = GROUPED | {"sliding_window": 4}
 RECORDED: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -169,6 +176,15 @@ RECORDED: dict[str, tuple[str, dict[str, Any], Any]] = {
         "ForConditionalGeneration",
         SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}, of_sound,
     ),
+    "Canary": (
+        "ForConditionalGeneration",
+        {
+            "encoder_config": CONFORMER, "vocab_size": VOCAB,
+            "decoder_config": PLAIN | {"head_dim": 8, "num_key_value_heads": 4},
+        },
+        of_speech,
+    ),
+    "CohereAsr": ("ForConditionalGeneration", PLAIN | {"encoder_config": CONFORMER}, of_speech),
     "GraniteSWA": ("ForCausalLM", WINDOWS, of_text),
     "GptOss": (
         "ForCausalLM",
@@ -212,8 +228,10 @@ def assert_same_weights(got: Any, expected: Any, real: Tensor | None) -> None:
 def test_weights_that_are_asked_for_come(family, asked):
     model = recorded(family)
     given = RECORDED[family][2](model)
-    if asked == "in the config":
-        model.config.output_attentions = True
+    if asked == "in the config":  # and in those of its parts
+        for part in model.modules():
+            if isinstance(part, transformers.PreTrainedModel):
+                part.config.output_attentions = True
     options = {"output_attentions": True} if asked == "in the call" else {}
     expected = model(**given, **options)
     assert_same_weights(fuse(model, backend=QUICK)(**given, **options), expected, given.get("attention_mask"))

@@ -148,7 +148,7 @@ TRANSFORMERS = (
     Fault(HF_ATTENTION, "and is_causal_without_mask(type(module).__module__)", "", "transformers: causal without a mask where eager attention is not", by_name("bridge")),
     Fault(HF_SOURCES, "if adds_mask(kind) or (computes_itself(kind)", "if (computes_itself(kind)", "transformers: a class that adds masks is taken", by_name("adds_masks")),
     Fault(HF_SOURCES, "and name not in entries:", "and False:", "transformers: a table without the name is not seen", by_name("table")),
-    Fault(HF_NAMES, "if requested_attention == NAME and not _asked_before:", "if False:", "transformers: any model may choose the name", by_name("refused_by_name")),
+    Fault(HF_NAMES, "if requested_attention == NAME and not _is_judged.get():", "if False:", "transformers: any model may choose the name", by_name("refused_by_name")),
     Fault(HF_ATTENTION, "name not in known and x is not None and x is not False", "name not in known and x is True", "transformers: an argument that is not known is ignored", models("unknown")),
     Fault(HF_MASKS, '"sliding_window") - 1, None)', '"sliding_window"), None)', "transformers: the mask's window is one key too long", MODEL_MASKS),
     Fault(HF_MASKS, "return self.q_offset - self.kv_offset", "return self.kv_offset - self.q_offset", "transformers: masks shifted the wrong way", MODEL_MASKS),

@@ -31,11 +31,11 @@ HONOURED_ELSEWHERE = frozenset(
 # Layers whose eager attention returns weights as if there were no sink.
 WEIGHTS_WITHOUT_SINK = frozenset({"GraniteSWAAttention", "GraniteMoeSWAAttention"})
 
-# What hooks of transformers collect while a model runs: a dict by name, or None. Many models ask for weights only
-# by it.
+# The outputs that transformers' hooks record while a model runs: a dict by name, or None. Many models pass a request
+# for weights to their layers in no other way.
 try:
     from transformers.utils.output_capturing import _active_collector as _recording
-except ImportError:  # older versions ask by output_attentions
+except ImportError:  # older versions pass output_attentions
     _recording = None
 
 
@@ -81,14 +81,16 @@ def attention_function(
         position_bias: added to the scores, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)`` (T5).
         cu_seq_lens_q, cu_seq_lens_k: int ``(n_sequences + 1,)``, where packed sequences start in a batch of one.
         indices: int ``(batch, seqlen_q, n)``, the only keys that each query may see (DeepSeek's sparse attention).
-        output_attentions: also return the weights, which are written out for it; as where a model records them.
-        deterministic: True forbids sums in any order, whatever the module allows.
+        output_attentions: also return the weights, which are computed in full for this; True where a model records
+            them.
+        deterministic: True forbids sums in a varying order, whatever the module allows.
         rope: rotates query and key, for callers that have not done so.
 
     Returns:
         out ``(batch, seqlen_q, nheads_q, head_dim_v)``, and the weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` after
-        dropout, or None. Beside sinks weights add up to less than 1, but where eager attention of the model returns
-        those without the sink. A query that may attend to nothing, such as one at a padded position, has out 0.
+        dropout, or None. With sinks the weights of a query add up to less than 1, except in the models whose eager
+        attention returns the weights without the sink. A query that may attend to nothing, such as one at a padded
+        position, has out 0.
 
     Raises:
         NotImplementedError: an argument that is not listed here has a value.
@@ -125,18 +127,18 @@ def attention_function(
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Those of some names of arguments that :func:`attention_function` would refuse."""
+    """The argument names that :func:`attention_function` refuses."""
     return sorted(set(names) - HONOURED_ELSEWHERE - set(inspect.signature(attention_function).parameters))
 
 
 def _weights_are_recorded() -> bool:
-    """Whether the model that is running shall return weights, of which not all models tell their attention."""
+    """Whether the running model was asked for weights; not all models tell their layers."""
     recorded = None if _recording is None else _recording.get()
     return recorded is not None and any("attentions" in name for name in recorded)
 
 
 def _at(indices: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
-    """Of each query, the keys that are listed."""
+    """Each query sees the keys listed for it."""
     batch = indices.shape[0]
     listed = torch.zeros(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=indices.device)
     return masks.boolean(listed.scatter(-1, indices[:, None].long(), True))

@@ -12,12 +12,11 @@ from fusedattn.integrations.transformers.attention import unknown_arguments
 from fusedattn.integrations.transformers.registration import NAME, register, without_refusal
 from fusedattn.integrations.transformers.rotary import TWINS
 from fusedattn.integrations.transformers.sources import (
-    adds_mask,
     computes_itself,
     file_looks_up,
     looks_up,
     passed_by_name,
-    says_it_can_choose,
+    reasons_of_parts,
 )
 from fusedattn.support import Backend
 
@@ -48,9 +47,7 @@ def reasons(model: PreTrainedModel) -> list[str]:
         if not part._can_set_attn_implementation():
             found.append(f"{name} does not choose its attention by attn_implementation")
             continue
-        # Some of its attention may be looked up, and some not.
-        own = {k.__name__ for k in kinds if adds_mask(k) or (computes_itself(k) and not says_it_can_choose(part))}
-        found += [f"{name} computes attention in {kind} itself" for kind in sorted(own)]
+        found += reasons_of_parts(type(part), kinds)
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             unknown = unknown_arguments(passed_by_name(kind))
             found += [
@@ -58,7 +55,7 @@ def reasons(model: PreTrainedModel) -> list[str]:
             ]
     if not found and not any(map(looks_up, _kinds(model))):
         own = {kind.__name__ for kind in _kinds(model) if computes_itself(kind)}
-        found = [f"{type(model).__name__} computes attention in {kind} itself" for kind in sorted(own)]
+        found = [f"{type(model).__name__} computes attention in {name} itself" for name in sorted(own)]
     return list(dict.fromkeys(found))
 
 
@@ -81,7 +78,7 @@ def is_bypassed(module: Any) -> bool:
 def implementations(model: PreTrainedModel) -> tuple[str, str]:
     """The attention before and after."""
     own = sorted(kind.__name__ for kind in _kinds(model) if computes_itself(kind))
-    but = f" (but for {', '.join(own)}, which it does not look up)" if own else ""
+    but = f" (except {', '.join(own)}, which computes its own)" if own else ""
     return f"{type(model).__name__} with {model.__dict__[_BEFORE]!r} attention{but}", repr(NAME)
 
 

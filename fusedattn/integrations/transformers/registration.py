@@ -1,10 +1,11 @@
-"""The name under which transformers finds this package's attention, and who may choose it."""
+"""The name under which transformers finds this package's attention, and the check of the models that choose it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -15,15 +16,17 @@ from fusedattn.integrations.transformers.sources import reasons_by_name
 
 NAME = "fusedattn"
 
-_asked_before = False  # whether what chooses the name has been asked about every module of the model
+_is_judged = ContextVar("_is_judged", default=False)  # every module of the model has been looked at already
 
 
 def register() -> None:
     """Register attention and masks under the name ``fusedattn``, for ``attn_implementation="fusedattn"``.
 
     Both, because transformers builds no masks at all, not even of padding, for a name that has only an attention
-    function. A model that does not look its attention up, and would ignore the name or misread the masks, is refused
-    with a ``ValueError`` when it is made with this name, or given it. To call it again changes nothing.
+    function. A model that does not look its attention up would ignore the name or misread the masks: a ``ValueError``
+    refuses it, on construction and in ``set_attn_implementation``. For this,
+    ``PreTrainedModel.get_correct_attn_implementation`` is wrapped; other names pass through unchanged. A second call
+    does nothing.
     """
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
@@ -34,23 +37,22 @@ def register() -> None:
 
 @contextmanager
 def without_refusal() -> Iterator[None]:
-    """For who has looked at the modules of a model, and need not judge by the file of its class."""
-    global _asked_before
-    _asked_before = True
+    """For ``fuse``, which has judged a model by its modules; the check has only the file of its class."""
+    token = _is_judged.set(True)
     try:
         yield
     finally:
-        _asked_before = False
+        _is_judged.reset(token)
 
 
 def _with_refusal(check: Any) -> Any:
-    """transformers' own check of a name, before which ours may refuse."""
+    """transformers' own check of a name, preceded by ours."""
 
     @functools.wraps(check)
     def get_correct_attn_implementation(
         self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        if requested_attention == NAME and not _asked_before:
+        if requested_attention == NAME and not _is_judged.get():
             reasons = reasons_by_name(type(self), NAME)
             if reasons:
                 raise ValueError(

@@ -1,7 +1,7 @@
-"""What the source code of a model of transformers says of its attention.
+"""Reads, in the source code of a transformers model, how the model computes attention.
 
-Nothing else does: whether a layer looks its attention up by the name in its config, or computes it itself, is in its
-``forward`` alone.
+A layer either looks its attention up by the name in its config, or computes it itself. Only its ``forward`` shows
+which.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def computes_itself(kind: type[nn.Module]) -> bool:
 
 
 def adds_mask(kind: type[nn.Module]) -> bool:
-    """Whether layers of a class add the model's mask to scores, which one for a looked up attention is not made for."""
+    """Whether layers of a class add the model's mask to their scores; that of an attention by name is not additive."""
     if not _is_attention(kind) or looks_up(kind) or "hidden_states" not in inspect.signature(kind.forward).parameters:
         return False
     return _ADDS_MASK.search(_source(kind)) is not None
 
 
 def passed_by_name(kind: type[nn.Module]) -> frozenset[str]:
-    """The arguments that modules of a class pass by name to the attention that they look up."""
+    """The keyword arguments that modules of a class pass to the attention that they look up."""
     if not looks_up(kind):
         return frozenset()
     calls = (node for node in ast.walk(ast.parse(_source(kind))) if isinstance(node, ast.Call))
@@ -54,34 +54,34 @@ def passed_by_name(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def reasons_by_name(model: type[PreTrainedModel], name: str) -> list[str]:
-    """Why models of a class cannot have their attention chosen by a name, as far as their file says."""
+    """The reasons against ``attn_implementation=name`` for models of a class, judged by the source of their file."""
     kinds = _made_by(model)
     if any(map(_is_attention, kinds)) and not any(map(looks_up, kinds)):
         return [f"{model.__name__} does not choose its attention by attn_implementation"]
-    bad = [kind for kind in kinds if adds_mask(kind) or (computes_itself(kind) and not says_it_can_choose(model))]
-    found = [f"{model.__name__} computes attention in {kind.__name__} itself" for kind in bad]
+    found = reasons_of_parts(model, kinds)
     for table, entries in _named_in(model, kinds).items():
         if isinstance(entries, dict) and table.endswith("ATTENTION_CLASSES") and name not in entries:
             found.append(f"{model.__name__} chooses its attention among {', '.join(entries)}")
     return found
 
 
+def reasons_of_parts(model: type[PreTrainedModel], kinds: Iterable[type[nn.Module]]) -> list[str]:
+    """The classes among the parts of a model whose attention a name would not replace, as sentences."""
+    own = {kind.__name__ for kind in kinds if adds_mask(kind) or (computes_itself(kind) and not can_choose(model))}
+    return [f"{model.__name__} computes attention in {name} itself" for name in sorted(own)]
+
+
 @cache
 def is_causal_without_mask(module: str) -> bool:
-    """Whether layers of a file that are called causal are so without a mask: by sdpa they are, by eager not."""
+    """Whether ``is_causal`` layers of a file hide later keys when they get no mask: sdpa does so, eager does not."""
     file = vars(sys.modules.get(module, object)).values()
-    models = [x for x in file if isinstance(x, type) and issubclass(x, PreTrainedModel) and x is not PreTrainedModel]
-    return not models or any(says_it_has_sdpa(model) for model in models)
+    models = {x for x in file if isinstance(x, type) and issubclass(x, PreTrainedModel)} - {PreTrainedModel}
+    return not models or any(model._supports_sdpa for model in models)  # type: ignore[attr-defined]
 
 
-def says_it_has_sdpa(model: Any) -> bool:
-    """Whether models of a class are declared to run with torch's function."""
-    return bool(model._supports_sdpa)
-
-
-def says_it_can_choose(model: type[PreTrainedModel] | PreTrainedModel) -> bool:
-    """Whether models of a class are declared to run with attention of several kinds."""
-    return bool(says_it_has_sdpa(model) or model._supports_flex_attn or model._supports_attention_backend)
+def can_choose(model: type[PreTrainedModel]) -> bool:
+    """Whether a class declares that it runs with other attention than its eager one."""
+    return bool(model._supports_sdpa or model._supports_flex_attn or model._supports_attention_backend)
 
 
 def _is_attention(kind: type[nn.Module]) -> bool:
@@ -89,7 +89,7 @@ def _is_attention(kind: type[nn.Module]) -> bool:
 
 
 def _made_by(model: type[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of the file of a model that it is made of, as far as names lead from one to the next, and its own."""
+    """A model's class and the module classes of its file that it uses, found by following the names in their source."""
     found = [model]
     for kind in found:
         for x in _named_in(model, [kind]).values():
@@ -99,7 +99,7 @@ def _made_by(model: type[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _named_in(model: type[nn.Module], kinds: Iterable[type[nn.Module]]) -> dict[str, Any]:
-    """What the source of some classes names of the classes and tables in the file of a model."""
+    """The classes and tables in the file of a model that the source of `kinds` mentions, by name."""
     file = vars(sys.modules.get(model.__module__, object))
     words = {word for kind in kinds for word in re.findall(r"\b[A-Z]\w+", _source(kind))}
     own = {word: file[word] for word in sorted(words) if word in file}
@@ -109,9 +109,9 @@ def _named_in(model: type[nn.Module], kinds: Iterable[type[nn.Module]]) -> dict[
 
 
 def _source(kind: type[nn.Module]) -> str:
-    """Of a class and those that it inherits from, but for what all modules, or all models of a family, have in common.
+    """The source of a class and its bases, without the bases that all modules or all models of a family share.
 
-    Of what was typed into an interpreter there is none.
+    Empty for a class that was defined in an interactive session.
     """
     bases = (base for base in kind.__mro__ if not base.__name__.endswith("PreTrainedModel"))
     return "\n".join(_classes_in(base.__module__).get(base.__qualname__, "") for base in bases)
