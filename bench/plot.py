@@ -29,15 +29,23 @@ SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write one figure a suite and page; exit status 0."""
+    """Write one figure for each suite and page with a panel in which something was timed; exit status 0."""
     report = results.together([results.read_green(path) for path in options.results])
     out = options.out or options.results[0].with_suffix("")
     out.mkdir(parents=True, exist_ok=True)
     for (suite, page), panels in results.by_page(report).items():
-        path = out / f"{_slug(suite, page)}.{options.format}"
-        draw(path, report, suite, page, panels)
-        print(path)
+        timed = {panel: rows for panel, rows in panels.items() if any(map(_is_timed, rows))}
+        if timed:
+            path = out / f"{_slug(suite, page)}.{options.format}"
+            draw(path, report, suite, page, timed)
+            print(path)
+        for panel in [name for name in panels if name not in timed]:
+            print(f"left out, because nothing could run: {suite}, {page}, {panel}")
     return 0
+
+
+def _is_timed(row: Report) -> bool:
+    return any("ms" in found for found in row["contestants"].values())
 
 
 def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, list[Report]]) -> None:
@@ -61,11 +69,10 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
             below = figure.add_subplot(grid[2 * (i // n_columns) + 1, i % n_columns], sharex=above)
             shown |= _draw_rates(above, report, panel, rows, names)
             _draw_speedup(below, rows)
-        if shown:
-            order = [name for name in (*names, "ceiling") if name in shown]
-            figure.legend(
-                [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
-            )
+        order = [name for name in (*names, "ceiling") if name in shown]
+        figure.legend(
+            [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
+        )
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -89,13 +96,11 @@ def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], name
         )
         shown[name] = bars.lines[0]
     ceiling = _ceiling(report, rows[0])
-    if ceiling is not None and shown:
+    if ceiling is not None:
         shown["ceiling"] = axes.axhline(ceiling, color=CEILING, linewidth=1, linestyle=":")
     axes.set(title=panel, ylabel=rows[0]["unit"])
     axes.set_ylim(bottom=0)
     axes.tick_params(labelbottom=False)
-    if not shown:
-        axes.text(0.5, 0.5, "nothing could run", transform=axes.transAxes, ha="center", color=CEILING)
     return shown
 
 

@@ -1,4 +1,7 @@
-"""Fused scaled-dot-product attention for PyTorch, in Triton."""
+"""Fused scaled-dot-product attention for PyTorch, in Triton.
+
+Nothing is imported lazily: exported programs need the operators that an import of this package registers.
+"""
 
 from fusedattn import biases, dropout, masks
 from fusedattn.attention import attention

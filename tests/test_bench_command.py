@@ -129,6 +129,17 @@ def test_a_plot_has_all_contestants_that_ran(tmp_path: Path, capsys) -> None:
     assert again.read_text() == svg
 
 
+def test_a_panel_in_which_nothing_could_run_is_left_out_of_the_plot(tmp_path: Path, capsys) -> None:
+    rows = report()["results"]
+    rows += [rows[0] | {"panel": "window", "contestants": {"fusedattn": {"reason": "no room"}}}]
+    rows += [rows[-1] | {"page": "float16"}]
+    assert main(["plot", str(written(tmp_path, results=rows)), "--out", str(tmp_path / "plots")]) == 0
+    (path,) = (tmp_path / "plots").iterdir()
+    assert path.name == "forward-bfloat16.svg"
+    assert "window" not in path.read_text()
+    assert "nothing could run: forward, float16, window" in capsys.readouterr().out
+
+
 def test_panels_are_in_the_order_of_their_numbers() -> None:
     rows = [report()["results"][0] | {"panel": f"batch {n}"} for n in (8, 1, 128, 32)]
     (panels,) = results.by_page(report(results=rows)).values()

@@ -119,10 +119,10 @@ def _compare(
             console.print("Triton kernels: not compared; " + "; ".join(problems), markup=False)
             continue
         what = _describe(agreement, device)
-        with report.working(console, f"comparing: {what}"):
-            kinds = verify.verify(agreement, settings, text, device, generator)
         console.print()
         console.print(what, style="bold")
+        with report.working(console, "comparing"):
+            kinds = verify.verify(agreement, settings, text, device, generator)
         report.show_agreement(console, kinds)
         within = all(kind.ok for kind in kinds)
         n_gradients = sum(kind.n_tensors for kind in kinds if kind.name.startswith("grad"))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+NARROW = 64  # characters, too few for a bar beside the figures of a step
+
+
 def is_live(console: Console) -> bool:
     """Whether lines that have been printed can still change."""
     return console.is_terminal and not console.is_dumb_terminal
@@ -31,12 +34,8 @@ def headline(console: Console, title: str) -> None:
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Say what takes a while: with a spinner, or once."""
-    if is_live(console):
-        with console.status(what):
-            yield
-    else:
-        console.print(f"{what} ...")
+    """A spinner beside `what`, which leaves nothing behind; none where there is no terminal."""
+    with console.status(what) if is_live(console) else contextlib.nullcontext():
         yield
 
 
@@ -85,14 +84,17 @@ def _lines(console: Console, steps: Iterable[Step], total: int) -> list[float]:
 def _bar(console: Console, steps: Iterable[Step], total: int) -> list[float]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    losses = []
-    with Progress(
-        BarColumn(bar_width=None), TextColumn("{task.description}"), TimeRemainingColumn(), console=console, expand=True
-    ) as progress:  # fmt: skip
+    losses, last = [], ""
+    columns = [BarColumn(bar_width=None), TextColumn("{task.description}"), TimeRemainingColumn()]
+    if console.width < NARROW:
+        columns = columns[1:2]
+    with Progress(*columns, console=console, expand=True, transient=True) as progress:
         task = progress.add_task(f"step 0/{total}", total=total)
         for step in steps:
             losses.append(step.loss)
-            progress.update(task, completed=step.number, description=_progress(step, total))
+            last = _progress(step, total)
+            progress.update(task, completed=step.number, description=last)
+    console.print(last)
     return losses
 
 
