@@ -310,8 +310,8 @@ def decode_rest(rounded, rest):
 def exp_scaled(scores, row_max, qk_scale, EXACT: tl.constexpr):
     """``exp2(qk_scale * (scores - row_max))``, of tiles ``(BLOCK_M, BLOCK_N)`` and ``(BLOCK_M, 1)``."""
     if EXACT:
-        # The heaviest weights have the smallest differences, hence the smallest errors; and of the largest finite
-        # scores the products overflow, of large ones they differ by more than the scores do.
+        # The heaviest weights have the smallest differences, hence the smallest errors. The other formula overflows at
+        # the largest finite scores, and rounds its two products apart at large ones.
         return tl.math.exp2((scores - row_max) * qk_scale)
     else:
         return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction an element
