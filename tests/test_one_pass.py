@@ -59,7 +59,8 @@ def _reductions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def add(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
         pointers, mask = descriptor.materialize_pointers(indices)
-        mask = interpreter.TensorHandle(mask, interpreter.tl.int1)
+        if not isinstance(mask, interpreter.TensorHandle):  # before Triton 3.9
+            mask = interpreter.TensorHandle(mask, interpreter.tl.int1)
         relaxed, gpu = interpreter._ir.MEM_SEMANTIC.RELAXED, interpreter._ir.MEM_SYNC_SCOPE.GPU
         return self.create_atomic_rmw(interpreter._ir.ATOMIC_OP.FADD, pointers, value, mask, relaxed, gpu)
 
