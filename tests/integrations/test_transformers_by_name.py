@@ -247,6 +247,15 @@ def test_weights_under_torch_compile():
     assert_same_weights(got, expected, given["attention_mask"])
 
 
+def test_one_graph_without_a_model_around_it():
+    """Dynamo cannot read what transformers keeps in a ContextVar, unless the model that is compiled has set it."""
+    q = torch.randn(2, 2, 5, 8, device=DEVICE)
+    module = torch.nn.Module()
+    module.fusedattn_backend = "torch"
+    compiled = torch.compile(lambda x: attention_function(module, x, x, x, None)[0], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attention_function(module, q, q, q, None)[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_of_one_query_is_that_of_all(backend):
     q, k = torch.randn(2, 2, 3, 8, device=DEVICE), torch.randn(2, 2, 5, 8, device=DEVICE)

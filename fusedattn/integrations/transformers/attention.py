@@ -133,7 +133,9 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 def _weights_are_recorded() -> bool:
     """Whether the running model was asked for weights; not all models tell their layers."""
-    recorded = None if _recording is None else _recording.get()
+    # Dynamo cannot read a ContextVar. Once a compiled model has set its collector, it is a plain variable.
+    hidden = torch.compiler.is_dynamo_compiling() and not getattr(_recording, "compiling", False)
+    recorded = None if _recording is None or hidden else _recording.get()
     return recorded is not None and any("attentions" in name for name in recorded)
 
 
