@@ -138,12 +138,18 @@ LARGE = 1e4
 def logsumexp(scores: Tensor) -> Tensor:
     """torch's over the last dimension; the gradient of a large lse is not computed from its value."""
     lse = torch.logsumexp(scores, dim=-1)
-    large = (lse.abs() > LARGE) & lse.isfinite()
-    if scores.shape[-1] == 0 or (is_readable(large) and not large.any()):
+    large = large_rows(lse)
+    if scores.shape[-1] == 0 or large is None:
         return lse
     largest = scores.detach().amax(dim=-1, keepdim=True).masked_fill(~large[..., None], 0.0)
     shifted = (scores - largest).masked_fill(~large[..., None], 0.0)
     return torch.where(large, largest[..., 0] + shifted.exp().sum(dim=-1).log(), lse)
+
+
+def large_rows(lse: Tensor) -> Tensor | None:
+    """Where finite numbers are beyond LARGE; None if they are known to be so nowhere."""
+    large = (lse.abs() > LARGE) & lse.isfinite()
+    return None if is_readable(large) and not large.any() else large
 
 
 def is_readable(x: Tensor) -> bool:

@@ -85,7 +85,7 @@ def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
         return True
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     largest = added.detach().masked_fill(~visible, -torch.inf).amax(dim=-1)
-    return bool(((largest.abs() > LARGE) & largest.isfinite()).any())
+    return reference.large_rows(largest) is not None
 
 
 def _is_transformed(*tensors: Tensor) -> bool:

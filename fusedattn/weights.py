@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedattn import checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
-from fusedattn.reference import LARGE, logsumexp, modified, products
+from fusedattn.reference import large_rows, logsumexp, modified, products
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -76,7 +76,7 @@ def attention_weights(
         raise ValueError(f"dropout_seed: got None with dropout_p={dropout_p}, allowed is the seed of the attention")
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    sees_all = keys is None
+    has_all_keys = keys is None
     rows, keys = indices.select(seqlen_q, rows, q.device), indices.select(seqlen_k, keys, q.device)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -96,9 +96,10 @@ def attention_weights(
     lse = lse[:, :, rows, None]
     # Before the exponential, so that what is hidden overflows neither there nor in a gradient.
     hidden = ~visible | (lse == -math.inf)
-    if sees_all:
+    large = large_rows(lse) if has_all_keys else None
+    if large is not None:
         own = logsumexp(scores.masked_fill(hidden, -math.inf))[..., None]
-        coarse = (lse.abs() > LARGE) & ((own - lse).abs() <= torch.finfo(dtype).eps * lse.abs())
+        coarse = large & ((own - lse).abs() <= torch.finfo(dtype).eps * lse.abs())
         exact = torch.softmax(scores.masked_fill(hidden, -math.inf).masked_fill(~coarse, 0.0), dim=-1)
         weights = torch.where(coarse, exact, torch.exp((scores - lse).masked_fill(hidden | coarse, -math.inf)))
     else:

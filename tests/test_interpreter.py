@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.cli.interpreter import quicken
+from fusedattn.support import _release
 from tests.conftest import INTERPRETING
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="looks into Triton's interpreter")
@@ -24,7 +25,7 @@ def sums(out_ptr, x, y):
     tl.store(out_ptr + tl.arange(0, 2), tl.zeros([2], tl.int32) + add(add(x, y), 0))
 
 
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="older interpreters do not look for overflows")
+@pytest.mark.skipif(_release(triton.__version__) < (3, 7), reason="older interpreters do not look for overflows")
 @pytest.mark.parametrize(("x", "y"), [(2**31 - 1, 1), (-(2**31), -1)])
 def test_an_overflow_ends_the_launch(x, y):
     with pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow detected for operation add"):

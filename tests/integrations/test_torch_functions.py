@@ -17,12 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention as bound_early
 
 from fusedattn import attention, masks
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
+from fusedattn.support import _release
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
 # A GPU's kernels have no float64.
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 DTYPE = torch.float64 if INTERPRETING else torch.float32
 CLOSE = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
 L, S, E, EV = 5, 7, 8, 6
@@ -201,7 +201,7 @@ def test_is_causal_beside_a_mask_is_both(kind: str) -> None:
     tensors = {"query": normal(Q), "key": normal(K), "value": normal(*V[:3], E)}
     attn_mask = random_mask(L, S) if kind == "bool" else normal(L, S)
     assert_same(scaled_dot_product_attention, by_mathematics, tensors | {"attn_mask": attn_mask}, is_causal=True)
-    if DEVICE == "cpu" and TORCH < (2, 15):
+    if DEVICE == "cpu" and _release(torch.__version__) < (2, 15):
         expected = F.scaled_dot_product_attention(*tensors.values(), attn_mask, is_causal=True)
         actual = scaled_dot_product_attention(*tensors.values(), attn_mask, is_causal=True)
         torch.testing.assert_close(actual, expected, **CLOSE)

@@ -176,7 +176,7 @@ BACKWARD = (
     Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, float32", GRADIENTS, nth=1),
     Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale", "backward: weights not divided by their sum", HALVES),
     Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale + tl.log(row_sum)", "backward: natural logarithm of the sum", HALVES),
-    Fault(ROWS, "tl.store(reciprocal_ptr + rows, 1.0 / row_sum", "tl.store(factor_ptr + rows, row_sum", "backward: weights multiplied by their sum, 16 bits", FINITE),
+    Fault(ROWS, "tl.store(reciprocal_ptr + rows, 1.0 / row_sum", "tl.store(reciprocal_ptr + rows, row_sum", "backward: weights multiplied by their sum, 16 bits", FINITE),
     Fault(PROBLEM, '"EXACT": unbounded or is_exact(dtype)', '"EXACT": is_exact(dtype)', "scores of any size by the formula of small ones", FINITE),
     Fault(EPILOGUE, "exp_scaled(sink, m_new, qk_scale, True)", "exp_scaled(sink, m_new, qk_scale, False)", "sinks: far above the scores", FINITE),
     Fault(ROWS, "factor = 1.0 / tl.load(row_sum_ptr + stats, mask=exists, other=1.0)", "factor = tl.load(row_sum_ptr + stats, mask=exists, other=1.0)", "backward: weights multiplied by their sum"),

@@ -188,7 +188,7 @@ PACKING = (
 TORCH_BACKEND = (
     Fault(SDPA, "if lower is None and upper in (None, 0):", "if lower is None and (upper is None or upper >= 0):", "torch backend: top-left for bottom-right", TORCH),
     Fault(SDPA, "if lower is None and upper in (None, 0):", "if upper in (None, 0):", "torch backend: the left side of a window lost", TORCH),
-    Fault(SDPA, "return bool(((largest.abs() > LARGE) & largest.isfinite()).any())", "return False", "torch backend: weights by an lse without digits", FINITE),
+    Fault(SDPA, "return reference.large_rows(largest) is not None", "return False", "torch backend: weights by an lse without digits", FINITE),
     Fault(SDPA, "if added is None and mask.only_bands:", "if mask.only_bands:", "bias silently off", TORCH),
     Fault(SDPA, "else visible | empty", "else visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
     Fault(SDPA, "_Rows(torch.where(visible, added, hidden), empty)", "_Rows(added, empty)", "torch backend: a bias takes the place of the mask", TORCH),
