@@ -39,7 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
             kernels=options.kernel,
         )
     )
-    everything = not (options.quick or options.dtype or options.head_dim or options.features or options.kernel)
+    of_ones = list(compilations.cases_of_ones(options.target, dtypes=options.dtype, kernels=options.kernel))
+    narrowed = options.quick or options.head_dim or options.features
+    selected = of_ones if options.ones else selected if narrowed else selected + of_ones
+    everything = not (narrowed or options.ones or options.dtype or options.kernel)
     complete = set(options.target) if everything else set()
     reports = compilations.compile_all(selected, options.jobs)
     before = baseline.load(triton.__version__)
@@ -89,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", **many, type=int, help="default: 64, 128 and 256; of fp16 only 128")
     parser.add_argument("--features", **many, choices=list(FEATURES), help="default: all; of fp16, tf32 the last two")
     parser.add_argument("--quick", action="store_true", help="bf16 and fp32 with the last two features and gradients")
+    parser.add_argument("--ones", action="store_true", help="only calls in which numbers are 1, for sm_90 and gfx942")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument("--update", action="store_true", help="write the figures to this Triton's baseline and docs/")

@@ -83,7 +83,7 @@ def judge(reports: list[Report], baseline: Baseline | None, complete: set[str]) 
     judgement = Judgement()
     for report in reports:
         known = set(baseline.known_faults.get(report.key, ())) if baseline else set()
-        faults = report.faults + (_regressions(report, baseline) if baseline else [])
+        faults = report.faults + (_regressions(report, baseline) if baseline and not report.ones else [])
         for where, selected in (
             (judgement.new, [fault for fault in faults if fault not in known]),
             (judgement.known, [fault for fault in faults if fault in known]),
@@ -104,6 +104,8 @@ def updated(
         del result.entries[key]
         result.known_faults.pop(key, None)
     for report in reports:
+        if report.ones:
+            continue
         result.entries[report.key] = _entry(report)
         was_known = result.known_faults.pop(report.key, [])
         known = [fault for fault in report.faults if accept_faults or fault in was_known]

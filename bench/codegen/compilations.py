@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import triton
 
-from bench.codegen import launches, machine_code, ttgir
+from bench.codegen import launches, machine_code, ones, ttgir
 from bench.codegen.machine_code import MachineCode
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
@@ -55,6 +55,7 @@ QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     ),
     "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode")),),
 }
+OF_ONES: dict[configs.Arch, tuple[str, ...]] = {"sm_90": ("bf16", "fp32"), "gfx942": ("bf16",)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Case:
     """Calls of attention() that share a compiler process: one (target, dtype, head_dim), several feature sets.
 
     Empty `kernels` are all. `inference` names those of the features that are called without gradients too: in 16 bits,
-    that forward is another kernel. `config` replaces the table's for every kernel.
+    that forward is another kernel. `config` replaces the table's for every kernel. With `ones` the features are those
+    of calls in which numbers are 1.
     """
 
     target: configs.Arch
@@ -72,6 +74,7 @@ class Case:
     kernels: tuple[str, ...]
     inference: tuple[str, ...]
     config: configs.TileConfig | None = None
+    ones: bool = False
 
 
 def cases(
@@ -94,6 +97,16 @@ def cases(
         for head_dim in head_dims or planned:
             names = tuple(features) or planned.get(head_dim, HEAVIEST)
             yield Case(target, dtype, head_dim, names, tuple(kernels), inference=() if quick else HEAVIEST)
+
+
+def cases_of_ones(
+    targets: Iterable[configs.Arch], *, dtypes: Iterable[str] = (), kernels: Iterable[str] = ()
+) -> Iterator[Case]:
+    """The calls in which numbers are 1, for targets that stand for the others."""
+    for target in targets:
+        for dtype, name in itertools.product(OF_ONES.get(target, ()), ones.ONES):
+            if not dtypes or dtype in dtypes:
+                yield Case(target, dtype, ones.head_dim_of(name), (name,), tuple(kernels), inference=(), ones=True)
 
 
 def compile_all(selected: list[Case], jobs: int) -> list[Report]:
@@ -122,7 +135,7 @@ def compile_case(case: Case) -> list[Report]:
         triton.knobs.cache.dir = folder
         with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
-                features = launches.FEATURES[name]
+                features = ones.ONES[name] if case.ones else launches.FEATURES[name]
                 # Without a mask, a specialised kernel takes whole blocks of keys.
                 seqlen_k = 256 if name == "plain" else launches.SEQLEN_K
                 for training in (True, False)[: 1 + (name in case.inference)]:
@@ -158,6 +171,7 @@ def _report(case: Case, launch: launches.Launch) -> Report:
         config=_config(launch),
         has_products="PRECISION" in launch.constants,
         error=launch.error,
+        ones="+".join(case.features).replace(" ", "-") if case.ones else "",
     )
     if launch.compiled is None:
         return report

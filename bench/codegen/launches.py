@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bench.codegen import ones
 from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
 from fusedattn.kernels import configs, devices, guard, problem
 from fusedattn.masks import Mask
@@ -61,11 +62,34 @@ FEATURES: dict[str, frozenset[str]] = {
     "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
 }
 
-# Triton compiles another kernel for a number that is 1 or a multiple of 16. Those of heads are neither here, nor is the
-# row stride of a boolean mask; what depends on head_dim is a multiple of 16.
+# Triton compiles another kernel for a stride that is 1 or a multiple of 16. The row stride of a boolean mask is neither
+# here; what depends on head_dim is a multiple of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
 FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Those of a call."""
+
+    batch: int
+    nheads_q: int
+    nheads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+
+    @staticmethod
+    def of(features: frozenset[str], seqlen_k: int) -> Sizes:
+        """What the features leave of the usual ones."""
+        lengths = {"one query": 1, "few queries": FEW_QUERIES, "some queries": SOME_QUERIES}
+        return Sizes(
+            batch=1 if features & {"packed", "one sequence"} else BATCH,
+            nheads_q=1 if "one head" in features else NHEADS_Q,
+            nheads_kv=1 if features & {"one head", "one KV head"} else NHEADS_KV,
+            seqlen_q=next((n for name, n in lengths.items() if name in features), SEQLEN_Q),
+            seqlen_k=LONG_CACHE if "long cache" in features else 1 if "one key" in features else seqlen_k,
+        )
 
 
 @dataclass(frozen=True)
@@ -233,47 +257,52 @@ def call(
 
     Another `seqlen_k` is for features that have nothing of its size.
     """
-    lengths = {"one query": 1, "few queries": FEW_QUERIES, "some queries": SOME_QUERIES}
-    seqlen_q = next((n for name, n in lengths.items() if name in features), SEQLEN_Q)
-    seqlen_k = LONG_CACHE if "long cache" in features else seqlen_k
-    shape_q, shape_k = (BATCH, NHEADS_Q, seqlen_q, head_dim), (BATCH, NHEADS_KV, seqlen_k, head_dim)
-    shape_v = (*shape_k[:3], head_dim_v or head_dim)
+    sizes = Sizes.of(features, seqlen_k)
+    nheads, of_one_number = sizes.nheads_q, "of one number" in features
+    shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
+    shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)
+    shape_v = (*shape_k[:3], 1 if "one value" in features else head_dim_v or head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]
     options: dict[str, Any] = {
-        "mask": _mask(features, seqlen_k),
-        "rope": _rope(head_dim, features, seqlen_k),
+        "mask": _mask(features, sizes),
+        "rope": _rope(head_dim, features, sizes),
         "return_lse": True,
     }
     bias = []
     if "bias" in features:
-        leaves.append(torch.zeros(1, NHEADS_Q, SEQLEN_Q, SEQLEN_K, dtype=dtype, requires_grad=training))
+        shape = (1, 1, 1, 1) if of_one_number else (1, nheads, sizes.seqlen_q, sizes.seqlen_k)
+        leaves.append(torch.zeros(shape, dtype=dtype, requires_grad=training))
         bias.append(biases.tensor(leaves[-1]))
     if "relative" in features:
-        leaves.append(torch.zeros(NHEADS_Q, 1, 2 * REACH + 1, dtype=dtype, requires_grad=training))
+        reach = next((n for n in (0, 1) if f"reach {n}" in features), REACH)
+        shape = (1, 1, sizes.seqlen_q, 2 * reach + 1) if of_one_number else (1, nheads, 1, 2 * reach + 1)
+        leaves.append(torch.zeros(shape, dtype=dtype, requires_grad=training))
         bias.append(biases.relative(leaves[-1]))
     if "alibi" in features:
-        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
+        leaves.append(torch.zeros(nheads, requires_grad=training))
         bias.append(biases.alibi(leaves[-1]))
     if bias:
         options["bias"] = functools.reduce(operator.add, bias)
     if "sinks" in features:
-        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
+        leaves.append(torch.zeros(nheads, requires_grad=training))
         options["sinks"] = leaves[-1]
     if "softcap" in features:
         options["softcap"] = 30.0
     if "score function" in features:
-        leaves.append(torch.zeros(NHEADS_Q, requires_grad=training))
-        score_mod = case_functions.score_function(NHEADS_Q, torch.Generator())
+        of_ones = "args of 1" in features
+        leaves.append(torch.zeros(1 if of_ones else nheads, requires_grad=training))
+        score_mod = ones.score_function() if of_ones else case_functions.score_function(nheads, torch.Generator())
         options["score_mod"] = score_mod.with_learned(leaves[-1])
     if "one pass" in features:
         options["deterministic"] = False
     if "dropout" in features:
         options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
     if "packed" in features:
-        cu_seqlens: list[Any] = [torch.tensor([0, n], dtype=torch.int32) for n in (SEQLEN_Q, SEQLEN_K)]
+        lengths = (sizes.seqlen_q, sizes.seqlen_k)
+        cu_seqlens: list[Any] = [torch.tensor([0, n], dtype=torch.int32) for n in lengths]
         packed: list[Any] = [x[0].transpose(0, 1) for x in (q, k, v)]
-        packed += [*cu_seqlens, SEQLEN_Q, SEQLEN_K]
+        packed += [*cu_seqlens, *lengths]
         results = attention_varlen(*packed, backend="triton", **options)
     else:
         results = attention(q, k, v, backend="triton", **options)
@@ -281,8 +310,8 @@ def call(
         torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 
 
-def _mask(features: frozenset[str], seqlen_k: int) -> Mask:
-    batch = 1 if "packed" in features else BATCH
+def _mask(features: frozenset[str], sizes: Sizes) -> Mask:
+    batch, nheads, lengths = sizes.batch, sizes.nheads_q, (sizes.seqlen_q, sizes.seqlen_k)
     mask = masks.full()
     if "causal" in features:
         mask = mask & masks.causal()
@@ -291,26 +320,29 @@ def _mask(features: frozenset[str], seqlen_k: int) -> Mask:
     if "prefix" in features:
         mask = mask & masks.prefix_lm(torch.zeros(batch, dtype=torch.int32))
     if "padding" in features:
-        mask = mask & masks.padding(torch.ones(batch, seqlen_k, dtype=torch.bool))
+        mask = mask & masks.padding(torch.ones(batch, sizes.seqlen_k, dtype=torch.bool))
     if "documents" in features:
-        ids = (torch.zeros(batch, n, dtype=torch.int32) for n in (SEQLEN_Q, SEQLEN_K))
-        mask = mask & masks.documents(*ids)
+        mask = mask & masks.documents(*(torch.zeros(batch, n, dtype=torch.int32) for n in lengths))
     if "boolean" in features:
-        mask = mask & masks.boolean(torch.ones(batch, 1, SEQLEN_Q, SEQLEN_K, dtype=torch.bool))
+        shape = (1, 1, 1, 1) if "of one number" in features else (batch, 1, *lengths)
+        mask = mask & masks.boolean(torch.ones(shape, dtype=torch.bool))
     if "layout" in features:
-        n_q, n_k = -(-SEQLEN_Q // LAYOUT_BLOCK), -(-SEQLEN_K // LAYOUT_BLOCK)
-        mask = mask & masks.block_sparse(torch.ones(batch, NHEADS_Q, n_q, n_k, dtype=torch.bool), LAYOUT_BLOCK)
+        block = 2 * SEQLEN_Q if "one block" in features else LAYOUT_BLOCK
+        n_q, n_k = (-(-n // block) for n in lengths)
+        mask = mask & masks.block_sparse(torch.ones(batch, nheads, n_q, n_k, dtype=torch.bool), block)
     if "mask function" in features:
-        mask = mask & case_functions.mask_function(batch, NHEADS_Q, torch.Generator())
+        of_ones = "args of 1" in features
+        function = ones.mask_function() if of_ones else case_functions.mask_function(batch, nheads, torch.Generator())
+        mask = mask & function
     return mask
 
 
-def _rope(head_dim: int, features: frozenset[str], seqlen_k: int) -> Rope | None:
+def _rope(head_dim: int, features: frozenset[str], sizes: Sizes) -> Rope | None:
     if "rope" not in features:
         return None
-    rotary_dim = head_dim // 2 * 2
+    rotary_dim = 2 if "one pair" in features else head_dim // 2 * 2
     positions: dict[str, Tensor] = {}
     if "positions" in features:
-        positions = {"positions_q": torch.arange(SEQLEN_Q), "positions_k": torch.arange(SEQLEN_K)}
-    table = torch.zeros(seqlen_k, rotary_dim // 2)
+        positions = {"positions_q": torch.arange(sizes.seqlen_q), "positions_k": torch.arange(sizes.seqlen_k)}
+    table = torch.zeros(sizes.seqlen_k, rotary_dim // 2)
     return Rope(table, table, interleaved="interleaved" in features, **positions)

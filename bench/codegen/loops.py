@@ -140,10 +140,11 @@ def _reads_a(step: Step) -> bool:
 
 def loop_of(instructions: list[Instruction]) -> Loop:
     """The steps of the instructions of a loop for an NVIDIA target."""
-    return Loop(tuple(replace(_step(x), order=_order(x.encoding)) for x in instructions))
+    return Loop(tuple(replace(_step(x), order=order_of(x.encoding)) for x in instructions))
 
 
-def _order(encoding: int | None) -> Order:
+def order_of(encoding: int | None) -> Order:
+    """What the assembler wrote into an instruction for the hardware to keep to."""
     if encoding is None:
         return FREE
     bits = encoding >> 105

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.codegen.in_flight import Touch, touches
 from bench.codegen.loops import Loop, loop_of
 
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
@@ -23,7 +24,7 @@ class MachineCode:
 
     `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
     multiply tiles, in program order, `loop_spills` the instructions in each that spill or fetch again, and `loops` what
-    it does; empty for AMD.
+    it does; empty for AMD. `touches` are of registers that a wgmma may still need.
     """
 
     registers: int
@@ -34,13 +35,14 @@ class MachineCode:
     loop_spills: tuple[int, ...]
     serialized_wgmma: bool
     loops: tuple[Loop, ...] = ()
+    touches: tuple[Touch, ...] = ()
 
 
 @dataclass(frozen=True)
 class Instruction:
     """An instruction, and where it branches to; addresses are those of the disassembly, or just count.
 
-    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits.
+    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits; without its `predicate` it always runs.
     """
 
     address: int
@@ -48,6 +50,7 @@ class Instruction:
     target: int | None = None
     operands: str = ""
     encoding: int | None = None
+    predicate: str = ""
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -72,6 +75,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         loop_spills=tuple(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma="serializ" in ptxas_log,
         loops=tuple(map(loop_of, loops)),
+        touches=tuple(touches(instructions)),
     )
 
 
@@ -100,12 +104,13 @@ def of_amdgcn(assembly: str) -> MachineCode:
 def sass_instructions(sass: str) -> list[Instruction]:
     """The instructions of a disassembly by cuobjdump."""
     encoding = r"(?:\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/)?"
-    pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*);{encoding}")
+    pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)([^;\n]*);{encoding}")
     found = []
-    for address, opcode, operands, low, high in pattern.findall(sass):
+    for address, predicate, opcode, operands, low, high in pattern.findall(sass):
         target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
+        to = int(target[1], 16) if target else None
         bits = int(high + low, 16) if low else None
-        found.append(Instruction(int(address, 16), opcode, int(target[1], 16) if target else None, operands, bits))
+        found.append(Instruction(int(address, 16), opcode, to, operands, bits, predicate))
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from bench.codegen.in_flight import Touch
 from bench.codegen.loops import Loop
 from fusedattn.kernels.devices import SHARED_MEMORY
 
@@ -13,7 +14,9 @@ from fusedattn.kernels.devices import SHARED_MEMORY
 @dataclass(frozen=True)
 class Report:
     """One compilation. head_dim is 0 and dtype "any" for kernels that know neither; `config` is the tile, the warps
-    and the stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`."""
+    and the stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`.
+    `ones` names the call, if it is one in which numbers are 1: no baseline has its figures, and
+    it need not be fast."""
 
     kernel: str
     target: str
@@ -33,12 +36,19 @@ class Report:
     loop_spills: tuple[int, ...] = ()
     serialized_wgmma: bool = False
     loops: tuple[Loop, ...] = ()
+    touches: tuple[Touch, ...] = ()
     transposed_products: int = 0
+    ones: str = ""
 
     @property
     def key(self) -> str:
         """What names this compilation, whatever its config."""
-        return f"{self.kernel} {self.target} {self.dtype} {self.head_dim} {self.features}"
+        return f"{self.kernel} {self.target} {self.dtype} {self.head_dim} {self.named_features}"
+
+    @property
+    def named_features(self) -> str:
+        """The features, behind what the call is called."""
+        return f"{self.ones}:{self.features}" if self.ones else self.features
 
     @property
     def walks_over(self) -> str:
@@ -62,29 +72,45 @@ class Report:
     @property
     def faults(self) -> list[str]:
         """Why this code is not fit to be launched; without what float32 spills on AMD, which is only shown."""
+        faults = self.certain_faults
+        if self.touches:
+            ordered = sum(touch.is_ordered for touch in self.touches)
+            faults.append(
+                f"touches registers of wgmma in flight: {len(self.touches)} instructions, "
+                f"{ordered or 'none'} of them ordered by a scoreboard"
+            )
+        return faults
+
+    @property
+    def certain_faults(self) -> list[str]:
+        """Those without what a GPU may show to be harmless: registers of products in flight."""
         if self.error:
             return [f"does not compile: {self.error}"]
-        faults = []
+        faults = [] if self.ones else list(self._slow)
+        if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
+            faults.append(f"uses {self.shared_bytes} bytes of shared memory")
+        if self.target == "sm_90" and self.transposed_products:
+            faults.append(f"transposes {self.transposed_products} products, which Triton before 3.7.1 miscompiles")
+        return faults
+
+    @property
+    def _slow(self) -> Iterator[str]:
+        """What makes it slow, but not wrong."""
         if self.spill_bytes and self.target != "gfx942":
             in_loops = "instructions in its loops: " + ", ".join(map(str, self.loop_spills))
             where = in_loops if any(self.loop_spills) else "outside of loops"
-            faults.append(f"spills {self.spill_bytes} bytes, {where}")
-        if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
-            faults.append(f"uses {self.shared_bytes} bytes of shared memory")
+            yield f"spills {self.spill_bytes} bytes, {where}"
         if self.serialized_wgmma:
-            faults.append("serialises wgmma")
+            yield "serialises wgmma"
         if self.has_products and self.dtype != "fp32":
             # At head_dim 256 the accumulators of a 64-row tile, which HGMMA needs, leave too few registers. Few queries
             # do not fill one.
             is_few = self.kernel == "attention_fwd" and self.config.get("BLOCK_M", 64) < 64
             needs_hgmma = self.target == "sm_90" and self.dtype != "tf32" and self.head_dim <= 128 and not is_few
             if needs_hgmma and not self.hgmma:
-                faults.append("has no HGMMA")
+                yield "has no HGMMA"
             elif not self.tensor_core:
-                faults.append("has no tensor-core instruction")
-        if self.target == "sm_90" and self.transposed_products:
-            faults.append(f"transposes {self.transposed_products} products, which Triton before 3.7.1 miscompiles")
-        return faults
+                yield "has no tensor-core instruction"
 
     def as_object(self) -> dict[str, Any]:
         """For JSON, without the steps of the loops."""
@@ -102,7 +128,7 @@ def lines(reports: list[Report]) -> Iterator[str]:
     yield HEADER
     for r in reports:
         yield (
-            f"{r.kernel:24} {r.target:6} {r.dtype:5} {r.head_dim:3} {r.features:42} {r.tile:>14} {r.registers:4} "
+            f"{r.kernel:24} {r.target:6} {r.dtype:5} {r.head_dim:3} {r.named_features:42} {r.tile:>14} {r.registers:4} "
             f"{r.spill_bytes:5} {r.shared_bytes:6} {r.ctas_per_sm:4} {r.tensor_core:4}  "
             f"{' '.join(map(str, r.loop_instructions))}"
         )

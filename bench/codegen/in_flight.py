@@ -1,0 +1,187 @@
+"""Instructions that touch the registers of a wgmma that may still be running.
+
+wgmma runs on its own until the warp has waited for the group that it belongs to. Until then its left operand may not be
+written, where that is in registers, and its sum neither written nor read; the next wgmma may add to the same sum (PTX
+ISA, ``wgmma.wait_group``). Triton before 3.9 breaks this in its PTX, and ptxas before 13.3 by itself: docs/codegen.md.
+
+What may be running is followed along every path of the control flow, around loops too, until nothing changes any more.
+Where a branch can go two ways it goes both, and an instruction with a predicate runs and does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from bench.codegen.loops import order_of
+from bench.codegen.registers import product_of, read, written
+
+if TYPE_CHECKING:
+    from bench.codegen.machine_code import Instruction
+
+# Branches whose targets are in registers. Nothing that Triton writes becomes one.
+INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
+
+What = Literal["operand written", "sum written", "sum read"]
+
+
+@dataclass(frozen=True)
+class Touch:
+    """An instruction, and what it does to registers of products that may be running.
+
+    Attributes:
+        address: of the instruction.
+        opcode: likewise.
+        what: it writes an operand, or writes or reads a sum.
+        registers: which of them, by number.
+        products: addresses of the products.
+        later: products that were issued behind the last of these, on the path with the fewest.
+        is_ordered: whether it comes behind a scoreboard which says that these products have read their operands.
+    """
+
+    address: int
+    opcode: str
+    what: What
+    registers: tuple[int, ...]
+    products: tuple[int, ...]
+    later: int
+    is_ordered: bool = False
+
+
+class Running(NamedTuple):
+    """A product that may be running.
+
+    Attributes:
+        age: groups that have ended since its own did, on the path with the fewest; -1 before its own has.
+        later: products that were issued since, likewise.
+        is_read: whether a scoreboard has told, on all paths, that its operands have been read.
+    """
+
+    age: int = -1
+    later: int = 0
+    is_read: bool = False
+
+
+State = Mapping[int, Running]  # by the place of the product among the instructions
+
+
+def touches(instructions: list[Instruction]) -> list[Touch]:
+    """Those of a kernel for sm_90, in program order.
+
+    Raises:
+        NotImplementedError: it has several functions, or branches to where a register says.
+    """
+    if not any(map(product_of, instructions)):
+        return []
+    return list(_touches(instructions, _running(instructions)))
+
+
+def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[Touch]:
+    for instruction, before in zip(instructions, states, strict=True):
+        if not before:
+            continue
+        state = _told(before, instruction, instructions)
+        products = {at: product for at in state if (product := product_of(instructions[at]))}
+        own = product_of(instruction)
+        # One product adds to what another has left, in the same registers.
+        sums = {at: product.sum for at, product in products.items() if own is None or product.sum != own.sum}
+        operands = {at: product.operand for at, product in products.items()}
+        results, sources = written(instruction), read(instruction)
+        touched: dict[What, dict[int, frozenset[int]]] = {
+            "operand written": {at: results & operand for at, operand in operands.items()},
+            "sum written": {at: results & total for at, total in sums.items()},
+            "sum read": {at: sources & total for at, total in sums.items()},
+        }
+        for what, registers in touched.items():
+            of = sorted(at for at, common in registers.items() if common)
+            if of:
+                yield Touch(
+                    instruction.address,
+                    instruction.opcode,
+                    what,
+                    registers=tuple(sorted(frozenset().union(*registers.values()))),
+                    products=tuple(instructions[at].address for at in of),
+                    later=min(state[at].later for at in of),
+                    is_ordered=what == "operand written" and all(state[at].is_read for at in of),
+                )
+
+
+def _running(instructions: list[Instruction]) -> list[State]:
+    """What may be running before each instruction."""
+    places = {x.address: place for place, x in enumerate(instructions)}
+    if len(places) < len(instructions):
+        raise NotImplementedError("functions of a kernel: got several, allowed is one")
+    successors = _successors(instructions, places)
+    states: list[State | None] = [None] * len(instructions)
+    states[0], changed = {}, [0]
+    while changed:
+        place = changed.pop()
+        state = _behind(place, states[place] or {}, instructions)
+        for successor in successors[place]:
+            known = states[successor]
+            joined = state if known is None else _either(known, state)
+            if joined != known:
+                states[successor] = joined
+                changed.append(successor)
+    return [state or {} for state in states]
+
+
+def _behind(place: int, before: State, instructions: list[Instruction]) -> State:
+    """What may be running behind an instruction."""
+    instruction = instructions[place]
+    state = after = _told(before, instruction, instructions)
+    if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+        pending = int(instruction.operands.split(",")[1], 16)
+        after = {at: x for at, x in state.items() if x.age < pending}
+    elif product_of(instruction):
+        after = {at: x._replace(later=x.later + 1) for at, x in state.items()} | {place: Running()}
+        if re.search(r"\bgsb0\b", instruction.operands):
+            after = {at: x._replace(age=x.age + 1) for at, x in after.items()}
+    return _either(state, after) if instruction.predicate else after
+
+
+def _told(state: State, instruction: Instruction, instructions: list[Instruction]) -> State:
+    """With what the scoreboards say that an instruction waits for."""
+    needs = order_of(instruction.encoding).needs if state else ()
+    told = [at for at in state if order_of(instructions[at].encoding).operands in needs]
+    return {**state, **{at: state[at]._replace(is_read=True) for at in told}} if told else state
+
+
+def _either(a: State, b: State) -> State:
+    """What may be running where two paths meet."""
+    if a is b:
+        return a
+    met = {**b, **a}
+    for at in a.keys() & b.keys():
+        x, y = a[at], b[at]
+        met[at] = Running(min(x.age, y.age), min(x.later, y.later), x.is_read and y.is_read)
+    return met
+
+
+def _successors(instructions: list[Instruction], places: dict[int, int]) -> list[list[int]]:
+    """Where each instruction may lead to; a function returns to behind each call."""
+    names = [x.opcode.split(".")[0] for x in instructions]
+    returns = [place + 1 for place, name in enumerate(names) if name == "CALL"]
+    meetings: dict[str, list[int]] = {}
+    for name, x in zip(names, instructions, strict=True):
+        if name == "BSSY":
+            barrier, target = x.operands.split(",")
+            meetings.setdefault(barrier.strip(), []).append(places[int(target, 16)])
+    found = []
+    for place, (name, x) in enumerate(zip(names, instructions, strict=True)):
+        if name in INDIRECT:
+            raise NotImplementedError(f"branches: got {x.opcode} at {x.address:#x}, allowed are those to an address")
+        address = re.search(r"0x[0-9a-f]+\s*$", x.operands) if name in ("BRA", "CALL") else None
+        targets = [places[int(address[0], 16)]] if address else []
+        if name == "BSYNC":  # goes on behind itself, and where that is not where its BSSY said, perhaps there
+            meeting = meetings.get(x.operands.strip(), [])
+            targets = [] if place + 1 in meeting else meeting
+        elif name == "RET":
+            targets = returns
+        # A branch may have its condition among its operands, too.
+        ends = name in ("EXIT", "RET") or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
+        falls = x.predicate or not ends
+        found.append(targets + [place + 1] * (falls and place + 1 < len(instructions)))
+    return found
