@@ -47,6 +47,8 @@ def unknown_argument(function: str, others: dict[str, object]) -> TypeError:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless q, k, v are tensors of one attention."""
+    if _are_alike(q, k, v):
+        return
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -86,6 +88,30 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k: got nheads_q = {nheads_q} and nheads_kv = {nheads_kv}, "
             "allowed are nheads_q divisible by nheads_kv (GQA, MQA)"
         )
+
+
+def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these are tensors of one attention, for certain: nearly all are, and of every call this is asked."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    shape_q, shape_k, shape_v, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
+    if not (len(shape_q) == len(shape_k) == len(shape_v) == 4 and shape_k[:3] == shape_v[:3]):
+        return False
+    batch, nheads_q, _, head_dim = shape_q
+    batch_k, nheads_kv, _, head_dim_k = shape_k
+    return (
+        dtype in DTYPES
+        and k.dtype == dtype
+        and v.dtype == dtype
+        and k.device == device
+        and v.device == device
+        and batch == batch_k
+        and nheads_kv > 0
+        and nheads_q % nheads_kv == 0
+        and head_dim == head_dim_k > 0
+        and shape_v[3] > 0
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    )
 
 
 def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ class ConstantTensors(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
+NO_TENSORS = ConstantTensors()
+
+
 class ConstantSizes(NamedTuple):
     """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none.
 
@@ -60,15 +64,29 @@ class ConstantSizes(NamedTuple):
     deterministic: int = 1
 
 
+class Functions(NamedTuple):
+    """Users' functions by their keys in :mod:`fusedattn.functions`, and the numbers of their args; empty for none.
+
+    `readers` gives what is learned a gradient.
+    """
+
+    mask: str = ""
+    mask_numbers: str = ""
+    score: str = ""
+    derivative: str = ""
+    score_numbers: str = ""
+    readers: str = ""
+
+
+NO_FUNCTIONS = Functions()
+
+
 @dataclass(frozen=True)
 class Constants:
     """Everything of a call that gets no gradient; no tuple, because transforms of ``torch.func`` would look into it.
 
     Attributes:
         mask_args, score_args: of the user's functions, tensors and numbers.
-        functions: what :mod:`fusedattn.functions` knows them by: the key of the mask function and the numbers of its
-            args, the key of the score function, that of its derivative, the numbers of their args, and what gives
-            these a gradient; empty for none.
         scale: positive.
         softcap, dropout_p: 0 for none.
         keep_rest: keep what rounding takes from 16-bit outputs; gradients are less precise without.
@@ -78,11 +96,23 @@ class Constants:
     sizes: ConstantSizes
     mask_args: tuple[Any, ...]
     score_args: tuple[Any, ...]
-    functions: tuple[str, str, str, str, str, str]
+    functions: Functions
     scale: float
     softcap: float
     dropout_p: float
     keep_rest: bool
+
+    @property
+    def hides_by_tensors(self) -> bool:
+        """Whether the mask is more than bounds."""
+        valid, allowed, prefix, documents_q, _, layout, *_ = self.tensors
+        in_tensors = not (valid is None and allowed is None and prefix is None and documents_q is None)
+        return in_tensors or layout is not None or bool(self.functions.mask)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are capped, or a function of the user's changes them."""
+        return bool(self.softcap or self.functions.score)
 
     def flat(self) -> Flat:
         """As arguments of the operators."""
@@ -97,18 +127,29 @@ class Constants:
             self.keep_rest,
         )
 
+    def split(self) -> tuple[Sequence[Tensor | None], Any]:
+        """(tensors, the rest), for :meth:`joined`: tensors are to be kept elsewhere."""
+        if self.tensors is NO_TENSORS and not self.mask_args and not self.score_args:
+            return (), self
+        tensors, *numbers = self.flat()
+        return tensors, numbers
+
+    @staticmethod
+    def joined(tensors: Sequence[Tensor | None], rest: Any) -> Constants:
+        """What :meth:`split` made these of."""
+        return rest if isinstance(rest, Constants) else Constants.of(list(tensors), *rest)
+
     @staticmethod
     def of(tensors: list[Tensor | None], sizes: list[int], functions: str, *others: Any) -> Constants:
         """What :meth:`flat` made these of."""
         n = len(ConstantTensors._fields)
         rest: Any = iter(tensors[n:])
-        keys: Any = tuple(functions.split("\n"))
-        mask_key, mask_numbers, score_key, _, score_numbers, _ = keys
+        keys = Functions(*functions.split("\n"))
         return Constants(
             ConstantTensors(*tensors[:n]),
             ConstantSizes(*sizes),
-            read(mask_numbers, rest) if mask_key else (),
-            read(score_numbers, rest) if score_key else (),
+            read(keys.mask_numbers, rest) if keys.mask else (),
+            read(keys.score_numbers, rest) if keys.score else (),
             keys,
             *others,
         )
@@ -131,6 +172,11 @@ class Options:
     def constants(self, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None) -> Constants:
         """What of them gets no gradient, and what else the operators take."""
         mask, rope, score_mod = self.mask, self.rope, self.score_mod
+        if mask.only_bands and rope is None and score_mod is None and not self.dropout_p and packed is None:
+            return Constants(
+                NO_TENSORS, _sizes_of(mask.bands, deterministic), (), (), NO_FUNCTIONS, self.scale, self.softcap or 0.0,
+                0.0, keep_rest,
+            )  # fmt: skip
         tensors = ConstantTensors(
             valid=mask.valid,
             allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
@@ -146,26 +192,20 @@ class Options:
             cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
             cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
         )
-        lower_start, upper_start, lower_end, upper_end = _bounds(mask.bands)
-        sizes = ConstantSizes(
-            lower_start=lower_start,
-            upper_start=upper_start,
-            lower_end=lower_end,
-            upper_end=upper_end,
+        sizes = _sizes_of(mask.bands, deterministic)._replace(
             prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
             block_q=16 if mask.layout is None else mask.layout.block_q,
             block_k=16 if mask.layout is None else mask.layout.block_k,
             interleaved=int(rope is not None and rope.interleaved),
             max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
             max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
-            deterministic=int(deterministic),
         )
         return Constants(
             tensors=tensors,
             sizes=sizes,
             mask_args=() if mask.function is None else mask.function.args,
             score_args=() if score_mod is None else without_learned(score_mod.args, score_mod.learned_args),
-            functions=(
+            functions=Functions(
                 "" if mask.function is None else mask.function.key,
                 "" if mask.function is None else mask.function.numbers,
                 "" if score_mod is None else score_mod.function_key,
@@ -180,8 +220,8 @@ class Options:
         )
 
 
-def _bounds(bands: frozenset[Band]) -> tuple[int, int, int, int]:
-    """(lower, upper) of the bands that are counted from the first key, then of those from the last."""
+def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
+    """With (lower, upper) of the bands that are counted from the first key, and of those from the last."""
     lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
     upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
     for band in bands:
@@ -189,7 +229,8 @@ def _bounds(bands: frozenset[Band]) -> tuple[int, int, int, int]:
             lower[band.align] = max(lower[band.align], -band.left)
         if band.right is not None:
             upper[band.align] = min(upper[band.align], band.right)
-    return lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
+    bounds = lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
+    return ConstantSizes(*bounds, deterministic=int(deterministic))
 
 
 @dataclass(frozen=True)

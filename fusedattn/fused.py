@@ -18,7 +18,7 @@ from fusedattn.constants import Constants, Options, Packed, four_dimensional
 Eager = Callable[..., tuple[Tensor, Tensor]]
 
 
-class Attention(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     """The kernels with gradients for q, k, v, bias, relative, sinks, slopes and learned.
 
     Other derivatives, forward-mode ones and those of gradients, are those of `eager`, which computes (out, lse) of
@@ -26,7 +26,40 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
+        dout = torch.zeros_like(kept[0]) if dout is None else dout
+        needed = ctx.needs_input_grad[: ops.N_DIFFERENTIABLE]
+        constants = Constants.joined(tensors, ctx.numbers)
+        if torch.is_grad_enabled() or ops.transforming():
+            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+        else:  # nothing differentiates the gradients
+            found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
+        return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
+
+
+class DirectAttention(_Differentiable):
+    """Where no transform looks on: what torch does for one takes longer than a short call."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, constants, ctx.eager = args
+        out, lse, row_max, row_sum, rest = ops.forward(inputs, constants)
+        of_constants, ctx.numbers = constants.split()
+        ctx.save_for_backward(*inputs, out, row_max, row_sum, rest, *of_constants)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+
+class Attention(_Differentiable):
+    """For transforms of ``torch.func``, which ask for a function without a context."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, constants, _ = args
         with _below_autograd():
             return ops.attention_fwd(*inputs, *constants.flat())
@@ -35,34 +68,16 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, constants, ctx.eager = inputs
         out, _, row_max, row_sum, rest = output
-        of_constants, *ctx.numbers = constants.flat()
+        of_constants, ctx.numbers = constants.split()
         ctx.save_for_backward(*tensors, out, row_max, row_sum, rest, *of_constants)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(row_max, row_sum, rest)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
-        dout = torch.zeros_like(kept[0]) if dout is None else dout
-        needed = tuple(ctx.needs_input_grad[: ops.N_DIFFERENTIABLE])
-        flat = (list(tensors), *ctx.numbers)
-        if torch.is_grad_enabled() or _transforming():
-            constants = Constants.of(*flat)
-            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
-        else:  # nothing differentiates the gradients
-            with _below_autograd():
-                found = ops.gradients(dout, dlse, (*inputs, *kept), needed, *flat)
-        return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
-
-    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors[: ops.N_DIFFERENTIABLE]
         return (*_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
 
 
 # Torch binds the arguments of every call to the signature, which it makes anew unless it finds one.
@@ -77,8 +92,10 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         *tensors, needed, constants, _ = args
+        inputs, kept, _ = ops.parts_of(tensors)
         with _below_autograd():
-            return ops.gradients(dout, dlse, tensors, needed, *constants.flat())
+            found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
+        return tuple(dout.new_empty(0) if x is None else x for x in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -111,11 +128,6 @@ class AttentionBackward(torch.autograd.Function):
 def _below_autograd() -> AbstractContextManager[None]:
     """Inside, an op does not look for gradients, of which its caller takes care; a compiler cannot trace this."""
     return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
-
-
-def _transforming() -> bool:
-    """Whether a transform of ``torch.func`` or forward-mode differentiation is under way."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -178,7 +190,7 @@ def attention(
     slopes = None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes)
     learned = None if options.score_mod is None else options.score_mod.learned
     inputs = (q, k, v, added, relative, sinks, slopes, learned)
-    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
     constants = options.constants(keep_rest=needs_gradient, deterministic=deterministic, packed=packed)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
@@ -190,9 +202,8 @@ def attention(
             )
         out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
         return out, lse
-    if not needs_gradient and not _transforming():
-        with _below_autograd():
-            out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
+    if not needs_gradient and not ops.transforming():
+        out, lse, *_ = ops.forward(inputs, constants)
         return out, lse
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -206,5 +217,6 @@ def attention(
             return eager_packed.attention(q, k, v, changed, packed)
         return reference.attention(q, k, v, **vars(changed))[:2]
 
-    out, lse, *_ = Attention.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
+    function = Attention if ops.transforming() else DirectAttention
+    out, lse, *_ = function.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
     return out, lse

@@ -16,7 +16,7 @@ from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
-from fusedattn.support import Backend, default_backend, not_supported_reasons
+from fusedattn.support import Backend, default_backend, reasons_of
 
 
 def checked(
@@ -60,15 +60,13 @@ def checked(
         checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     if softcap is not None:
         checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
-    checks.check_dropout_p(dropout_p)
+    if dropout_p != 0.0 or type(dropout_p) is not float:
+        checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
         checks.check_dropout_seed(dropout_seed, q)
     checks.check_deterministic(deterministic)
     backend = backend or default_backend(q.device)
-    reasons = not_supported_reasons(
-        q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+    reasons = reasons_of(q, k, v, mask, score_mod, backend)
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))
     # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.

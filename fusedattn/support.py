@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -105,9 +107,12 @@ def not_supported_reasons(
 
     The arguments are those of :func:`fusedattn.attention` and are taken to be valid in themselves.
     """
-    mask = as_mask(mask)
+    return reasons_of(q, k, v, as_mask(mask), score_mod, backend or default_backend(q.device))
+
+
+def reasons_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod | None, backend: Backend) -> list[str]:
+    """:func:`not_supported_reasons` of what decides about them."""
     reasons: list[str] = []
-    backend = backend or default_backend(q.device)
     if mask.function is not None and _require_grad(mask.function.args):
         reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
     if score_mod is not None and backend == "triton":
@@ -115,10 +120,11 @@ def not_supported_reasons(
         if missing:
             names = ", ".join(f"args[{i}]" for i in missing)
             reasons.append(f"score_mod: got {names} that require grad, allowed are those in arg_gradients=")
-    for name, part in (("mask", mask.function), ("score_mod", score_mod)):
-        if part is not None and part.eager is None and backend == "torch":
-            reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
-    if backend == "triton":
+    if backend == "torch":
+        for name, part in (("mask", mask.function), ("score_mod", score_mod)):
+            if part is not None and part.eager is None:
+                reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
+    else:
         needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         reasons += _triton_reasons(q, max(q.shape[-1], v.shape[-1]), needs_gradient)
     return reasons
@@ -137,6 +143,12 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
         return [
             *reasons,
             "backend: got 'triton', but Triton is not installed (it exists for Linux)",
+        ]
+    if not HAS_KERNELS:
+        return [
+            *reasons,
+            "backend: got 'triton', but the kernels are missing: fusedattn/kernels is a link to the folder kernels "
+            "beside fusedattn, and neither is there",
         ]
     if interpreting():
         if q.device.type not in ("cpu", "cuda"):
@@ -170,6 +182,17 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def _find_kernels() -> bool:
+    """Whether there are any. ``fusedattn/kernels`` is a link to the folder beside the package; where copying or packing
+    a checkout has lost it, the package looks there.
+    """
+    package = Path(__file__).parent
+    linked, beside = (folder / "kernels" / "attention_fwd.py" for folder in (package, package.parent))
+    if beside.is_file() and not linked.is_file():
+        sys.modules[__package__].__path__.append(str(package.parent))
+    return _is_installed(f"{__package__}.kernels")
+
+
 def _interpreter_reasons() -> list[str]:
     """Why Triton's interpreter runs nothing here."""
     if not _is_installed("numpy"):
@@ -190,4 +213,5 @@ def _release(version: str) -> tuple[int, ...]:
 
 # Asked once, outside of what torch.compile traces.
 HAS_TRITON = _is_installed("triton")
+HAS_KERNELS = _find_kernels()
 INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []

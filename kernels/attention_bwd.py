@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import dq_sum
+from fusedattn.kernels import dq_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
@@ -44,16 +44,16 @@ from fusedattn.kernels.primitives import (
     head_base,
     heads,
     is_wide,
-    load_softmax,
     load_tile,
     program_tile,
     round_to,
     split_poison,
     store_tile,
 )
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base, with_head
+from fusedattn.kernels.softmax import load_softmax
 from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
 
 
@@ -483,18 +483,22 @@ def _launch_dkdv(
         blocks = (config.BLOCK_M, boundary["EDGE"])
         sums = (heads(total), *(dq_sum.reductions_of(total, block, config.style) for block in blocks))
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
-    attention_bwd_dkdv[(n_tiles * shape.nheads_kv * shape.n_sequences,)](
-        *map(heads, (q, k, v, dout)),
-        *(tiles_of(x, config.BLOCK_M, config.style) for x in (q, dout)),
-        rows.shift,
-        rows.factor,
-        rows.delta,
-        *map(heads, dkdv),
-        *sums,
-        problem.call,
-        rotation_arguments(problem.rotation_k),
-        **launch_arguments(q, v, problem, config, n_tiles, of_keys=True),
-        **boundary,
+    launcher.launch(
+        constants_of(attention_bwd_dkdv, q, v, problem, config, **boundary),
+        n_tiles * shape.nheads_kv * shape.n_sequences,
+        (
+            *map(heads, (q, k, v, dout)),
+            *(tiles_of(x, config.BLOCK_M, config.style) for x in (q, dout)),
+            rows.shift,
+            rows.factor,
+            rows.delta,
+            *map(heads, dkdv),
+            *sums,
+            problem.call,
+            rotation_arguments(problem.rotation_k),
+        ),
+        (*sizes_of(q, v, problem, n_tiles, of_keys=True), problem.scale, problem.qk_scale),
+        problem.known_call,
     )
 
 
@@ -510,15 +514,19 @@ def _launch_dq(
 ) -> None:
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
-    attention_bwd_dq[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-        *map(heads, (q, k, v, dout)),
-        *(tiles_of(x, config.BLOCK_N, config.style) for x in (k, v)),
-        rows.shift,
-        rows.factor,
-        rows.delta,
-        heads(dq),
-        problem.call,
-        rotation_arguments(problem.rotation_q),
-        **launch_arguments(q, v, problem, config, n_tiles),
-        **config.boundary_of_keys,
+    launcher.launch(
+        constants_of(attention_bwd_dq, q, v, problem, config, **config.boundary_of_keys),
+        n_tiles * shape.nheads_q * shape.n_sequences,
+        (
+            *map(heads, (q, k, v, dout)),
+            *(tiles_of(x, config.BLOCK_N, config.style) for x in (k, v)),
+            rows.shift,
+            rows.factor,
+            rows.delta,
+            heads(dq),
+            problem.call,
+            rotation_arguments(problem.rotation_q),
+        ),
+        (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
+        problem.known_call,
     )

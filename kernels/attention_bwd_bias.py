@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import exact_sum
+from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
@@ -32,7 +32,7 @@ from fusedattn.kernels.tile import NOT_SPECIALIZED
 PARTS = 8  # programs that share the sum over queries, or over keys
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_rows", "n_keys", "n_tiles_m", "n_tiles_n"])
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_sequences", "n_rows", "n_keys", "n_tiles_m", "n_tiles_n"])
 def attention_bwd_dbias(
     q,
     k,
@@ -221,26 +221,21 @@ def launch_dbias(
     n_keys = min(PARTS, n_tiles_n) if over[3] else bias.shape[3]
     n_own = (n_rows if over[2] else n_tiles_m) * (n_keys if over[3] else n_tiles_n)
     parts = torch.zeros(*bias.shape[:2], n_rows, n_keys, dtype=rows.delta.dtype, device=q.device)
-    attention_bwd_dbias[(n_own * bias.shape[0] * bias.shape[1],)](
-        heads(q),
-        heads(k),
-        heads(v),
-        heads(dout),
-        rows.shift,
-        rows.factor,
-        rows.delta,
-        parts,
-        problem.call,
-        shape.n_sequences,
-        n_rows,
-        n_keys,
-        n_tiles_m,
-        n_tiles_n,
-        OVER_SEQUENCES=over[0],
-        OVER_HEADS=over[1],
-        OVER_QUERIES=over[2],
+    constants = constants_of(
+        attention_bwd_dbias, q, v, problem, config, OVER_SEQUENCES=over[0], OVER_HEADS=over[1], OVER_QUERIES=over[2],
         OVER_KEYS=over[3],
-        **launch_arguments(q, v, problem, config, n_tiles_m),
+    )  # fmt: skip
+    launcher.launch(
+        constants,
+        n_own * bias.shape[0] * bias.shape[1],
+        (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, parts, problem.call),
+        (
+            *(shape.n_sequences, n_rows, n_keys, n_tiles_m, n_tiles_n),
+            *sizes_of(q, v, problem, n_tiles_m),
+            problem.scale,
+            problem.qk_scale,
+        ),
+        problem.known_call,
     )
     return parts.sum_to_size(bias.shape).to(bias.dtype)
 
@@ -264,21 +259,17 @@ def launch_drelative(
         size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)
         full = torch.zeros(size, dtype=rows.delta.dtype, device=q.device)
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
-    attention_bwd_drelative[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-        heads(q),
-        heads(k),
-        heads(v),
-        heads(dout),
-        rows.shift,
-        rows.factor,
-        rows.delta,
-        full,
-        sums,
-        problem.call,
-        n_rows,
-        nheads * n_columns if n_sequences > 1 else 0,
-        n_columns if nheads > 1 else 0,
-        **launch_arguments(q, v, problem, config, n_tiles),
+    launcher.launch(
+        constants_of(attention_bwd_drelative, q, v, problem, config),
+        n_tiles * shape.nheads_q * shape.n_sequences,
+        (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, full, sums, problem.call),
+        (
+            *(n_rows, nheads * n_columns if n_sequences > 1 else 0, n_columns if nheads > 1 else 0),
+            *sizes_of(q, v, problem, n_tiles),
+            problem.scale,
+            problem.qk_scale,
+        ),
+        problem.known_call,
     )
     found = exact_sum.rounded(sums).view(relative.shape) if full is None else full.sum_to_size(relative.shape)
     return found.to(relative.dtype)

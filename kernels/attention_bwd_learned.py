@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import exact_sum
+from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
 from fusedattn.kernels.exact_sum import Sums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
 from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import score_gradient
 from fusedattn.kernels.scores import capped, distance_of
 from fusedattn.kernels.sequences import place_of
@@ -116,19 +116,12 @@ def launch(
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     sums = exact_sum.zeros(learned.numel(), rows.delta.dtype, q.device)
     for start, n_entries, index, derivative in readers:
-        attention_bwd_learned[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-            heads(q),
-            heads(k),
-            heads(v),
-            heads(dout),
-            rows.shift,
-            rows.factor,
-            rows.delta,
-            Sums(*(x[start:] for x in sums)),
-            problem.call,
-            n_entries,
-            INDEX=index,
-            DERIVATIVE=derivative,
-            **launch_arguments(q, v, problem, config, n_tiles),
+        own = Sums(*(x[start:] for x in sums))
+        launcher.launch(
+            constants_of(attention_bwd_learned, q, v, problem, config, INDEX=index, DERIVATIVE=derivative),
+            n_tiles * shape.nheads_q * shape.n_sequences,
+            (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, own, problem.call),
+            (n_entries, *sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
+            problem.known_call,
         )
     return exact_sum.rounded(sums).view(learned.shape).to(learned.dtype)

@@ -6,38 +6,40 @@ The weights are recomputed from scores, by ``softmax_weights(scores, qk_scale, s
 
 For 16-bit inputs the right-hand side needs no matrix product. For float32 and float64 ones the left-hand side is worth
 two: with p and dp as the later kernels compute them, what all values have in common cancels to the last digit in
-``dp - delta``. A row that saw nothing has shift inf, hence weights 0, and delta 0.
+``dp - delta``. It is summed as a difference from the right-hand side. A row that saw nothing has shift inf, hence
+weights 0, and delta 0.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS
+from fusedattn.kernels import launcher, replay
+from fusedattn.kernels.accurate import divide, fused
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
-    LOG2E,
     accumulator,
     block_d,
     decode_rest,
     dot_in_pieces,
     head_base,
     heads,
-    is_exact,
     load_tile,
     program_tile,
     row_dot,
 )
-from fusedattn.kernels.problem import Problem, launch_arguments
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.sequences import place_of, row_base
+from fusedattn.kernels.softmax import exp_scaled, is_exact
 from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
 
 BLOCK_M = 32
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_tiles"])
+@triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_tiles"])
 def attention_bwd_rows(
     out,
     rest,
@@ -94,11 +96,39 @@ def attention_bwd_rows(
         tl.store(shift_ptr + rows, row_max * qk_scale + tl.math.log2(row_sum), mask=exists)
 
 
+@triton.jit
+def _delta_of_out(
+    out,
+    dout,
+    dout_head,
+    place,
+    head,
+    start_m,
+    seen,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """``rowsum(dout * out)`` of a tile, a few features at a time."""
+    WIDTH: tl.constexpr = 32 if BLOCK_DV > 32 else BLOCK_DV
+    out_head = head_base(out, place.batch, head, place.first_q)
+    # A grid has one dimension, but the compiler does not know: it would unroll the loop, and run out of registers.
+    end = HEAD_DIM_V * tl.num_programs(1) if BLOCK_DV > WIDTH else HEAD_DIM_V
+    delta = tl.zeros([BLOCK_M], ACC)
+    for first in tl.range(0, end, WIDTH, num_stages=1, disable_licm=True):
+        out_tile = load_tile(out_head, start_m, out.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
+        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
+        delta += row_dot(out_tile, dout_tile, ACC)
+    return delta
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_bwd_exact_rows(
     q,
     k,
     v,
+    out,
     dout,
     row_max_ptr,
     row_sum_ptr,
@@ -146,12 +176,16 @@ def attention_bwd_exact_rows(
 
     stats = row_base(place, nheads_q, seqlen_q) + offs_m
     shift = tl.load(row_max_ptr + stats, mask=exists, other=float("inf"))
-    factor = 1.0 / tl.load(row_sum_ptr + stats, mask=exists, other=1.0)
+    factor = divide(1.0, tl.load(row_sum_ptr + stats, mask=exists, other=1.0))
     seen = shift != float("inf")
     q_head = head_base(q, place.batch, head, place.first_q)
     dout_head = head_base(dout, place.batch, head, place.first_q)
+    # Summed are differences from delta as out gives it: what values have in common would round them away.
+    near = _delta_of_out(out, dout, dout_head, place, head, start_m, seen, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC)
+    if sinks_ptr is not None:  # the scores are then in natural units
+        sum_of_weights = 1.0 - exp_scaled(tl.load(sinks_ptr + head).to(ACC), shift, qk_scale, EXACT) * factor
+        near /= tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)  # else it is itself not exact
     delta = tl.zeros([BLOCK_M], ACC)
-    total = tl.zeros([BLOCK_M], ACC)
 
     bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
@@ -171,21 +205,17 @@ def attention_bwd_exact_rows(
             products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
             shift[:, None], factor[:, None], ACC, EXACT,
         )  # fmt: skip
-        p = tl.where(pairs, p, 0.0)
         dp = dot_in_pieces(
             dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
             HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC, PRECISION,
         )  # fmt: skip
         dp = drop(dp, call, place, nheads_q, rows, keys)
-        delta += tl.sum(tl.where(pairs, p * dp, 0.0), 1)
-        total += tl.sum(p, 1)
+        delta += tl.sum(tl.where(pairs, p * (dp - near[:, None]), 0.0), 1)
 
-    # The weights add up to 1, less that of a sink, but for rounding, which is as common to the row as the values'
-    # common part.
-    if sinks_ptr is not None:  # the scores are then in natural units
-        expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor
-        total = tl.where(expected > 0.5, total / expected, 1.0)  # else it is itself not exact
-    delta = delta / tl.where(total == 0.0, 1.0, total)
+    if sinks_ptr is not None:
+        delta = fused(near, sum_of_weights, delta)
+    else:
+        delta += near
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stats, mask=seen, other=0.0)
     tl.store(delta_ptr + stats, delta, mask=exists)
@@ -222,7 +252,7 @@ def launch(
 ) -> Rows:
     """The rows of an attention; q and k come rotated, and `rest` makes 16-bit `out` more precise."""
     return (
-        _launch_exact(q, k, v, dout, statistics, problem)
+        _launch_exact(q, k, v, out, dout, statistics, problem)
         if is_exact(q.dtype)
         else _launch(out, rest, dout, statistics, problem)
     )
@@ -232,53 +262,68 @@ def _launch(
     out: torch.Tensor, rest: torch.Tensor | None, dout: torch.Tensor, statistics: Statistics, problem: Problem
 ) -> Rows:
     shape, row_max = problem.shape, statistics.row_max
-    delta, other = torch.empty_like(row_max), torch.empty_like(row_max)
+    delta, other = (replay.scratch(row_max, row_max.shape, row_max.dtype) for _ in range(2))
     shift, factor = (row_max, other) if problem.call.score.UNBOUNDED.value else (other, None)
     n_tiles = triton.cdiv(shape.max_seqlen_q, BLOCK_M)
-    attention_bwd_rows[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-        heads(out),
-        None if rest is None else heads(rest),
-        heads(dout),
-        row_max,
-        statistics.row_sum,
-        statistics.dlse,
-        delta,
-        None if shift is row_max else shift,
-        factor,
-        problem.call.sequences,
-        shape.nheads_q,
-        shape.seqlen_q,
-        shape.seqlen_k,
-        n_tiles,
-        problem.softmax_scale * LOG2E.value,
-        HEAD_DIM_V=out.shape[3],
-        BLOCK_M=BLOCK_M,
-        BLOCK_DV=block_d(out.shape[3]),
-        ACC=accumulator(out.dtype),
-        num_warps=4,
-        **LAUNCH_OPTIONS,
+    launcher.launch(
+        _constants(out.shape[3], out.dtype),
+        n_tiles * shape.nheads_q * shape.n_sequences,
+        (
+            heads(out),
+            None if rest is None else heads(rest),
+            heads(dout),
+            row_max,
+            statistics.row_sum,
+            statistics.dlse,
+            delta,
+            None if shift is row_max else shift,
+            factor,
+            problem.call.sequences,
+        ),
+        (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_tiles, problem.qk_scale),
     )
     return Rows(delta, shift, factor)
 
 
+@lru_cache(maxsize=1024)
+def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
+    return launcher.Constants(
+        attention_bwd_rows,
+        HEAD_DIM_V=head_dim_v,
+        BLOCK_M=BLOCK_M,
+        BLOCK_DV=block_d(head_dim_v),
+        ACC=accumulator(dtype),
+        num_warps=4,
+    )
+
+
 def _launch_exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, statistics: Statistics, problem: Problem
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    statistics: Statistics,
+    problem: Problem,
 ) -> Rows:
     shape, config = problem.shape, problem.exact_rows
-    delta, factor = torch.empty_like(statistics.row_max), torch.empty_like(statistics.row_max)
+    row_max = statistics.row_max
+    delta, factor = (replay.scratch(row_max, row_max.shape, row_max.dtype) for _ in range(2))
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
-    attention_bwd_exact_rows[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-        heads(q),
-        heads(k),
-        heads(v),
-        heads(dout),
-        statistics.row_max,
-        statistics.row_sum,
-        statistics.dlse,
-        problem.sinks,
-        delta,
-        factor,
-        problem.call,
-        **launch_arguments(q, v, problem, config, n_tiles),
+    launcher.launch(
+        constants_of(attention_bwd_exact_rows, q, v, problem, config),
+        n_tiles * shape.nheads_q * shape.n_sequences,
+        (
+            *map(heads, (q, k, v, out, dout)),
+            statistics.row_max,
+            statistics.row_sum,
+            statistics.dlse,
+            problem.sinks,
+            delta,
+            factor,
+            problem.call,
+        ),
+        (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
+        problem.known_call,
     )
     return Rows(delta, statistics.row_max, factor)

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import combine
+from fusedattn.kernels import combine, launcher
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, store_nothing, store_partials, store_results
 from fusedattn.kernels.grouped import grouped_program, load_rows, row_offsets, rows_of, with_rows
@@ -32,7 +32,6 @@ from fusedattn.kernels.primitives import (
     bits_of,
     dot,
     dot_add,
-    exp_scaled,
     has_nan,
     head_base,
     heads,
@@ -40,13 +39,13 @@ from fusedattn.kernels.primitives import (
     numbered_tile,
     of_bits,
     round_to,
-    softmax_update,
     split_poison,
 )
-from fusedattn.kernels.problem import Problem, launch_arguments, programs_of
+from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
+from fusedattn.kernels.softmax import exp_scaled, softmax_update
 from fusedattn.kernels.tile import NOT_SPECIALIZED, kept_only
 from fusedattn.kernels.tiling import tiling_of
 
@@ -435,26 +434,29 @@ def launch(
         q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
         rotation_q = None
     n_programs, n_places = programs_of(config, tiling.n_programs, q.device)
-    attention_fwd[(n_programs,)](
-        heads(q),
-        heads(k),
-        heads(v),
-        tiles_of(k, config.BLOCK_N, config.style),
-        tiles_of(v, config.BLOCK_N, config.style),
-        problem.sinks,
-        filled,
-        partials,
-        problem.call,
-        rotation_arguments(rotation_q),
-        rotation_arguments(problem.rotation_k if problem.rotates_in_place else None),
-        softmax_scale=problem.softmax_scale,
-        **launch_arguments(q, v, problem, config, tiling.n_tiles),
-        **config.boundary_of_keys,
-        PIPELINED=config.style == "pipelined",
-        ONLY_NAN=only_nan,
-        n_places=n_places,
-        HEADS=tiling.heads,
-        SPLIT=tiling.split,
+    rotation_k = problem.rotation_k if problem.rotates_in_place else None
+    constants = constants_of(
+        attention_fwd, q, v, problem, config, PIPELINED=config.style == "pipelined", ONLY_NAN=only_nan,
+        HEADS=tiling.heads, SPLIT=tiling.split, **config.boundary_of_keys,
+    )  # fmt: skip
+    launcher.launch(
+        constants,
+        n_programs,
+        (
+            heads(q),
+            heads(k),
+            heads(v),
+            tiles_of(k, config.BLOCK_N, config.style),
+            tiles_of(v, config.BLOCK_N, config.style),
+            problem.sinks,
+            filled,
+            partials,
+            problem.call,
+            rotation_arguments(rotation_q),
+            rotation_arguments(rotation_k),
+        ),
+        (*sizes_of(q, v, problem, tiling.n_tiles), problem.scale, problem.softmax_scale, problem.qk_scale, n_places),
+        problem.known_call,
     )
     if partials is not None:
         combine.launch(partials, results, problem)

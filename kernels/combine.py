@@ -8,16 +8,19 @@ that do not depend on how many there are: those beyond the last that has keys ch
     grid    (max_seqlen_q * nheads_q * sequences,)
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS
+from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
 from fusedattn.kernels.grouped import rows_of
-from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, exp_scaled, heads, program_tile
+from fusedattn.kernels.primitives import accumulator, block_d, heads, program_tile
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base
+from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
 BLOCK_SPLITS = 16
 
@@ -28,7 +31,7 @@ def _sum_of(ptr, first, alpha, visited, offs):
     return tl.sum(tl.load(ptr + first + offs, mask=visited, other=0.0) * alpha, 0)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_tiles", "n_splits"])
+@triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_tiles", "n_splits"])
 def attention_combine(
     partials,
     sinks_ptr,
@@ -66,6 +69,7 @@ def attention_combine(
     m_i = tl.max(largest, 0)
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # -inf - -inf would be NaN
 
+    EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     one = tl.zeros([1], ACC)
     l_i = one
     w_i = one
@@ -78,7 +82,7 @@ def attention_combine(
         visited = exists & ((l_s >= 0.0) | (l_s != l_s))  # a sum of NaN is one
         m_s = tl.load(partials.row_max + here + offs, mask=visited, other=float("-inf"))
         # By the exact formula: of a row that one split has seen, its factor is 1.
-        alpha = tl.where(visited, exp_scaled(m_s, shift, qk_scale, True), 0.0)
+        alpha = tl.where(visited, exp_scaled(m_s, shift, qk_scale, EXACT), 0.0)
         l_i += tl.sum(tl.where(visited, l_s, 0.0) * alpha, 0)
         if partials.rounded_sum is not None:
             w_i += _sum_of(partials.rounded_sum, here, alpha, visited, offs)
@@ -99,7 +103,7 @@ def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partial
     n_rows, head_dim_v = results.lse.numel(), results.out.shape[3]
 
     def new(*shape: int) -> torch.Tensor:
-        return torch.empty(n_rows, n_splits, *shape, dtype=results.lse.dtype, device=results.lse.device)
+        return replay.scratch(results.lse, (n_rows, n_splits, *shape), results.lse.dtype)
 
     has_rest = results.rest is not None
     return Partials(new(head_dim_v), new(), new(), new() if has_rest else None, new() if has_rest and dropped else None)
@@ -108,23 +112,35 @@ def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partial
 def launch(partials: Partials, results: Results, problem: Problem) -> None:
     """Fill the results, which are tensors, from the partials of all splits."""
     shape, out = problem.shape, results.out
-    attention_combine[(shape.max_seqlen_q * shape.nheads_q * shape.n_sequences,)](
-        partials,
-        problem.sinks,
-        results._replace(out=heads(out), rest=None if results.rest is None else heads(results.rest)),
-        problem.call.dropout,
-        problem.call.sequences,
-        shape.nheads_q,
-        shape.seqlen_q,
-        shape.seqlen_k,
-        shape.max_seqlen_q,
-        partials.row_max.shape[1],
-        problem.softmax_scale,
-        problem.softmax_scale * LOG2E.value,
-        HEAD_DIM_V=out.shape[3],
+    launcher.launch(
+        _constants(out.shape[3], out.dtype),
+        shape.max_seqlen_q * shape.nheads_q * shape.n_sequences,
+        (
+            partials,
+            problem.sinks,
+            results._replace(out=heads(out), rest=None if results.rest is None else heads(results.rest)),
+            problem.call.dropout,
+            problem.call.sequences,
+        ),
+        (
+            shape.nheads_q,
+            shape.seqlen_q,
+            shape.seqlen_k,
+            shape.max_seqlen_q,
+            partials.row_max.shape[1],
+            problem.softmax_scale,
+            problem.qk_scale,
+        ),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
+    return launcher.Constants(
+        attention_combine,
+        HEAD_DIM_V=head_dim_v,
         BLOCK_SPLITS=BLOCK_SPLITS,
-        BLOCK_DV=block_d(out.shape[3]),
-        ACC=accumulator(out.dtype),
+        BLOCK_DV=block_d(head_dim_v),
+        ACC=accumulator(dtype),
         num_warps=4,
-        **LAUNCH_OPTIONS,
     )

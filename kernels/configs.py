@@ -21,8 +21,9 @@ Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 Work = Literal["streamed", "dense", "scored", "combined"]
 
 # How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
-# with the product of the weights and values of a block behind the product that makes the scores of the next; or by
-# warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
+# with the product of the weights and values of a block behind the product that makes the scores of the next, which no
+# entry has (docs/decisions/0021); or by warps with different tasks, for calls that
+# kernels/attention_fwd_specialized.py takes.
 Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
 
 # Up to so many queries, times heads that share a KV head, keys are rotated in registers, once for each tile of queries,
@@ -71,6 +72,11 @@ class TileConfig:
                 f"num_warps, persistent: got {self.num_warps}, {self.persistent}, allowed with specialized are 4, 0"
             )
 
+    @cached_property
+    def in_order(self) -> tuple[Any, ...]:
+        """The values of the fields, which are hashed faster than the config."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
     def within(self, block_q: int, block_k: int) -> TileConfig:
         """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
         block_m, block_n = (
@@ -96,7 +102,7 @@ class TileConfig:
         """For calls that a specialised kernel does not take: the same tile, by all warps alike."""
         if self.style != "specialized":
             return self
-        return replace(self, num_warps=8, style="pipelined")
+        return replace(self, num_warps=8, style="descriptors")
 
     @cached_property
     def turning(self) -> TileConfig:
@@ -203,9 +209,6 @@ class Entry:
             object.__setattr__(self, "combined", self.scored.smaller())
 
 
-# Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
-LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-
 _T = TileConfig
 
 
@@ -298,7 +301,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(
-                    fwd=_by_compiler(_T(128, 128, 8, 3, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
+                    fwd=_T(64, 128, 4, 2, "descriptors"),
                     dkdv=_T(64, 64, 4, 3, "descriptors", 32),
                     dq=_T(128, 128, 8, 3, "descriptors"),
                     one_pass=_T(64, 64, 4, 2, "descriptors", 32),
@@ -317,7 +320,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             128: Entry(
                 streamed=KernelConfigs(
-                    fwd=_by_compiler(_T(128, 128, 8, 2, "pipelined"), newer=_T(128, 64, 8, 3, "pipelined")),
+                    fwd=_T(64, 64, 4, 2, "descriptors", 32),
                     dkdv=_by_compiler(_T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
@@ -335,10 +338,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             256: Entry(
                 streamed=KernelConfigs(
-                    fwd=_by_compiler(
-                        _T(128, 64, 8, 2, "pipelined", 16, turned_before=True),
-                        newer=_T(128, 64, 8, 2, "descriptors", 16, turned_before=True),
-                    ),
+                    fwd=_T(128, 64, 8, 2, "descriptors", 16, turned_before=True),
                     dkdv=_by_compiler(_T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)),
                     dq=_T(128, 32, 8, 2, "descriptors", 16),
                 ),

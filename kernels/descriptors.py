@@ -4,6 +4,9 @@ NVIDIA GPUs from sm_90 on have it. The host describes a tensor (address, shape, 
 asks for a tile by its coordinates. Only tiles are asked for of which all rows exist.
 """
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +16,7 @@ from fusedattn.kernels.configs import Style
 from fusedattn.kernels.primitives import block_d, load_tile
 
 ALIGNMENT = 16  # bytes, of addresses and strides
-MAX_STRIDE = 2**40  # bytes
+MAX_STRIDE = 2**37  # elements of up to 8 bytes each: 2^40 bytes
 
 
 def is_describable(x: torch.Tensor) -> bool:
@@ -21,18 +24,42 @@ def is_describable(x: torch.Tensor) -> bool:
 
     Its strides and address are ones it knows, and there is something.
     """
-    strides = [stride * x.itemsize for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-    aligned = all(0 < stride < MAX_STRIDE and stride % ALIGNMENT == 0 for stride in strides)
-    return aligned and x.numel() > 0 and x.data_ptr() % ALIGNMENT == 0
+    return x.numel() > 0 and x.data_ptr() % ALIGNMENT == 0 and _strides_of(x) is not None
+
+
+def _strides_of(x: torch.Tensor) -> list[int] | None:
+    """Those of ``x`` for a descriptor, or None if one of them is not allowed."""
+    (batch, nheads, seqlen, _), (stride_b, stride_h, stride_s, _) = x.shape, x.stride()
+    # That of a dimension of one element is never used, but must be aligned.
+    if batch == 1:
+        stride_b = ALIGNMENT
+    if nheads == 1:
+        stride_h = ALIGNMENT
+    if seqlen == 1:
+        stride_s = ALIGNMENT
+    aligned = (stride_b | stride_h | stride_s) * x.itemsize % ALIGNMENT == 0
+    allowed = stride_b > 0 and stride_h > 0 and stride_s > 0 and (stride_b | stride_h | stride_s) < MAX_STRIDE
+    return [stride_b, stride_h, stride_s, 1] if aligned and allowed else None
 
 
 def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
     """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None where they are loaded by pointers."""
-    if style == "pointers" or not is_describable(x):
+    if style == "pointers" or x.numel() == 0 or x.data_ptr() % ALIGNMENT:
         return None
-    # The stride of a dimension of one element is never used, but must be aligned.
-    strides = [stride if size > 1 else block_d(x.shape[3]) for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, block, block_d(x.shape[3])])
+    strides = _strides_of(x)
+    if strides is None:
+        return None
+    # As its constructor does, which checks all this once more.
+    tiles = object.__new__(TensorDescriptor)
+    vars(tiles).update(_defaults(), base=x, shape=list(x.shape), strides=strides)
+    tiles.block_shape = [1, 1, block, block_d(x.shape[3])]
+    return tiles
+
+
+@lru_cache
+def _defaults() -> dict[str, Any]:
+    """The attributes of a descriptor that it is not given."""
+    return vars(TensorDescriptor(torch.empty(16, 16), [16, 16], [16, 1], [16, 16]))
 
 
 @triton.jit

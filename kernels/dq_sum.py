@@ -8,12 +8,15 @@ added by the tensor memory accelerator, where there is one, which adds in the L2
 element. Only the next kernel reads it.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, Style, rope_rows
+from fusedattn.kernels import launcher
+from fusedattn.kernels.configs import Style, rope_rows
 from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.kernels.primitives import (
     INTERPRETED,
@@ -72,7 +75,7 @@ def add_dq(
         add_rows(total, place, start_m, row_seen, dq, HEAD_DIM, BLOCK, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
+@triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
 def attention_bwd_dq_sum(
     total,
     shift_ptr,
@@ -124,22 +127,22 @@ def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: 
     shape, head_dim = problem.shape, dq.shape[3]
     block = rope_rows(head_dim)
     n_tiles = triton.cdiv(shape.max_seqlen_q, block)
-    attention_bwd_dq_sum[(n_tiles * shape.nheads_q * shape.n_sequences,)](
-        heads(total),
-        shift,
-        heads(dq),
-        problem.call.sequences,
-        rotation_arguments(problem.rotation_q),
-        shape.nheads_q,
-        shape.seqlen_q,
-        shape.seqlen_k,
-        0 if problem.rotation_q is None else problem.rotation_q.n_positions,
-        n_tiles,
-        problem.scale,
+    rotation, n_positions = problem.rotation_q, 0 if problem.rotation_q is None else problem.rotation_q.n_positions
+    launcher.launch(
+        _constants(head_dim, dq.dtype),
+        n_tiles * shape.nheads_q * shape.n_sequences,
+        (heads(total), shift, heads(dq), problem.call.sequences, rotation_arguments(rotation)),
+        (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_positions, n_tiles, problem.scale),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _constants(head_dim: int, dtype: torch.dtype) -> launcher.Constants:
+    return launcher.Constants(
+        attention_bwd_dq_sum,
         HEAD_DIM=head_dim,
-        BLOCK_M=block,
+        BLOCK_M=rope_rows(head_dim),
         BLOCK_D=block_d(head_dim),
-        ACC=accumulator(dq.dtype),
+        ACC=accumulator(dtype),
         num_warps=4,
-        **LAUNCH_OPTIONS,
     )

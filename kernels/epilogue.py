@@ -10,17 +10,22 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.accurate import divide_rows, fused
 from fusedattn.kernels.grouped import row_offsets, store_rows
-from fusedattn.kernels.primitives import encode_rest, exp_scaled, halves, round_to
+from fusedattn.kernels.primitives import encode_rest, halves, round_to
+from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
 
 class Results(NamedTuple):
-    """What the forward fills; `rest` may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`."""
+    """What the forward fills; `rest` may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
 
-    out: Any
+    Tuples come last, one of which may be None: docs/decisions/0007.
+    """
+
     lse: Any
     row_max: Any
     row_sum: Any
+    out: Any
     rest: Any
 
 
@@ -68,14 +73,15 @@ def store_results(
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.
     unseen = l_i == 0.0
+    EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     if dropout.seed_ptr is None:
         c_i = l_i
     if sinks_ptr is not None:
         # One more score, whose value is 0. With sinks the scores are scaled.
         sink = tl.load(sinks_ptr + rows.heads).to(ACC)
         m_new = tl.maximum(m_i, sink)
-        alpha = exp_scaled(m_i, m_new, qk_scale, True)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, True)
+        alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
+        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
         acc = acc * alpha[:, None]
         w_i = w_i * alpha
         c_i = c_i * alpha
@@ -83,7 +89,11 @@ def store_results(
     else:
         l_i = tl.where(unseen, 1.0, l_i)
     stats = row_offsets(place, rows, nheads_q, seqlen_q)
-    tl.store(results.lse + stats, m_i * softmax_scale + tl.log(l_i), mask=rows.exist)
+    if EXACT == 2:
+        lse = fused(m_i, softmax_scale, tl.log(l_i))
+    else:
+        lse = m_i * softmax_scale + tl.log(l_i)
+    tl.store(results.lse + stats, lse, mask=rows.exist)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
     m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
     tl.store(results.row_max + stats, m_i, mask=rows.exist)
@@ -134,7 +144,7 @@ def _store_values(
         )  # fmt: skip
     else:
         if results.out.ptr.dtype.element_ty.primitive_bitwidth > 16:
-            out = acc / l_i[:, None]
+            out = divide_rows(acc, l_i)
         else:
             out = acc * (1.0 / l_i)[:, None]
         if dropout.seed_ptr is not None:

@@ -1,10 +1,12 @@
 """The visible keys of each sequence, reduced on the device: nothing waits for the host."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS
+from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
 RANGE_BLOCK = 1024
@@ -41,8 +43,11 @@ def key_range(valid: torch.Tensor, sequences: Sequences, shape: Shape) -> torch.
     Returns:
         int32 ``(n_sequences, 3)``: first visible key, last visible key + 1, and 1 where there is no gap between.
     """
-    out = torch.empty(shape.n_sequences, 3, dtype=torch.int32, device=valid.device)
-    _key_range[(shape.n_sequences,)](
-        valid, out, sequences, shape.seqlen_q, shape.seqlen_k, BLOCK=RANGE_BLOCK, num_warps=4, **LAUNCH_OPTIONS
-    )
+    out = replay.scratch(valid, (shape.n_sequences, 3), torch.int32)
+    launcher.launch(_constants(), shape.n_sequences, (valid, out, sequences), (shape.seqlen_q, shape.seqlen_k))
     return out
+
+
+@lru_cache
+def _constants() -> launcher.Constants:
+    return launcher.Constants(_key_range, BLOCK=RANGE_BLOCK, num_warps=4)

@@ -38,17 +38,22 @@ class Band:
             for name, bound in asdict(self).items()
         }
 
-    @property
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """The same, in the order of the kernels' parameters."""
+        return tuple(self.sizes.values())
+
+    @cached_property
     def has_lower(self) -> bool:
         """Whether queries do not look back further than so far."""
         return self.lower_start is not None or self.lower_end is not None
 
-    @property
+    @cached_property
     def has_upper(self) -> bool:
         """Whether queries do not look ahead further than so far."""
         return self.upper_start is not None or self.upper_end is not None
 
-    @property
+    @cached_property
     def width(self) -> int:
         """No query lies between bounds of more keys than this."""
         sizes = self.sizes
@@ -112,8 +117,8 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
         PREFIX_AT_END=_SWITCH[mask.prefix_at_end],
         documents=documents,
         layout=layout,
-        FUNCTION=mask.function,
         function_args=mask.function_args,
+        FUNCTION=mask.function,
     )
 
 

@@ -59,7 +59,7 @@ class MaskArguments(NamedTuple):
     `key_range_ptr` has what :mod:`fusedattn.kernels.key_range` made of `valid_ptr`, which is ``(batch, seqlen_k)``.
     `prefix_ptr`, ``(sequences,)``, goes with the diagonal that ends at the last key (PREFIX_AT_END) or starts at the
     first. BY_PAIR: only :func:`visible` knows what a block shows, so that none counts as full. MAY_HIDE_ROWS: a query
-    may see nothing for another reason than that it comes before all keys.
+    may see nothing for another reason than that it comes before all keys. FUNCTION comes last: docs/decisions/0007.
     """
 
     HAS_LOWER: Any
@@ -73,8 +73,8 @@ class MaskArguments(NamedTuple):
     PREFIX_AT_END: Any
     documents: DocumentArguments
     layout: LayoutArguments
-    FUNCTION: Any
     function_args: Any
+    FUNCTION: Any
 
 
 class Bounds(NamedTuple):

@@ -1,4 +1,4 @@
-"""Device helpers shared by every kernel: tiles in and out, products, and the online softmax.
+"""Device helpers shared by every kernel: tiles in and out, and products.
 
 Conventions: a tile of rows is ``(BLOCK, BLOCK_D)``, where BLOCK_D is head_dim rounded up to a power of two and
 the features beyond HEAD_DIM are zero. ACC is the dtype that sums and exponentials are computed in: float32, or
@@ -20,6 +20,9 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Tiles of more features than this leave few registers for anything else.
 MOST_FEATURES = 256
+
+# Of how many features a float32 product has registers beside the sum that it is added to.
+MOST_APART = tl.constexpr(128)
 
 
 class Heads(NamedTuple):
@@ -177,8 +180,17 @@ def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
     """``acc + a @ b``, summed in ACC."""
+    # In float32 one chain of additions through all blocks would round each term at the size of the whole sum.
+    APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART
     if INTERPRETED:
-        return tl.dot(widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(ACC)
+        a, b, acc = widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64)
+        if APART:
+            return (acc + tl.dot(a, b, out_dtype=tl.float64)).to(ACC)
+        else:
+            return tl.dot(a, b, acc, out_dtype=tl.float64).to(ACC)
+    elif APART:
+        # A product and a sum would be joined to that chain; the compiler does not look into this.
+        return tl.fma(dot(a, b, ACC, PRECISION), 1.0, acc)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
 
@@ -306,59 +318,6 @@ def decode_rest(rounded, rest):
     return near + rest.to(tl.float32) * (_power_below(near, rounded.dtype) * (1.0 / _steps_of(rounded.dtype)))
 
 
-@triton.jit
-def exp_scaled(scores, row_max, qk_scale, EXACT: tl.constexpr):
-    """``exp2(qk_scale * (scores - row_max))``, of tiles ``(BLOCK_M, BLOCK_N)`` and ``(BLOCK_M, 1)``."""
-    if EXACT:
-        # The heaviest weights have the smallest differences, hence the smallest errors. The other formula overflows at
-        # the largest finite scores, and rounds its two products apart at large ones.
-        return tl.math.exp2((scores - row_max) * qk_scale)
-    else:
-        return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction an element
-
-
-@triton.jit
-def softmax_update(scores, m_i, l_i, qk_scale, EXACT: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein, 2018), in base 2.
-
-    Args:
-        scores: ``(BLOCK_M, BLOCK_N)``; `qk_scale` (positive) brings them to base-2 logits.
-        m_i, l_i: ``(BLOCK_M,)`` running maximum of the scores, and sum of the weights relative to it.
-
-    Returns:
-        ``(p, alpha, m_i, l_i)``: the unnormalised weights, and what earlier sums must be multiplied by.
-    """
-    m_new = tl.maximum(m_i, tl.max(scores, 1))
-    # A row that has seen nothing has a maximum of -inf; -inf - -inf would be NaN.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = exp_scaled(scores, shift[:, None], qk_scale, EXACT)
-    alpha = exp_scaled(m_i, shift, qk_scale, EXACT)
-    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
-
-
-@triton.jit
-def load_softmax(shift_ptr, factor_ptr, row_base, rows, exists, EXACT: tl.constexpr):
-    """(shift, factor) of rows, for softmax_weights; see attention_bwd_rows."""
-    shift = tl.load(shift_ptr + row_base + rows, mask=exists, other=float("inf"))
-    if EXACT:
-        return shift, tl.load(factor_ptr + row_base + rows, mask=exists, other=0.0)
-    else:
-        return shift, shift
-
-
-@triton.jit
-def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
-    """The weights of a tile of scores; `shift` and `factor` come from load_softmax.
-
-    With EXACT, shift is the maximum of the row's scores, and factor 1 over its sum; else shift has both in it, in
-    base 2, and there is no factor.
-    """
-    if EXACT:
-        return exp_scaled(scores, shift, qk_scale, True) * factor
-    else:
-        return tl.math.exp2(scores * qk_scale - shift)
-
-
 def heads(x: torch.Tensor) -> Heads:
     """``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension, for a kernel."""
     return Heads(x, *x.stride()[:3])
@@ -372,8 +331,3 @@ def block_d(head_dim: int) -> int:
 def accumulator(dtype: torch.dtype) -> tl.dtype:
     """ACC for inputs of `dtype`."""
     return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def is_exact(dtype: torch.dtype) -> bool:
-    """Whether weights of inputs of `dtype` are not rounded to 16 bits: worth more than one instruction each."""
-    return dtype.itemsize > 2

@@ -1,22 +1,25 @@
 """One attention as the host hands it to the launchers of all kernels."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, FewQueries, KernelConfigs, TileConfig
+from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
+from fusedattn.kernels.launcher import Constants
 from fusedattn.kernels.mask_arguments import Band
-from fusedattn.kernels.primitives import LOG2E, accumulator, block_d, is_exact
+from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import Shape
+from fusedattn.kernels.softmax import exactness
 from fusedattn.kernels.tile import Call
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Problem:
     """Everything but q, k, v and what comes out; nothing is empty.
 
@@ -32,6 +35,7 @@ class Problem:
 
     shape: Shape
     call: Call
+    call_kind: Hashable
     band: Band
     rotation_q: Rotation | None
     rotation_k: Rotation | None
@@ -46,9 +50,19 @@ class Problem:
     l2_bytes: int
 
     @property
+    def known_call(self) -> tuple[Call, Hashable]:
+        """For all launches: the call and its kind."""
+        return self.call, self.call_kind
+
+    @cached_property
     def softmax_scale(self) -> float:
         """What is left to scale in the softmax: modified scores have been scaled before."""
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
+
+    @cached_property
+    def qk_scale(self) -> float:
+        """The same, in base 2."""
+        return self.softmax_scale * LOG2E.value
 
     @property
     def groups_heads(self) -> bool:
@@ -73,28 +87,24 @@ def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
     return fit if of_keys else group * fit
 
 
-def launch_arguments(
-    q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, n_tiles: int, *, of_keys: bool = False
-) -> dict[str, Any]:
-    """Keyword arguments of every kernel that walks over blocks: sizes, constants and launch options.
+def sizes_of(
+    q: torch.Tensor, v: torch.Tensor, problem: Problem, n_tiles: int, *, of_keys: bool = False
+) -> tuple[int, ...]:
+    """The numbers of every kernel that walks over blocks, but for its factors, in the order of its parameters.
 
     A program owns a tile of queries, or, `of_keys`, one of keys.
     """
     shape = problem.shape
-    return {
-        "nheads_q": shape.nheads_q,
-        "nheads_kv": shape.nheads_kv,
-        "seqlen_q": shape.seqlen_q,
-        "seqlen_k": shape.seqlen_k,
-        "n_tiles": n_tiles,
-        "together": _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
-        **problem.band.sizes,
-        "n_positions": 0 if problem.rotation_q is None else problem.rotation_q.n_positions,
-        "scale": problem.scale,
-        "qk_scale": problem.softmax_scale * LOG2E.value,
-        **_constants(q.shape[3], v.shape[3], q.dtype, problem.precision, problem.call.score.UNBOUNDED.value, config),
-        **LAUNCH_OPTIONS,
-    }
+    return (
+        shape.nheads_q,
+        shape.nheads_kv,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        n_tiles,
+        _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
+        *problem.band.in_order,
+        0 if problem.rotation_q is None else problem.rotation_q.n_positions,
+    )
 
 
 def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
@@ -108,20 +118,31 @@ def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple
     return n_programs, n_tiles
 
 
-@lru_cache(maxsize=1024)
-def _constants(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str, unbounded: bool, config: TileConfig
-) -> dict[str, Any]:
-    return {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        "BLOCK_D": block_d(head_dim),
-        "BLOCK_DV": block_d(head_dim_v),
-        "ACC": accumulator(dtype),
-        "PRECISION": precision,
-        "EXACT": unbounded or is_exact(dtype),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+_constants: dict[Hashable, Constants] = {}
+
+
+def constants_of(
+    kernel: Any, q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, **others: Any
+) -> Constants:
+    """Of a kernel that walks over blocks; `others` are constexpr parameters that not all of them have."""
+    head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
+    exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)
+    key = (kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact, *config.in_order, *others.values())
+    found = _constants.get(key)
+    if found is None:
+        found = _constants[key] = Constants(
+            kernel,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=block_d(head_dim),
+            BLOCK_DV=block_d(head_dim_v),
+            ACC=accumulator(dtype),
+            PRECISION=problem.precision,
+            EXACT=exact,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **others,
+        )
+    return found

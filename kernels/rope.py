@@ -10,14 +10,15 @@ The gradient of a rotated tensor is turned back by the transpose. That is the in
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.configs import LAUNCH_OPTIONS, rope_rows
+from fusedattn.kernels import launcher, replay
+from fusedattn.kernels.configs import rope_rows
 from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
@@ -155,7 +156,7 @@ def rotate_tile(
         return x * cos + swapped * sin
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
+@triton.jit(do_not_specialize=["nheads", "seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
 def _rope(
     x,
     out,
@@ -210,7 +211,7 @@ class Rotation:
     positions: torch.Tensor | None
     interleaved: bool
 
-    @property
+    @cached_property
     def n_positions(self) -> int:
         """Rows of the tables."""
         return self.cos.shape[-2]
@@ -244,28 +245,29 @@ def rotated(
     keys of an attention of this `shape`.
     """
     nheads, head_dim = x.shape[1], x.shape[3]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = replay.scratch(x, x.shape, x.dtype)
     block = rope_rows(head_dim)
     n_tiles = -(-(shape.max_seqlen_q if of_queries else shape.max_seqlen_k) // block)
-    _rope[(n_tiles * nheads * shape.n_sequences,)](
-        heads(x),
-        heads(out),
-        sequences,
-        rotation.arguments,
-        nheads,
-        shape.seqlen_q,
-        shape.seqlen_k,
-        rotation.n_positions,
-        n_tiles,
-        OF_QUERIES=of_queries,
-        HEAD_DIM=head_dim,
-        BLOCK=block,
-        BLOCK_D=block_d(head_dim),
-        ACC=accumulator(x.dtype),
-        num_warps=4,
-        **LAUNCH_OPTIONS,
+    launcher.launch(
+        _constants(head_dim, x.dtype, of_queries),
+        n_tiles * nheads * shape.n_sequences,
+        (heads(x), heads(out), sequences, rotation.arguments),
+        (nheads, shape.seqlen_q, shape.seqlen_k, rotation.n_positions, n_tiles),
     )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _constants(head_dim: int, dtype: torch.dtype, of_queries: bool) -> launcher.Constants:
+    return launcher.Constants(
+        _rope,
+        OF_QUERIES=of_queries,
+        HEAD_DIM=head_dim,
+        BLOCK=rope_rows(head_dim),
+        BLOCK_D=block_d(head_dim),
+        ACC=accumulator(dtype),
+        num_warps=4,
+    )
 
 
 def _batch_stride(x: torch.Tensor | None) -> int:

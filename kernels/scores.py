@@ -27,24 +27,25 @@ class ScoreArguments(NamedTuple):
 
     `slopes_ptr` is float32 ``(sequences, nheads_q)`` with `slopes_stride` 0 where all sequences share them. `relative`
     is ``(sequences, nheads_q, seqlen_q, 2 * reach + 1)`` with strides of 0 where it is broadcast: the column of a pair
-    is its distance, at most `reach` either way, plus `reach`.
+    is its distance, at most `reach` either way, plus `reach`. Functions and switches, which are always constants, come
+    last: docs/decisions/0007.
     """
 
-    MODIFIED: Any
-    UNBOUNDED: Any
     softcap: Any
-    FUNCTION: Any
-    DERIVATIVE: Any
-    function_args: Any
-    bias: Pairs
     slopes_ptr: Any
     slopes_stride: Any
-    relative: Heads
     reach: Any
+    function_args: Any
+    bias: Pairs
+    relative: Heads
+    FUNCTION: Any
+    DERIVATIVE: Any
+    MODIFIED: Any
+    UNBOUNDED: Any
 
 
 UNMODIFIED = ScoreArguments(
-    tl.constexpr(False), tl.constexpr(False), None, None, None, (), NO_PAIRS, None, 0, Heads(None, 0, 0, 0), 0
+    None, None, 0, 0, (), NO_PAIRS, Heads(None, 0, 0, 0), None, None, tl.constexpr(False), tl.constexpr(False)
 )
 
 
@@ -151,15 +152,15 @@ def score_arguments(
         strides = (0 if size == 1 else stride for size, stride in zip(relative.shape, relative.stride(), strict=True))
         columns = Heads(relative, *list(strides)[:3])
     return ScoreArguments(
-        MODIFIED=tl.constexpr(True),
-        UNBOUNDED=tl.constexpr(not bounded),
         softcap=softcap,
-        FUNCTION=function,
-        DERIVATIVE=derivative,
-        function_args=function_args,
-        bias=NO_PAIRS if bias is None else pairs(bias),
         slopes_ptr=None if slopes is None else slopes.contiguous(),
         slopes_stride=slopes.shape[1] if slopes is not None and slopes.shape[0] > 1 else 0,
-        relative=columns,
         reach=0 if relative is None else relative.shape[3] // 2,
+        function_args=function_args,
+        bias=NO_PAIRS if bias is None else pairs(bias),
+        relative=columns,
+        FUNCTION=function,
+        DERIVATIVE=derivative,
+        MODIFIED=tl.constexpr(True),
+        UNBOUNDED=tl.constexpr(not bounded),
     )

@@ -4,7 +4,6 @@ Packed sequences share a batch of 1; sequence ``i`` has rows ``cu_seqlens[i]`` t
 kernel counts queries and keys from the start of its sequence, and what it reads and writes from :class:`Place`.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -68,8 +67,7 @@ def row_base(place, nheads, seqlen_q):
     return (tl.cast(place.batch, tl.int64) * nheads + place.head) * seqlen_q + place.first_q
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Lengths of an attention, for the host.
 
     `seqlen_q` and `seqlen_k` are those of the tensors; no sequence is longer than `max_seqlen_q` or `max_seqlen_k`.

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from fusedattn.kernels.dropout import NO_DROPOUT, DropoutArguments, kept
 from fusedattn.kernels.masking import MaskArguments
-from fusedattn.kernels.primitives import softmax_weights
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, modified
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences
+from fusedattn.kernels.softmax import softmax_weights
 
 
 class Call(NamedTuple):
@@ -24,8 +24,10 @@ class Call(NamedTuple):
     sequences: Sequences = NOT_PACKED
 
 
-# Arguments that change with the lengths, or are counted from a bound: no kernel is compiled anew for one.
+# Arguments that change with the heads or the lengths, or are counted from a bound: no kernel is compiled anew for one.
 NOT_SPECIALIZED = (
+    "nheads_q",
+    "nheads_kv",
     "seqlen_q",
     "seqlen_k",
     "n_tiles",

@@ -6,8 +6,9 @@ among programs. Splits are of a length that only the config knows: what a sequen
 programs there are, nor on the lengths of others.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 
@@ -15,8 +16,7 @@ from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.problem import Problem
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """What the launcher of the forward needs to know.
 
     Attributes:
@@ -36,8 +36,8 @@ class Tiling:
 def tiling_of(problem: Problem) -> Tiling:
     """The tiling of a problem."""
     shape, few = problem.shape, problem.few_queries
-    group = shape.nheads_q // shape.nheads_kv
-    if few is not None:
+    if few is not None and shape.max_seqlen_q <= few.config.BLOCK_M:
+        group = shape.nheads_q // shape.nheads_kv
         heads = min(_power_of_2(group), few.config.BLOCK_M) if problem.groups_heads else 1
         n_rows = heads * shape.max_seqlen_q
         if n_rows <= few.config.BLOCK_M:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fusedattn import testing
-from fusedattn.cli.tables import print_table
+from fusedattn.cli.tables import Column, print_table
 from fusedattn.cli.timing import Comparison, Cost
 from fusedattn.cli.training import Step
 from fusedattn.cli.verify import Kind
@@ -41,8 +41,6 @@ def working(console: Console, what: str) -> Iterator[None]:
 
 def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
     """One row a kind of tensor."""
-    from rich.table import Column
-
     titles = ["tensors", "max error\nreference", "max error\nfused", f"max\n≤ {testing.MAX_FACTOR}"]
     titles += [f"mean\n≤ {testing.MEAN_FACTOR}", "budget\nused"]
     columns = [
@@ -115,8 +113,6 @@ def show_sample(console: Console, prompt: str, continuation: str) -> None:
 
 def show_costs(console: Console, comparisons: Sequence[Comparison]) -> None:
     """One row a sequence length."""
-    from rich.table import Column
-
     titles = ["sequence\nlength", "reference\nms", "fused\nms", "reference\n/ fused"]
     titles += ["reference\nMiB", "fused\nMiB", "reference\n/ fused"]
     rows = [

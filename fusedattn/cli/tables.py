@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Column
 
 LEAST = 16  # characters of a column that may be wrapped
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, by rich's names, for those who may have to do without rich."""
+
+    header: str
+    justify: Literal["left", "right"] = "left"
+    no_wrap: bool = False
+    overflow: Literal["ellipsis", "fold"] = "ellipsis"
+    vertical: Literal["top", "bottom"] = "top"
 
 
 def print_table(
@@ -20,7 +31,7 @@ def print_table(
     Columns with ``no_wrap`` keep their width. The headers are in bold above a line if `ruled`, else dim.
     """
     from rich import box
-    from rich.table import Table
+    from rich import table as rich_table
 
     widths = [_width(i, columns, rows) for i in range(len(columns))]
     for gap in (2, 1):
@@ -31,7 +42,7 @@ def print_table(
     if ruled:  # the box itself leaves one character between columns
         look |= {"header_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, gap - 1, 0, 0)}
     for number, part in enumerate(parts):
-        table = Table(*(columns[i].copy() for i in part), **look)
+        table = rich_table.Table(*(rich_table.Column(**vars(columns[i])) for i in part), **look)
         for row in rows:
             table.add_row(*(row[i] for i in part))
         if number:

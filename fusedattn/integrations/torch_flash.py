@@ -274,7 +274,7 @@ def _forward(
     seed = draw_seed(q.device) if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
     constants = options.constants(keep_rest=False, packed=packed)
-    out, lse, *_ = ops.attention_fwd(*inputs, *_OTHERS, *constants.flat())
+    out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
     return out, lse, seed
 
 
@@ -292,9 +292,12 @@ def _backward(
     """dq, dk and dv, of the forward run once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    flat = options.constants(keep_rest=True, packed=packed).flat()
-    out, _, row_max, row_sum, rest = ops.attention_fwd(*inputs, *_OTHERS, *flat)
-    dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS, out, row_max, row_sum, rest), _NEEDED, *flat)
+    constants = options.constants(keep_rest=True, packed=packed)
+    out, _, *kept = ops.forward((*inputs, *_OTHERS), constants)
+    dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
     if scale is not None and scale <= 0:  # the queries were multiplied by -1 or 0
         dq = dq * (-1.0 if scale < 0 else 0.0)
     return dq, dk, dv

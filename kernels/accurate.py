@@ -1,0 +1,76 @@
+"""float32 arithmetic to about half a unit in the last place, where a device's own instructions err by several.
+
+``tl.math.exp2`` and ``/`` are ``ex2.approx`` and ``div.full`` on NVIDIA GPUs, which may err by two units. That is
+nothing beside the rounding of 16-bit weights, and as much as all other errors of float32 together. Every function
+here takes float64 too, and computes that as usual.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.primitives import INTERPRETED
+
+# 1.5 * 2^23: added to a number below 2^22, it leaves the nearest whole number in the last bits.
+_WHOLE = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def fused(x, y, z):
+    """``x * y + z``, rounded once."""
+    if x.dtype != tl.float32:
+        return x * y + z
+    elif INTERPRETED:
+        zero = tl.zeros_like(x)  # of which a sum with a number of float64, as the interpreter has them, is float32
+        return (x.to(tl.float64) * (zero + y).to(tl.float64) + (zero + z).to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def exp2_of_product(x, y):
+    """``exp2(x * y)``, of x at most about 0; 0 where it is below the normal numbers.
+
+    The product is not rounded: at -20, half a unit in its last place are 7 units of the power.
+    """
+    if x.dtype != tl.float32:
+        return tl.math.exp2(x * y)
+    else:
+        if INTERPRETED:  # NumPy warns of what becomes of infinity
+            hidden = x == float("-inf")
+            x = tl.where(hidden, 0.0, x)
+        shifted = fused(x, y, _WHOLE)
+        rest = fused(x, y, _WHOLE - shifted)  # of the nearest whole number: -1/2 to 1/2
+        # Minimax for the relative error, which is 2e-9.
+        power = fused(rest, 1.5326471e-4, 1.3390807e-3)
+        power = fused(rest, power, 9.618506e-3)
+        power = fused(rest, power, 5.55036e-2)
+        power = fused(rest, power, 2.4022648e-1)
+        power = fused(rest, power, 6.931472e-1)
+        power = fused(rest, power, 1.0)
+        # The whole number becomes the exponent of a power of two.
+        scale = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
+        vanishes = shifted < _WHOLE - 126.0
+        if INTERPRETED:
+            vanishes |= hidden
+        return tl.where(vanishes, 0.0, power * scale)
+
+
+@triton.jit
+def divide(x, y):
+    """``x / y``, rounded once: for a number a row."""
+    if y.dtype == tl.float32:
+        return tl.math.div_rn(x, y)
+    else:
+        return x / y
+
+
+@triton.jit
+def divide_rows(x, y):
+    """``x / y[:, None]``, for a tile ``(rows, n)``: a division a row, and a quotient's rest for each element."""
+    if x.dtype == tl.float32:
+        reciprocal = divide(tl.full(y.shape, 1.0, tl.float32), y)[:, None]
+        near = x * reciprocal
+        better = fused(fused(-near, y[:, None], x), reciprocal, near)
+        return tl.where(better == better, better, near)  # of an infinite quotient, there is no rest
+    else:
+        return x / y[:, None]

@@ -1,0 +1,113 @@
+"""How kernels are launched: what Triton finds out about the arguments of a launch is kept for the next of its kind.
+
+``kernel[grid](...)`` binds arguments to names, and derives from all of them which compiled kernel serves. Of a short
+call nothing takes longer. Here a launcher says apart what decides that, in the order of every kernel's parameters:
+
+    arguments    tensors and tuples of them: their dtypes, alignment and strides decide
+    numbers      sizes and factors, for which nothing is compiled anew (``do_not_specialize``)
+    constants    constexpr parameters and launch options, one :class:`Constants` for each set of them
+
+Only compiled kernels are kept, with their constants: no tensor, and nothing that depends on a length or a stream.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedattn.kernels import replay
+from fusedattn.kernels.primitives import Heads
+
+SPECIALIZED = 16  # Triton compiles another kernel for addresses, in bytes, and whole numbers that are multiples of it
+
+# Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
+LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+
+_run = JITFunction.run
+
+
+class Constants:
+    """The constexpr parameters and launch options of a kernel, and what was compiled for them so far."""
+
+    def __init__(self, kernel: Any, *, num_warps: int, num_stages: int | None = None, **parameters: Any) -> None:
+        self.kernel = kernel
+        self.named = {**parameters, "num_warps": num_warps, **LAUNCH_OPTIONS}
+        if num_stages is not None:
+            self.named["num_stages"] = num_stages
+        self.in_order = tuple(parameters[name] for name in kernel.arg_names if name in parameters)
+        self.compiled: dict[Hashable, CompiledKernel] = {}
+
+
+def launch(
+    constants: Constants,
+    n_programs: int,
+    arguments: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    known: tuple[Any, Hashable] = (None, None),
+) -> None:
+    """Launch a kernel on the current device; `known` is one of the arguments and its kind."""
+    kernel, grid = constants.kernel, (n_programs, 1, 1)
+    # Whoever looks at launches does so where Triton starts them all.
+    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks:
+        kernel[grid](*arguments, *numbers, **constants.named)
+        return
+    device = triton.runtime.driver.active.get_current_device()
+    of_known = known[0]
+    key = (device, None in numbers, *[known[1] if x is of_known else kind_of(x) for x in arguments])
+    compiled = constants.compiled.get(key)
+    if compiled is None:
+        compiled = kernel.run(*arguments, *numbers, grid=grid, warmup=False, **constants.named)
+        if isinstance(compiled, CompiledKernel):
+            constants.compiled[key] = compiled
+    else:
+        in_order = (*arguments, *numbers, *constants.in_order)
+        replay.note(compiled, grid, in_order)
+        compiled[grid](*in_order)
+
+
+def kind_of(x: Any) -> Hashable:
+    """What of an argument decides which compiled kernel serves."""
+    if x is None:
+        return None
+    of_type = _KINDS.get(type(x))
+    if of_type is not None:
+        return of_type(x)
+    if isinstance(x, torch.Tensor):
+        return _of_tensor(x)
+    return tuple(map(kind_of, x)) if isinstance(x, tuple) else x
+
+
+def _of_tensor(x: torch.Tensor) -> Hashable:
+    return x.dtype, x.data_ptr() % SPECIALIZED == 0
+
+
+def _of_heads(x: Heads) -> Hashable:
+    ptr, stride_b, stride_h, stride_s = x
+    if ptr is None:
+        return None
+    together = stride_b | stride_h | stride_s
+    if together % SPECIALIZED == 0 and 0 <= together < 2**31:  # as nearly always
+        strides: Hashable = SPECIALIZED
+    else:
+        strides = _of_number(stride_b), _of_number(stride_h), _of_number(stride_s)
+    return ptr.dtype, ptr.data_ptr() % SPECIALIZED == 0, strides
+
+
+def _of_number(x: int) -> Hashable:
+    if x == 1:
+        return 1
+    return x % SPECIALIZED == 0, -(2**31) <= x < 2**31, x < 2**63
+
+
+_KINDS: dict[type, Callable[[Any], Hashable]] = {
+    torch.Tensor: _of_tensor,
+    Heads: _of_heads,
+    int: _of_number,
+    float: type,
+    triton.language.constexpr: lambda x: x.value,
+    TensorDescriptor: type,  # its tile is one of the constants
+}

@@ -1,0 +1,137 @@
+"""A call done again: its launches, with other tensors in the place of its own.
+
+What lies between a call and its launches depends on shapes, strides, dtypes, alignment and options, not on tensors.
+While :func:`recorded` runs a call, its launches are noted, and so are the tensors that launchers make for each other by
+:func:`scratch`. Every tensor that a launch takes must be one of these, or lie where one that is given to the call does:
+then the launches are all that the call did, and :class:`Replay` does them for tensors of the same kinds. No tensor is
+kept, only where in the arguments which of them stood.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT = 256  # bytes, of scratch tensors: that of memory that an allocator gives
+
+
+class _Recording(threading.local):
+    """What this thread notes: launches as (compiled kernel, grid, arguments), and scratch tensors; None for nothing."""
+
+    launches: list[tuple[CompiledKernel, tuple[int, int, int], tuple[Any, ...]]] | None = None
+    made: list[torch.Tensor] | None = None
+
+
+_recording = _Recording()
+
+
+def scratch(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised contiguous tensor on the device of `like`, that one launch fills for a later one of the call."""
+    x = like.new_empty(shape, dtype=dtype)
+    if _recording.made is not None:
+        _recording.made.append(x)
+    return x
+
+
+def note(compiled: CompiledKernel, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    """Tell of a launch, with all of a kernel's arguments in their order."""
+    if _recording.launches is not None:
+        _recording.launches.append((compiled, grid, arguments))
+
+
+def give_up() -> None:
+    """Tell that the call does something besides its launches."""
+    _recording.launches = _recording.made = None
+
+
+def recorded(call: Callable[[], object], given: Sequence[torch.Tensor]) -> "Replay | None":
+    """Run `call`, which takes and fills no other tensors than those `given`; None if it cannot be replayed."""
+    _recording.launches, _recording.made = [], []
+    try:
+        call()
+        launches, made = _recording.launches, _recording.made
+    finally:
+        _recording.launches = _recording.made = None
+    if not launches or made is None:
+        return None
+    try:
+        return Replay(launches, made, given)
+    except _UnknownTensorError:
+        return None
+
+
+class _UnknownTensorError(Exception):
+    """A launch takes a tensor that is neither given nor made."""
+
+
+class Replay:
+    """The launches of a call, for tensors like those it was given.
+
+    Kernels get addresses, and strides beside them as numbers: of two tensors at one address, either will do.
+    """
+
+    def __init__(
+        self,
+        launches: list[tuple[CompiledKernel, tuple[int, int, int], tuple[Any, ...]]],
+        made: list[torch.Tensor],
+        given: Sequence[torch.Tensor],
+    ) -> None:
+        places = {x.data_ptr(): f"given[{i}].data_ptr()" for i, x in reversed(list(enumerate(given)))}
+        self.n_bytes = 0  # of all scratch tensors, in one
+        for x in made:
+            places[x.data_ptr()] = f"scratch + {self.n_bytes}"
+            self.n_bytes += -(-x.numel() * x.itemsize // ALIGNMENT) * ALIGNMENT
+        self.steps = [(compiled, grid, _filling(arguments, places)) for compiled, grid, arguments in launches]
+
+    def run(self, given: Sequence[torch.Tensor]) -> None:
+        """Launch all; the tensors have the shapes, strides, dtypes and alignment of those that were recorded."""
+        made = given[0].new_empty(self.n_bytes, dtype=torch.uint8) if self.n_bytes else None
+        scratch = 0 if made is None else made.data_ptr()
+        for compiled, grid, fill in self.steps:
+            compiled[grid](*fill(given, scratch))
+
+
+def _filling(arguments: tuple[Any, ...], places: dict[int, str]) -> Callable[..., tuple[Any, ...]]:
+    """What makes the arguments of a launch from tensors: an expression in which their addresses alone are left open."""
+    constants: list[Any] = []
+    expression = _expression(arguments, places, constants)
+    return eval(f"lambda given, scratch: {expression}", {"constants": constants, "tiles": _tiles})
+
+
+def _expression(value: Any, places: dict[int, str], constants: list[Any]) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.data_ptr() not in places:
+            raise _UnknownTensorError
+        return places[value.data_ptr()]
+    if isinstance(value, tuple) and _has_tensor(value):
+        return "(" + "".join(f"{_expression(x, places, constants)}, " for x in value) + ")"
+    address = ""
+    if isinstance(value, TensorDescriptor):
+        address = _expression(value.base, places, constants)
+        value = {name: x for name, x in vars(value).items() if name != "base"}
+    constants.append(value)
+    constant = f"constants[{len(constants) - 1}]"
+    return f"tiles({address}, {constant})" if address else constant
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, (torch.Tensor, TensorDescriptor))
+
+
+class _Address(int):
+    """Stands for a tensor, of which a descriptor asks nothing else."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def _tiles(address: int, attributes: dict[str, Any]) -> TensorDescriptor:
+    """The descriptor with these `attributes` of what lies at an address."""
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(attributes, base=_Address(address))
+    return made
