@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak gpu sanitize bench clean gpu-check
+.PHONY: help demo test test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -38,12 +38,17 @@ test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests 
 	done; \
 	exit $$status
 
-# The newest Triton beside the pinned torch runs a choice of those tests, without gigabytes to install.
+# The newest Triton beside the pinned torch runs a choice of those tests, without gigabytes to install; the oldest, whose
+# interpreter takes no newer NumPy, those of arguments that it may lose.
 NEWEST_TRITON ?= 3.9.0
-test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed ## run a choice of them under NEWEST_TRITON and the torch of .venv
-	@PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \
-	    tests/test_biases.py tests/test_learned.py tests/test_interpreter.py tests/test_gradcheck.py \
-	    -k "not of_a_pair" $(ARGS)
+OLDEST_TRITON ?= 3.6.0
+test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed .triton/$(OLDEST_TRITON)/.installed ## run a choice of them under NEWEST_TRITON and OLDEST_TRITON, with the torch of .venv
+	@status=0; \
+	PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \
+	    tests/test_biases.py tests/test_learned.py tests/test_interpreter.py tests/test_gradcheck.py tests/test_ones.py \
+	    -k "not of_a_pair" $(ARGS) || status=1; \
+	PYTHONPATH=.triton/$(OLDEST_TRITON) $(VENV_PYTHON) -m pytest --maxfail=0 tests/test_ones.py || status=1; \
+	exit $$status
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy
 	@status=0; \
@@ -74,6 +79,19 @@ mutants: .venv/.test ## plant faults in the code, and see whether the tests noti
 
 soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
 	@$(VENV_PYTHON) -m tests.soak $(ARGS)
+
+# What a machine with a GPU need not compile. The name of a kernel depends on Triton's files, one of which is another
+# for each version of Python.
+TRITON ?= 3.6.0
+ARCH ?= sm_90
+FOR_PYTHON ?= 3.12
+LIBTRITON = .triton/$(TRITON)-for-python-$(FOR_PYTHON)/triton/_C/libtriton.so
+prebuilt: .venv/.test .triton/$(TRITON)/.installed $(LIBTRITON) ## compile beforehand, for TRITON, ARCH and FOR_PYTHON, what first launches, into prebuilt/ (long)
+	@PYTHONPATH=.triton/$(TRITON) $(VENV_PYTHON) -m bench prebuilt --arch $(ARCH) --libtriton $(LIBTRITON) $(ARGS)
+
+FOLDER ?= first
+first: gpu-check ## on a machine with a GPU: what it is asked first, into FOLDER=first, e.g. ARGS="--budget 540"
+	@"$(PYTHON)" -m bench first --out "$(FOLDER)" $(ARGS)
 
 gpu: gpu-check ## on a machine with a GPU: tests by WORKERS=4 processes, then timings; installs nothing
 	@"$(PYTHON)" -m pytest $(PYTEST_WORKERS) --maxfail=0 --durations=10 tests
@@ -110,6 +128,14 @@ clean: ## remove caches and build outputs (.venv, .triton and .versions stay; de
 	      $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
 	          --target .triton/$* triton==$*; }
 	@touch $@
+
+# The compiled part of Triton for another Python.
+.triton/$(TRITON)-for-python-$(FOR_PYTHON)/triton/_C/libtriton.so:
+	@echo "fetching Triton $(TRITON) for Python $(FOR_PYTHON)"
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input --no-deps --only-binary=:all: \
+	    --implementation cp --python-version $(FOR_PYTHON) \
+	    $(addprefix --platform manylinux_2_,27_x86_64 28_x86_64 17_x86_64 34_x86_64) \
+	    --target .triton/$(TRITON)-for-python-$(FOR_PYTHON) triton==$(TRITON)
 
 .versions/%/.installed: pyproject.toml
 	@$(CHECK_PYTHON)

@@ -33,13 +33,37 @@ changed: what the table should have is for a person to decide.
 
 --compile ARCH finds the candidates, without a GPU: tiles whose machine code has
 no spill and no other fault, the best by the model first. On a GPU each is
-checked in a process of its own, and timed where it keeps the error budget.
+checked in a process of its own, and timed where it keeps the error budget. So
+are some whose code touches registers of matrix products in flight, named apart.
+"""
+
+_FIRST = """\
+On a machine with a GPU, in the order of worth: versions; every kernel once; the
+forward in both styles; the error budget of every feature in bfloat16, float16
+and float32; the goals' timings. Each is written into FOLDER as soon as it is
+there. A second call with the same FOLDER goes on where the first was cut.
+
+What was wrong is kept, and not done again unless --again. The exit status is 1
+where anything was wrong. Without a GPU a little of all this runs through
+Triton's interpreter, with a stopwatch that has no clock.
+"""
+
+_PREBUILT = """\
+Compile, without a GPU, every kernel that "first" launches on one, and pack them
+into FOLDER/triton-<version>-<arch>.tar.xz, which "first" unpacks into Triton's
+cache. They are found there if Triton and its assembler are the same files; for
+another version of Python than this one, name that build's libtriton.so.
 """
 
 # As bench.tuning and the table of configs have them, which need Triton; the tests compare.
 PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
 WORK = ("streamed", "dense", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+
+# Packages without which a command has nothing to do.
+NEEDED = {"plot": ("matplotlib",), **dict.fromkeys(("tune", "first", "prebuilt"), ("triton",))}
+
+MODULES = {"prebuilt": "bench.first.archive"}
 
 _TOGETHER = "several are of runs of one commit on one machine"
 
@@ -68,6 +92,36 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
     run.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
     run.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
+
+    first = commands.add_parser(
+        "first", help="what a GPU is asked first", description=_FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    first.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="of this machine and these sources")
+    first.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    first.add_argument(
+        "--jobs", metavar="N", type=_count, default=_most_cores(), help="processes (default: %(default)s)"
+    )
+    first.add_argument(
+        "--silence", metavar="SECONDS", type=_seconds, default=120.0,
+        help="a process that compiles and answers nothing for so long hangs (default: %(default)g)",
+    )  # fmt: skip
+    first.add_argument("--again", action="store_true", help="do again what was wrong")
+    first.add_argument(
+        "--prebuilt", metavar="FILE", type=Path, help="default: that of prebuilt/ for this GPU and Triton"
+    )
+    first.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
+    first.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
+    first.add_argument("--commit", metavar="HASH", help="what is tested, where there is no git")
+
+    prebuilt = commands.add_parser(
+        "prebuilt", help="compile for a GPU that is not there", description=_PREBUILT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    prebuilt.add_argument("--arch", choices=ARCHS, default="sm_90", help="default: %(default)s")
+    prebuilt.add_argument("--libtriton", metavar="FILE", type=Path, help="of the Triton that will launch them")
+    prebuilt.add_argument("--jobs", metavar="N", type=_count, default=_cores(), help="processes (default: %(default)s)")
+    prebuilt.add_argument("--out", metavar="FOLDER", type=Path, default=Path("prebuilt"), help="default: %(default)s")
 
     plot = commands.add_parser("plot", help="draw result files: one SVG for each suite and page")
     plot.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
@@ -109,11 +163,10 @@ def _later(name: str):
     """A command's module, with all that it imports, loads when that command runs."""
 
     def run(options: argparse.Namespace) -> int:
-        needed = ("rich", "matplotlib", *(("triton",) if name == "tune" else ()))
-        missing = [package for package in needed if importlib.util.find_spec(package) is None]
+        missing = [package for package in NEEDED.get(name, ()) if importlib.util.find_spec(package) is None]
         if missing:
             raise CommandError(f"{', '.join(missing)}: not installed; pip install 'fusedattn[bench]'")
-        return importlib.import_module(f"bench.{name}").run(options)
+        return importlib.import_module(MODULES.get(name, f"bench.{name}")).run(options)
 
     return run
 
@@ -121,6 +174,18 @@ def _later(name: str):
 def _cores() -> int:
     """Those that this process may use; each process that checks has a context on the GPU, so there are not many."""
     return min(14, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _most_cores() -> int:
+    """But two, for the process that hands out the work, and for what else there is."""
+    return max(1, (os.cpu_count() or 1) - 2)
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed are whole numbers from 1 on")
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Column
-
 from bench import results, terminal
 from bench.results import Report
+from bench.terminal import print_table
 from bench.work import is_own
-from fusedattn.cli.tables import print_table
+from fusedattn.cli.tables import Column
 
 
 @dataclass(frozen=True)

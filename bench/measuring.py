@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import ceilings
 from bench.gate import Gate
-from bench.timing import Budget, Rounds, SetUp, interleaved, spread, synchronize
+from bench.timing import Budget, Rounds, SetUp, Stopwatch, interleaved, spread, synchronize
 from bench.work import OWN, Contestant, Work, is_own
 from fusedattn.cli.memory import peak_memory
 from fusedattn.peers import Peer
@@ -39,11 +39,13 @@ def measure(
     rounds: Rounds,
     shuffle: random.Random,
     budget: Budget,
+    stopwatch: Stopwatch | None = None,
 ) -> dict[str, Any]:
     """The result as JSON: of each contestant its times and rate, or the reason why it has none.
 
     Where the gate does not let the work pass, nothing is timed. What the package itself cannot do is a reason like any
-    other; where it fails, or differs from every other, the gate learns of it. `measured` are the ceilings.
+    other; where it fails, or differs from every other, the gate learns of it. `measured` are the ceilings; another
+    `stopwatch` than the work's own is for tests.
 
     Raises:
         OutOfTimeError: the budget is spent before there is enough to report.
@@ -51,14 +53,15 @@ def measure(
     budget.check()
     contestants: dict[str, Any] = {}
     if gate.passes(work.cases()):
-        ready, reasons = _prepare(work, device, functions, gate, budget)
-        samples, failures = interleaved(
-            {name: contestant.set_up for name, contestant in ready.items()},
-            work.stopwatch(device),
-            rounds,
-            shuffle,
-            budget,
-        )
+        with work.surroundings(device):
+            ready, reasons = _prepare(work, device, functions, gate, budget)
+            samples, failures = interleaved(
+                {name: contestant.set_up for name, contestant in ready.items()},
+                stopwatch or work.stopwatch(device),
+                rounds,
+                shuffle,
+                budget,
+            )
         reasons |= {name: reason(error) for name, error in failures.items()}
         if OWN in failures:
             gate.failures[work.name] = reasons[OWN]

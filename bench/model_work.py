@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.attention_work import CHECKED_LENGTHS
 from bench.timing import SetUp, Timed
 from bench.work import OWN, Contestant, Work
 from fusedattn import fuse
@@ -115,7 +116,7 @@ class ModelWork(Work):
     def cases(self) -> list[Case]:
         heads = {"nheads_q": self.size.n_heads, "nheads_kv": self.size.n_kv_heads}
         common: dict[str, Any] = {"head_dim": self.size.head_dim, "dtype": self.precision, **heads}
-        lengths: list[tuple[int, int]] = [(n, n) for n in dict.fromkeys((min(self.seqlen, 384), min(self.seqlen, 333)))]
+        lengths = [(n, n) for n in dict.fromkeys(min(n, self.seqlen) for n in CHECKED_LENGTHS)]
         if self.task == "generate":
             lengths.append((1, self.seqlen + 1))
         return [

@@ -7,15 +7,14 @@ import datetime
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
 from bench import ceilings, environment, functions, goals, results, suites, terminal
 from bench.gate import Gate
 from bench.measuring import measure
 from bench.results import Report
+from bench.terminal import Console
 from bench.timing import Budget, OutOfTimeError, Rounds
 from bench.work import Work
 from fusedattn.cli import machine
@@ -80,20 +79,10 @@ def _measure_all(
     path: Path,
 ) -> Report:
     """The report, written after every piece of work; complete, or what there was when the time was up."""
-    # Beyond the limit Dynamo runs a function as it is, without a word.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = FLEX_COMPILATIONS
+    allow_compilations()
     began, gate, shuffle = time.monotonic(), Gate(device), random.Random(options.seed)
     rounds = QUICK if options.quick else Rounds()
-    report: dict[str, Any] = {
-        "format": results.FORMAT,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": {name: x for name, x in vars(options).items() if isinstance(x, str | int | float | list)},
-        "environment": environment.describe(device, options.commit),
-        "state_before": environment.state(device),
-        "ceilings": {},
-        "not_installed": functions.missing(),
-        "results": [],
-    }
+    report = new_report(device, options)
     with terminal.progress(console) as progress:
         task = progress.add_task("ceilings", total=len(chosen))
         try:
@@ -113,6 +102,25 @@ def _measure_all(
     report["state_after"] = environment.state(device)
     _write(path, report, gate, chosen, began)
     return report
+
+
+def allow_compilations() -> None:
+    """So many that Dynamo compiles every contestant: beyond its limit it runs a function as it is, without a word."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = FLEX_COMPILATIONS
+
+
+def new_report(device: torch.device, options: argparse.Namespace) -> Report:
+    """Without results."""
+    return {
+        "format": results.FORMAT,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": {name: x for name, x in vars(options).items() if isinstance(x, str | int | float | list)},
+        "environment": environment.describe(device, options.commit),
+        "state_before": environment.state(device),
+        "ceilings": {},
+        "not_installed": functions.missing(),
+        "results": [],
+    }
 
 
 def _write(path: Path, report: Report, gate: Gate, chosen: list[Work], began: float) -> None:

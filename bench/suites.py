@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from bench.attention_work import AttentionWork
 from bench.counts import Direction
+from bench.host_work import HostWork
 from bench.launch_work import LaunchWork
 from bench.model_work import ModelSize, ModelWork
 from bench.work import Place, Work
@@ -256,6 +257,21 @@ def _launch(scale: Scale) -> Iterator[Work]:
             dtype=scale.dtypes[0], causal="bottom_right",
         )  # fmt: skip
         yield LaunchWork(Place("launch", "forward, causal", panel, "seqlen", seqlen), 1, case, how, wait)
+    if scale is not QUICK:  # which compiles nothing
+        yield from _host()
+
+
+def _host() -> Iterator[Work]:
+    head_dim, seqlen = 128, 128
+    fields: dict[str, Any] = {"batch": 1, "nheads_q": 8, "nheads_kv": 8, "head_dim": head_dim, "dtype": torch.bfloat16}
+    training = Case(seqlen_q=seqlen, seqlen_k=seqlen, causal="bottom_right", **fields)
+    for panel, case, backward in (
+        ("forward", training, False),
+        ("decode", replace(training, seqlen_q=1, seqlen_k=1 * K), False),
+        ("forward and backward", training, True),
+        ("forward and backward, RoPE", replace(training, rope="half"), True),
+    ):
+        yield HostWork(Place("launch", "host alone", panel, "seqlen", case.seqlen_q), 1, case, backward)
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Work]]] = {

@@ -1,27 +1,40 @@
-"""What a run shows: a line that moves while it measures, and a table at the end."""
+"""What a run shows: a line that moves while it measures, and a table at the end; plain lines where rich is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench import goals, results
 from bench.goals import Verdict
+from bench.plain import PlainConsole, PlainProgress
 from bench.results import Report
-from fusedattn.cli.tables import print_table
+from fusedattn.cli import tables
+from fusedattn.cli.tables import Column
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress
+
+Console: TypeAlias = "RichConsole | PlainConsole"
 
 
 def console() -> Console:
     """For people; without colours where it is not a terminal."""
+    if importlib.util.find_spec("rich") is None:
+        return PlainConsole()
+    from rich.console import Console
+
     return Console(highlight=False)
 
 
-def progress(console: Console) -> Progress:
+def progress(console: Console) -> Progress | PlainProgress:
     """A bar, and what is being measured."""
+    if isinstance(console, PlainConsole):
+        return PlainProgress()
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     return Progress(
         BarColumn(20),
         MofNCompleteColumn(),
@@ -30,6 +43,14 @@ def progress(console: Console) -> Progress:
         console=console,
         transient=True,
     )
+
+
+def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """A table that fits the terminal, if anything is known of it."""
+    if isinstance(console, PlainConsole):
+        console.print_table(columns, rows)
+    else:
+        tables.print_table(console, columns, rows)
 
 
 def print_results(console: Console, report: Report) -> None:

@@ -15,6 +15,8 @@ from bench.attention_work import AttentionWork
 from bench.timing import synchronize
 from bench.work import OWN, Work
 
+pytest.importorskip("pytest_benchmark")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("forward", "backward", "decode")
 WORKS = [work for work in suites.works(list(NAMES), suites.scale_for(DEVICE, quick=True)) if work.priority == 0]

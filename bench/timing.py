@@ -70,6 +70,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def still_works(device: torch.device) -> bool:
+    """Whether no kernel has broken the context of this process."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Budget:
     """Seconds that may be spent; None for as many as it takes."""
 

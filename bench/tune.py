@@ -10,17 +10,16 @@ from functools import partial
 from typing import Any, cast, get_args
 
 import torch
-from rich.console import Console
-from rich.table import Column
 
 from bench import environment, results, terminal
+from bench.terminal import Console, print_table
 from bench.timing import Budget, DeviceStopwatch, Stopwatch
 from bench.tuning import candidates, trial
 from bench.tuning.slots import Part, Slot
 from bench.tuning.trial import Timing
 from fusedattn.cli import machine
 from fusedattn.cli.errors import CommandError
-from fusedattn.cli.tables import print_table
+from fusedattn.cli.tables import Column
 from fusedattn.kernels import configs, devices
 from fusedattn.support import interpreting
 
@@ -66,7 +65,9 @@ def _compile(chosen: list[Slot], options: argparse.Namespace, console: Console) 
             task = progress.add_task(slot.name, total=len(grid))
             found = candidates.clean(slot, arch, grid, options.jobs, partial(progress.advance, task))
         candidates.save(target, {slot.name: found})
-        console.print(f"{slot.name}: {len(found)} of {len(grid)} tiles have no fault", markup=False)
+        doubtful = sum(x.in_flight for x in found)
+        text = f"{slot.name}: {len(found) - doubtful} of {len(grid)} tiles have no fault"
+        console.print(f"{text}, {doubtful} touch registers in flight" if doubtful else text, markup=False)
     console.print(f"written to {target}", markup=False, soft_wrap=True)
     return 0
 
@@ -108,10 +109,13 @@ def tune(
             correct = {name: candidate for name, candidate in names.items() if name not in wrong}
             times = trial.timed(slot, correct, device, stopwatch, options.seed, budget)
             timings = {name: times[name] if name in times else Timing({}, wrong[name]) for name in names}
-            report["slots"][slot.name] = _as_object(own, timings)
+            in_flight = candidates.in_flight(names, found[slot])
+            report["slots"][slot.name] = _as_object(own, timings) | {"in_flight": in_flight}
             report["state_after"] = environment.state(device)
             results.write(target, report)
             _print(console, slot, own, timings)
+            if in_flight:
+                console.print(f"touch registers in flight: {', '.join(in_flight)}", markup=False, style="dim")
             status |= own in wrong
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,10 @@ class Work(ABC):
             device: where to work.
             functions: attention functions to measure beside ours, where the work is attention alone.
         """
+
+    def surroundings(self, device: torch.device) -> AbstractContextManager[None]:
+        """What it is prepared and timed in."""
+        return nullcontext()
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
         """What times it."""

@@ -1,5 +1,8 @@
 """Configs that a slot might have: those of a grid whose machine code has no fault, the most promising first.
 
+One fault a GPU can clear: registers of products in flight (bench/codegen/in_flight.py). Configs with it have a place of
+their own among those that it times.
+
 Found without a GPU, by the cross-compiler, and kept in bench/candidates, a file for each architecture and version of
 Triton, so that a GPU is asked for nothing but what it alone can say.
 """
@@ -10,7 +13,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from fusedattn.cli.errors import CommandError
 from fusedattn.kernels.configs import Arch, FewQueries, Style, TileConfig, Work
 
 KEPT = 12  # of a slot
+KEPT_IN_FLIGHT = 3  # one for each so many of the others
 
 KERNELS: dict[Part, tuple[str, ...]] = {
     "fwd": ("attention_fwd", "attention_fwd_specialized"),
@@ -51,12 +55,17 @@ WARPS, STAGES, EDGES, SPLITS = (4, 8), (1, 2, 3), (64, 32, 16), (256, 512, 1024)
 @dataclass(frozen=True)
 class Found:
     """A config that compiles well: the most registers of its kernels, the fewest programs of one on a multiprocessor
-    at a time, and what bench/codegen/model.py says of them, in TFLOP/s at best, or None where it says nothing."""
+    at a time, and what bench/codegen/model.py says of them, in TFLOP/s at best, or None where it says nothing.
+
+    With `in_flight`, registers are touched of products that may be running. That keeps it out of the table, until a GPU
+    has shown that its results are those of other configs.
+    """
 
     config: TileConfig
     registers: int
     ctas_per_sm: int
     predicted: float | None
+    in_flight: bool = False
 
 
 def tile(candidate: Candidate) -> str:
@@ -96,8 +105,9 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
 def clean(
     slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object] = lambda: None
 ) -> list[Found]:
-    """Those whose kernels have no fault, each with the widest boundary blocks that allow it, the best by the model
-    first, or where it says nothing, those with more programs on a multiprocessor; `done` is called after each tile."""
+    """Those whose kernels have no certain fault, each with the widest boundary blocks that allow it, the best by the
+    model first, or where it says nothing, those with more programs on a multiprocessor; `done` is called after each
+    tile."""
     judged = functools.partial(clean_forms, slot, arch)
     found: list[Found] = []
     for forms in compilations.in_processes(judged, tiles, jobs):
@@ -107,19 +117,19 @@ def clean(
 
 
 def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
-    """A tile with the widest boundary blocks with which nothing is wrong with its machine code, if there are any; and
-    the same by persistent programs, where these are written."""
+    """A tile with the widest boundary blocks with which nothing is certainly wrong with its machine code, if there are
+    any; and the same by persistent programs, where these are written."""
     walked = config.BLOCK_M if slot.part in ("dkdv", "one_pass") else config.BLOCK_N
     for edge in (edge for edge in EDGES if edge <= max(walked, min(EDGES))):
         tried = replace(config, EDGE=edge)
         reports = _reports(slot, arch, tried)
-        faulty = [report for report in reports if report.faults]
+        faulty = [report for report in reports if report.certain_faults]
         if not faulty:
             forms = [_found(tried, reports)] if reports else []
             if forms and tried.style == "pipelined" and slot.work == "streamed":
                 persistent = replace(tried, persistent=1)
                 reports = _reports(slot, arch, persistent)
-                forms += [] if any(report.faults for report in reports) else [_found(persistent, reports)]
+                forms += [] if any(report.certain_faults for report in reports) else [_found(persistent, reports)]
             return forms
         if not all(map(_is_of_boundary, faulty)):
             break
@@ -129,13 +139,13 @@ def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
 def _is_of_boundary(report: Report) -> bool:
     """Whether all that is wrong are spills, and none of them in the loop over full blocks."""
     names = LOOPS.get(report.kernel, {}).get(len(report.loop_spills))
-    if names is None or len(report.faults) > 1 or not report.spill_bytes:
+    if names is None or len(report.certain_faults) > 1 or not report.spill_bytes:
         return False
     return not any(spills for name, spills in zip(names, report.loop_spills, strict=True) if name == "full")
 
 
 def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
-    """Of all that must have no fault, or as far as the first fault."""
+    """Of all that must have no certain fault, or as far as the first one."""
     found: dict[str, Report] = {}
     forward = slot.part in ("fwd", "few")
     steps = [(features, forward) for features in _features(slot)]
@@ -143,7 +153,7 @@ def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
         steps.insert(0, (steps[0][0], False))
     for features, inference in steps:
         found |= {report.key: report for report in _compiled(slot, arch, config, features, inference)}
-        if any(report.faults for report in found.values()):
+        if any(report.certain_faults for report in found.values()):
             break
     return list(found.values())
 
@@ -169,6 +179,7 @@ def _found(config: TileConfig, reports: list[Report]) -> Found:
         registers=max(report.registers for report in reports),
         ctas_per_sm=min(report.ctas_per_sm for report in reports),
         predicted=round(statistics.geometric_mean(rates) / 1e12, 1) if rates else None,
+        in_flight=any(report.touches for report in reports),
     )
 
 
@@ -184,15 +195,23 @@ def _predicted(reports: list[Report]) -> Iterator[float]:
 
 
 def to_time(slot: Slot, arch: Arch, found: list[Found], kept: int = KEPT) -> dict[str, Candidate]:
-    """By what it is called: the table's own first, then the best of those found."""
+    """By what it is called: the table's own first, then the best of those found without a fault, then the best of those
+    that touch registers in flight."""
     candidates: list[Candidate] = [slot.config(arch)]
     if slot.part == "one_pass":
         candidates.append(None)
-    if slot.part == "few":
-        candidates += [FewQueries(x.config, split) for x in found[: -(-kept // len(SPLITS))] for split in SPLITS]
-    else:
-        candidates += [x.config for x in found[:kept]]
+    splits = SPLITS if slot.part == "few" else ()
+    n_configs = -(-kept // max(len(splits), 1))
+    sound, doubtful = ([x.config for x in found if x.in_flight == in_flight] for in_flight in (False, True))
+    tried = sound[:n_configs] + doubtful[: -(-n_configs // KEPT_IN_FLIGHT)]
+    candidates += [FewQueries(config, split) for config in tried for split in splits] if splits else tried
     return {tile(candidate): candidate for candidate in candidates}
+
+
+def in_flight(names: Mapping[str, Candidate], found: list[Found]) -> list[str]:
+    """Those of the candidates that touch registers of products that may be running."""
+    doubtful = {x.config for x in found if x.in_flight}
+    return [name for name, x in names.items() if (x.config if isinstance(x, FewQueries) else x) in doubtful]
 
 
 def path(arch: Arch, folder: Path) -> Path:
@@ -229,7 +248,8 @@ def _as_object(found: Found) -> dict[str, Any]:
     """What differs from a config without options."""
     config = {f.name: getattr(found.config, f.name) for f in fields(TileConfig)}
     usual = {f.name: f.default for f in fields(TileConfig)}
-    return asdict(found) | {"config": {name: x for name, x in config.items() if x != usual[name]}}
+    known = {name: x for name, x in asdict(found).items() if name != "in_flight" or x}
+    return known | {"config": {name: x for name, x in config.items() if x != usual[name]}}
 
 
 def _from_object(found: dict[str, Any]) -> Found:

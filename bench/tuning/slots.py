@@ -94,8 +94,8 @@ class Slot:
     def small_cases(self) -> dict[str, Case]:
         """What must be correct before, by name, of lengths that tiles divide, and that none does.
 
-        For Triton the first are the same kernels as those that are timed: numbers of heads and lengths are multiples of
-        16. Queries are grouped, and there are more tiles than multiprocessors.
+        For Triton the first are the same kernels as those that are timed: strides are multiples of 16. Queries are
+        grouped, and there are more tiles than multiprocessors.
         """
         if self.part == "few":
             fields: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (3, CAUSAL))

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from bench.gate import without_gradients
 from bench.measuring import reason, warm_up
-from bench.timing import Budget, OutOfTimeError, Rounds, SetUp, Spread, Stopwatch, interleaved, spread, synchronize
+from bench.processes import ProcessError, apart
+from bench.timing import Budget, OutOfTimeError, Rounds, SetUp, Spread, Stopwatch, interleaved, spread, still_works
 from bench.tuning.slots import Candidate, Slot
 from fusedattn import attention, testing
 from fusedattn.cases import make_inputs
@@ -26,45 +25,6 @@ from fusedattn.kernels import guard
 from fusedattn.kernels.configs import TileConfig
 
 ROUNDS = Rounds(least=10, most=40, seconds=1.5)
-SILENCE = 400.0  # seconds until a process that says nothing counts as hanging
-
-
-class ProcessError(Exception):
-    """A process ended without a word, or hangs."""
-
-
-def apart(function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
-    """What `function` yields, from a process of its own: a kernel that hangs, or breaks the context on the GPU, does so
-    to nobody else.
-
-    Raises:
-        ProcessError: it died, or was silent for too long; what it had yielded before has come.
-    """
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        while True:
-            if not receiver.poll(SILENCE):
-                raise ProcessError(f"no answer in {SILENCE:g} s")
-            is_last, answer = receiver.recv()
-            if is_last:
-                return
-            yield answer
-    except EOFError:
-        process.join()
-        raise ProcessError(f"its process ended with status {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join(10)
-
-
-def _send(sender: Connection, function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...]) -> None:
-    for answer in function(*arguments):
-        sender.send((False, answer))
-    sender.send((True, None))
 
 
 def wrong(
@@ -176,7 +136,7 @@ def turns(
                 samples, others = interleaved(ready, stopwatch, ROUNDS, shuffle, budget)
                 reasons = {name: reason(error) for name, error in (failures | others).items()}
                 yield f"{problem}, {which}", {name: spread(found) for name, found in samples.items()}, reasons
-                if not _works(device):
+                if not still_works(device):
                     raise ProcessError(f"{device} does not work any more, after {', '.join(reasons)}")
                 left = {name: candidate for name, candidate in left.items() if name not in reasons}
     except OutOfTimeError:
@@ -195,20 +155,11 @@ def _warm(
             warm_up(set_up, device)
         except Exception as error:
             failures[name] = error.with_traceback(None)
-            if not _works(device):
+            if not still_works(device):
                 return {}, failures
         else:
             ready[name] = set_up
     return ready, failures
-
-
-def _works(device: torch.device) -> bool:
-    """Whether no kernel has broken the context of this process."""
-    try:
-        synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def base(timings: Mapping[str, Timing]) -> str | None:

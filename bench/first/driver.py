@@ -1,0 +1,225 @@
+"""The parts one after the other, each written as soon as it is there; what is there already is not done again."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench import environment, goals, terminal
+from bench.first import plan, prebuilt, timings
+from bench.first.plan import TIMINGS
+from bench.first.pool import Kernels, worked_off
+from bench.first.records import Record, Records, read_json, replace, write_json, wrong
+from bench.run import new_report
+from bench.timing import Budget
+from fusedattn.cli.errors import CommandError
+from fusedattn.cli.outcome import percent
+from fusedattn.kernels import devices
+
+MACHINE, RESULTS, REPORT, SUMMARY = "machine.json", "results.jsonl", "timings.json", "summary.txt"
+LEFT_FOR_TIMINGS = 20.0  # seconds below which none is begun
+
+
+@dataclass
+class First:
+    """One call."""
+
+    options: argparse.Namespace
+    device: torch.device
+    budget: Budget
+    kernels: Kernels
+    facts: dict[str, Any]
+    records: Records
+    total: dict[str, int]  # jobs of each part, in their order
+
+    @property
+    def folder(self) -> Path:
+        return self.options.out
+
+
+def run(options: argparse.Namespace, device: torch.device) -> int:
+    """Exit status 0, or 1 where a record is wrong."""
+    budget, began = Budget(options.budget), time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.quick = device.type == "cpu"
+    jobs, works = plan.jobs(device.type), plan.works(device.type)
+    total: dict[str, int] = {}
+    for part in (*(job.part for job in jobs), *(TIMINGS for _ in works)):
+        total[part] = total.get(part, 0) + 1
+    facts = _facts(options, device)
+    call = First(options, device, budget, Kernels(), facts, Records(options.out / RESULTS), total)
+    write_json(call.folder / MACHINE, facts)
+    print("\n".join(_headline(facts)), flush=True)
+    _unpack(call)
+    status = "done"
+    try:
+        _work_off(call, [job for job in jobs if _is_due(call, job.part, job.name)])
+        if all(_n_done(call, part) == n for part, n in total.items() if part != TIMINGS):
+            _time(call, [work for work in works if _is_due(call, TIMINGS, work.name)])
+    except KeyboardInterrupt:
+        status = "interrupted"
+    facts["calls"][-1] |= {
+        "seconds": round(time.monotonic() - began, 1),
+        "compiled": len(call.kernels.compiled),
+        "found": len(call.kernels.found),
+    }
+    write_json(call.folder / MACHINE, facts)
+    text = "\n".join(summary(call))
+    replace(call.folder / SUMMARY, text + "\n")
+    print(text, flush=True)
+    if any(_n_done(call, part) < n for part, n in total.items()):
+        print(f"{status}: call it again with --out {call.folder} for what is left", flush=True)
+    return 1 if wrong(call.records.by_key.values()) else 0
+
+
+def _facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What is asked, of what, on what; with the calls before.
+
+    Raises:
+        CommandError: the folder is that of other kernels, or of another machine.
+    """
+    path = options.out / MACHINE
+    described = environment.describe(device, options.commit)
+    same = {
+        "device": described["device"],
+        "versions": described["versions"],
+        "compiler": _compiler(device),
+        "sources": _sources(),
+    }
+    before = read_json(path)
+    differ = [name for name, x in same.items() if before.get(name, x) != x]
+    if differ:
+        raise CommandError(f"--out: got {options.out}, whose results are of another {', '.join(differ)}")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {
+        **same,
+        "commit": described["commit"],
+        "cores": os.cpu_count(),
+        "C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        "state": environment.state(device),
+        "calls": [*before.get("calls", []), {"started": now, "processes": options.jobs, "budget": options.budget}],
+    }
+
+
+def _compiler(device: torch.device) -> dict[str, str]:
+    """What compiles the kernels, or would, if these were not interpreted."""
+    if device.type == "cpu":
+        return {"triton": triton.__version__}
+    return prebuilt.identity(triton.runtime.driver.active.get_current_target())
+
+
+def _sources() -> str:
+    """A hash of all that is tested, for a tree without git."""
+    root = Path(__file__).resolve().parents[2]
+    found = hashlib.sha256()
+    for path in sorted((*(root / "kernels").glob("*.py"), *(root / "fusedattn").rglob("*.py"))):
+        if "kernels" not in path.relative_to(root).parts[1:]:  # where the link leads
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _headline(facts: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {x}" for name, x in facts["versions"].items())
+    assembler = re.search(r"V\d[\d.]*", facts["compiler"].get("assembler", ""))
+    more = [f"assembler {assembler[0]}"] if assembler else []
+    more += [f"{facts['cores']} cores", f"commit {facts['commit'][:10]}", f"sources {facts['sources'][:10]}"]
+    return [f"{facts['device']}; {versions}", "; ".join(more)]
+
+
+def _unpack(call: First) -> None:
+    """Kernels that were compiled beforehand, if there are any for this GPU."""
+    if call.device.type == "cpu":
+        return
+    path = call.options.prebuilt or prebuilt.path_of(devices.arch_of(call.device))
+    if not path.exists():
+        text = f"{path.name}: not there, so that every kernel is compiled here"
+    else:
+        _, text = prebuilt.unpack(path, call.facts["compiler"], Path(triton.knobs.cache.dir))
+    call.facts["calls"][-1]["prebuilt"] = text
+    write_json(call.folder / MACHINE, call.facts)
+    print(text, flush=True)
+
+
+def _is_due(call: First, part: str, name: str) -> bool:
+    record = call.records.by_key.get((part, name))
+    return record is None or (call.options.again and not record.ok)
+
+
+def _n_done(call: First, part: str) -> int:
+    return len(call.records.of(part))
+
+
+def _work_off(call: First, due: list[Any]) -> None:
+    options = call.options
+    for record in worked_off(due, call.device, options.jobs, options.silence, call.budget, call.kernels):
+        _add(call, record)
+
+
+def _add(call: First, record: Record) -> None:
+    """Keep a record; say what is wrong at once, and that a part is done."""
+    call.records.add(record)
+    if not record.ok:
+        print(f"WRONG {record.part}: {record.name}: {record.text}", flush=True)
+    if _n_done(call, record.part) == call.total[record.part]:
+        print(_line(call, record.part), flush=True)
+        replace(call.folder / SUMMARY, "\n".join(summary(call)) + "\n")
+
+
+def _time(call: First, due: list[Any]) -> None:
+    """One process, now that no other is there."""
+    left = call.budget.end is None or call.budget.end - call.budget.clock() > LEFT_FOR_TIMINGS
+    if not due or not left:
+        return
+    path = call.folder / REPORT
+    report = read_json(path)
+    if not report:
+        report = new_report(call.device, call.options) | {"correctness": timings.NOTHING}
+        if call.device.type == "cpu":
+            report["format"] = "stubbed"  # which no other command takes for a measurement
+    args = (call.device, call.options.silence, call.budget, call.kernels, call.options.seed)
+    for work, text in timings.timed(due, report, *args):
+        report["state_after"] = environment.state(call.device)
+        report["not_measured"] = [x.name for x in due if x.name not in {row["name"] for row in report["results"]}]
+        write_json(path, report)
+        _add(call, Record(TIMINGS, work.name, ok=not text, text=text))
+
+
+def summary(call: First) -> list[str]:
+    """What is known so far."""
+    kernels = call.kernels
+    lines = [*_headline(call.facts), *(_line(call, part) for part in call.total)]
+    lines.append(
+        f"kernels in this call: {len(kernels.compiled)} compiled, {len(kernels.found)} found in Triton's cache"
+    )
+    report = read_json(call.folder / REPORT)
+    for verdict in goals.verdicts(report) if report else ():
+        if verdict.n_found:
+            lines.append("goal " + ", ".join(terminal.goal_cells(verdict)))
+    lines += [f"WRONG {x.part}: {x.name}: {x.text}" for x in wrong(call.records.by_key.values())]
+    lines += [f"note  {x.part}: {x.name}: {x.text}" for x in call.records.by_key.values() if x.ok and x.text]
+    return lines
+
+
+def _line(call: First, part: str) -> str:
+    """How far a part is, and what uses most of the budget."""
+    records = call.records.of(part)
+    n_wrong = len(wrong(records))
+    text = (
+        f"{part:<15} {len(records):>3} of {call.total[part]:>3} done, {f'{n_wrong} WRONG' if n_wrong else 'none wrong'}"
+    )
+    used = [(x, name, record.name) for record in records for name, x in record.figures.items() if x is not None]
+    if used:
+        x, tensor, name = max(used)
+        text += f"; at most {percent(x)} of the error budget, by {tensor} of '{name}'"
+    return text

@@ -1,0 +1,185 @@
+"""What is asked of each kernel and feature: jobs for any process, none of which needs another's answer."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from bench import functions
+from bench.gate import Gate
+from bench.tuning.slots import Slot
+from bench.work import ONE_PASS, OWN, Work
+from fusedattn import attention, testing
+from fusedattn.cases import Case, Inputs, make_inputs
+from fusedattn.cli import check
+from fusedattn.kernels import devices, guard
+from fusedattn.kernels.configs import Style, TileConfig
+from fusedattn.testing import Ratios, Results
+
+STYLES: tuple[Style, ...] = ("pipelined", "descriptors")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a job came to; `text` says what is wrong, or what the figures are about."""
+
+    ok: bool
+    text: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job(ABC):
+    """One question; `name` is unique in its part."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def part(self) -> str:
+        """Of the whole, all of whose jobs are asked before those of the next."""
+
+    @abstractmethod
+    def run(self, device: torch.device) -> Answer:
+        """What came of it; what it raises is wrong too."""
+
+
+@dataclass(frozen=True)
+class Smoke(Job):
+    """A call, forward and backward, that launches some kernels for the first time; those by which it has its name.
+
+    It is made again, and must give the same bits: launches may be kept, and done again as they were. With `config`,
+    that is the forward's.
+    """
+
+    part: ClassVar[str] = "smoke"
+    case: Case
+    deterministic: bool = True
+    config: TileConfig | None = None
+    CALLS: ClassVar[int] = 3  # the second may be recorded, the third played back
+
+    def run(self, device: torch.device) -> Answer:
+        inputs = make_inputs(self.case, device)
+        slot = Slot("fwd", "streamed", self.case.dtype, self.case.head_dim)
+        with slot.holding(self.config) if self.config else nullcontext(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", RuntimeWarning)
+            call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
+            first, *others = (testing.run(call, inputs) for _ in range(self.CALLS))
+        answer = self._judged(first, others, inputs)
+        if self.config is not None and self.config.style == "specialized":
+            refused = [str(x.message) for x in said if "a warp-specialised kernel is not launched" in str(x.message)]
+            if not guard.knows(device):
+                refused.append("specialized kernels are not launched on this GPU, or with this Triton")
+            return replace(answer, text="; ".join([*filter(None, [answer.text]), *refused]))
+        return answer
+
+    def _judged(self, first: Results, others: list[Results], inputs: Inputs) -> Answer:
+        truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
+        answer = within_budget(testing.compare_results(first, truth, eager, inputs.q.dtype, terms))
+        # Sums of any order differ by themselves.
+        repeated = [{name: x for name, x in found.items() if self.deterministic or name != "dq"} for found in others]
+        wrong = [text for found in repeated for text in _differences(found, first, "the first call")]
+        return replace(answer, ok=answer.ok and not wrong, text="; ".join([*filter(None, [answer.text]), *wrong]))
+
+
+@dataclass(frozen=True)
+class Styles(Job):
+    """The forward in both styles, in the tile of the table: each against float64, and the same bits from both."""
+
+    part: ClassVar[str] = "styles"
+    case: Case
+    REPEATS: ClassVar[int] = 3  # a race need not show at once
+
+    def run(self, device: torch.device) -> Answer:
+        inputs = make_inputs(self.case, device)
+        slot = Slot("fwd", "streamed", self.case.dtype, self.case.head_dim)
+        tile = cast(TileConfig, slot.config(devices.arch_of(device)))
+        truth, eager = testing.golden(inputs), testing.baseline(inputs)
+        wrong: list[str] = []
+        used: dict[str, float] = {}
+        first: Results | None = None
+        for style in STYLES:
+            for _ in range(self.REPEATS):
+                with slot.holding(replace(tile, style=style)):
+                    found = _both_forwards(inputs)
+                first = first or found
+                wrong += [f"{style}: {text}" for text in _differences(found, first, STYLES[0])]
+            of_style = within_budget(_judged(found, truth, eager))
+            used |= {f"{style}, {name}": x for name, x in of_style.figures.items()}
+            wrong += [f"{style}: {text}" for text in [of_style.text] if text]
+        return Answer(not wrong, "; ".join(dict.fromkeys(wrong)), used)
+
+
+def _both_forwards(inputs: Inputs) -> Results:
+    """Out and lse as a training step computes them, and as they are computed where nothing asks for a gradient."""
+    leaves = inputs.with_leaves({name: x.detach().requires_grad_() for name, x in inputs.leaves.items()})
+    out, lse = attention(leaves.q, leaves.k, leaves.v, backend="triton", return_lse=True, **leaves.options)
+    with torch.no_grad():
+        alone = attention(inputs.q, inputs.k, inputs.v, backend="triton", return_lse=True, **inputs.options)
+    names = ("out", "lse", "out without gradients", "lse without gradients")
+    return dict(zip(names, (out.detach(), lse.detach(), *alone), strict=True))
+
+
+def _judged(found: Results, truth: Results, eager: Results) -> dict[str, Ratios]:
+    """What each uses of the error budget of out, or lse."""
+    names = {name: name.partition(" ")[0] for name in found}
+    return {name: testing.compare(found[name], truth[of], eager[of]) for name, of in names.items()}
+
+
+def _differences(found: Results, first: Results, of: str) -> list[str]:
+    """Where results are not the same bits as the first."""
+    return [
+        f"{name} has {int((x != first[name]).sum())} of {x.numel()} elements of other bits than {of}, "
+        f"by {_distance(x, first[name]):.2g} at most"
+        for name, x in found.items()
+        if not torch.equal(x, first[name])
+    ]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item()
+
+
+@dataclass(frozen=True)
+class Check(Job):
+    """The error budget of one feature in one dtype."""
+
+    case: Case
+
+    @property
+    def part(self) -> str:
+        return f"check {str(self.case.dtype).removeprefix('torch.')}"
+
+    def run(self, device: torch.device) -> Answer:
+        return within_budget(check.measure(self.case, "triton", device))
+
+
+@dataclass(frozen=True)
+class Before(Job):
+    """What comes before a piece of work is timed: the checks of its kind, and its own kernels compiled."""
+
+    part: ClassVar[str] = "goals' kernels"
+    work: Work
+
+    def run(self, device: torch.device) -> Answer:
+        gate = Gate(device)
+        ok = gate.passes(self.work.cases())
+        for name, prepare in self.work.contestants(device, functions.choose([])).items():
+            if name in (OWN, ONE_PASS):
+                prepare().set_up()()
+        most = gate.report()["most_used"]
+        text = "; ".join(f"{name}: {reason}" for name, reason in gate.failures.items())
+        return Answer(ok, text, {} if most is None else {"used": most})
+
+
+def within_budget(ratios: dict[str, Ratios]) -> Answer:
+    """Whether every tensor is; what each uses."""
+    wrong = [f"{name} uses {r.used:.0%} of the error budget" for name, r in ratios.items() if not r.ok]
+    return Answer(not wrong, ", ".join(wrong), {name: r.used for name, r in ratios.items()})

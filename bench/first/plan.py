@@ -1,0 +1,83 @@
+"""Which jobs there are, in the order of worth; on a GPU, and a few of them, of other sizes, for the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bench import goals, suites
+from bench.first.jobs import Before, Check, Job, Smoke, Styles
+from bench.goals import GOALS
+from bench.work import Work
+from fusedattn.cases import CASES, Case
+from fusedattn.kernels.configs import TileConfig
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TIMINGS = "timings"  # the last part
+
+# The kernels that a call launches besides those of the calls before it, and that call. Lengths are of several tiles,
+# the last of them ragged.
+_USUAL: dict[str, Any] = {"nheads_q": 8, "seqlen_q": 200, "seqlen_k": 200, "head_dim": 64, "dtype": torch.bfloat16}
+_CAUSAL: dict[str, Any] = {**_USUAL, "causal": "bottom_right"}
+_CALLS: dict[str, dict[str, Any]] = {
+    "attention_fwd, attention_bwd_rows, attention_bwd_dkdv, attention_bwd_dq": {"case": Case(**_CAUSAL)},
+    "_rope": {"case": Case(**_CAUSAL, rope="half")},
+    "_key_range": {"case": Case(**_CAUSAL, padding="right")},
+    "attention_combine": {"case": Case(**{**_USUAL, "seqlen_q": 1, "seqlen_k": 1100})},
+    "attention_bwd_exact_rows": {"case": Case(**{**_CAUSAL, "dtype": torch.float32})},
+    "attention_bwd_dbias": {"case": Case(**_CAUSAL, bias="per_head")},
+    "attention_bwd_drelative": {"case": Case(**_CAUSAL, relative="per_head")},
+    "attention_bwd_learned": {"case": Case(**_CAUSAL, score_mod=True)},
+    "attention_bwd_dq_sum": {"case": Case(**_CAUSAL), "deterministic": False},
+    "attention_fwd_specialized": {
+        "case": Case(**{**_CAUSAL, "head_dim": 128}),
+        "config": TileConfig(128, 128, 4, 2, "specialized"),
+    },
+}
+SMOKE = [Smoke(name, **fields) for name, fields in _CALLS.items()]
+
+_STYLED: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "dtype": torch.bfloat16}
+STYLES = [
+    Styles(
+        name=f"head_dim {head_dim}, {'causal' if causal else 'not causal'}, seqlen {seqlen}",
+        case=Case(**_STYLED | causal, head_dim=head_dim, seqlen_q=seqlen, seqlen_k=seqlen),
+    )
+    for head_dim, seqlen, causal in itertools.product((64, 128, 256), (1024, 777), ({"causal": "bottom_right"}, {}))
+]
+
+
+def jobs(device_type: str) -> list[Job]:
+    """All but the timings."""
+    small = device_type == "cpu"
+    found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
+    for dtype in DTYPES:
+        found += [Check(case.name, replace(case, dtype=dtype)) for case in (CASES[:1] if small else CASES)]
+    return found + [Before(work.name, work) for work in works(device_type)]
+
+
+def works(device_type: str) -> list[Work]:
+    """What is timed: all that the goals are about, in their order."""
+    if device_type == "cpu":
+        return suites.works(["decode"], suites.QUICK)[:1]
+    every = suites.works(list(suites.SUITES), suites.GPU)
+    return sorted((work for work in every if goals.concerned(work.place)), key=_rank)
+
+
+def _rank(work: Work) -> int:
+    """The first goal that it is needed for."""
+    return next(i for i, goal in enumerate(GOALS) if goal.concerns(*(getattr(work.place, x) for x in _PLACE)))
+
+
+_PLACE = ("suite", "page", "panel", "x")
+
+
+def smaller(job: Any) -> Any:
+    """Of few tiles of the interpreter, and those small."""
+    case, config = job.case, getattr(job, "config", None)
+    lengths = {name: min(getattr(case, name), 37 if name == "seqlen_q" else 70) for name in ("seqlen_q", "seqlen_k")}
+    small = replace(case, batch=1, nheads_q=2, nheads_kv=1, head_dim=16, **lengths)
+    changes = {} if config is None else {"config": TileConfig(32, 16, 4, 2, "specialized")}
+    return replace(job, case=small, **changes)

@@ -1,0 +1,191 @@
+"""Kernels compiled beforehand, without a GPU, and put where Triton looks for what it has compiled.
+
+Triton names what it keeps by a hash of its own files, of the kernel's source, types, alignments and options, and of
+the assembler's version: neither by the path of the source nor by that of the cache. So the calls of all jobs are made
+here as on the GPU, to a driver that launches nothing, and the code and its description are packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.runtime import cache
+
+from bench import attention_work
+from bench.codegen import launches
+from bench.codegen.compilations import in_processes
+from bench.first import plan
+from bench.first.jobs import Before, Job
+from bench.model_work import ModelWork
+from fusedattn import support
+from fusedattn.kernels.configs import Arch
+
+FOLDER = Path(__file__).resolve().parents[2] / "prebuilt"
+MANIFEST = "manifest.json"
+# What is launched, and its description; and what the guard reads of a kernel whose warps have different tasks.
+KEPT, KEPT_OF_SPECIALIZED = (".json", ".cubin", ".hsaco"), (".ttgir", ".ptx")
+SMALLEST: dict[str, Any] = {"n_layers": 1, "vocab_size": 64}  # of a model: its attention launches the same kernels
+
+
+def path_of(arch: Arch, folder: Path = FOLDER) -> Path:
+    """Of the archive for a GPU and this Triton."""
+    return folder / f"triton-{triton.__version__}-{arch}.tar.xz"
+
+
+def identity(target: Any, libtriton: Path | None = None) -> dict[str, str]:
+    """What Triton makes part of every name, apart from what a kernel is; `libtriton` is that of another Python."""
+    from triton.compiler import make_backend
+
+    return {
+        "triton": triton.__version__,
+        "target": f"{target.backend} {target.arch}",
+        "triton_key": hashlib.sha256(_key(libtriton).encode()).hexdigest(),
+        "libtriton": _sha256(libtriton or _own_libtriton()),
+        "assembler": make_backend(target).hash(),
+    }
+
+
+def _key(libtriton: Path | None) -> str:
+    """Triton's own, or that of the same release built for another Python: its compiled part is then another file."""
+    key = cache.triton_key()
+    return key if libtriton is None else key.replace(_sha256(_own_libtriton()), _sha256(libtriton))
+
+
+def _own_libtriton() -> Path:
+    return Path(str(triton._C.libtriton.__file__))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one job: hashes of its kernels, why some have none, and the seconds that it took."""
+
+    job: str
+    kernels: set[str]
+    errors: set[str]
+    seconds: float
+
+
+def compile_jobs(
+    jobs: list[Job], arch: Arch, folder: Path, n_processes: int, libtriton: Path | None = None
+) -> Iterator[Compiled]:
+    """Compile what the jobs launch on a GPU of this kind, into a folder that is laid out as Triton's cache."""
+    one = partial(compile_job, arch=arch, folder=folder, libtriton=libtriton)
+    yield from in_processes(one, jobs, n_processes)
+
+
+def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -> Compiled:
+    """The calls of one job, whose results nobody looks at."""
+    began = _cpu_seconds()
+    torch.set_num_threads(1)
+    key = _key(libtriton)
+    gpu = torch.device("cuda")
+    own = attention_work.own
+    with ExitStack() as stack:
+        stack.enter_context(triton.knobs.cache.scope())
+        triton.knobs.cache.dir = str(folder)
+        found = stack.enter_context(launches.compiling(arch))
+        triton.knobs.compilation.always_compile = False  # other jobs have the same kernels
+        for patched in (
+            patch.object(cache, "triton_key", lambda: key),
+            patch.object(support, "interpreting", lambda: True),  # so that a CPU's backend is that of a GPU
+            patch.object(attention_work, "own", lambda direction, device: own(direction, gpu)),
+        ):
+            stack.enter_context(patched)
+        _small(job).run(torch.device("cpu"))
+    compiled = {launch.compiled.hash for launch in found if launch.compiled is not None}
+    errors = {f"{launch.kernel}: {launch.error}" for launch in found if launch.error}
+    return Compiled(f"{job.part}, {job.name}", compiled, errors, _cpu_seconds() - began)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and the assemblers that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def _small(job: Job) -> Job:
+    """With a model of one layer, of few words."""
+    if isinstance(job, Before) and isinstance(job.work, ModelWork):
+        work = replace(job.work, size=replace(job.work.size, **SMALLEST), batch=2, compiled=False)
+        return replace(job, work=work)
+    return job
+
+
+def pack(folder: Path, path: Path, manifest: dict[str, Any]) -> int:
+    """Write what a launch needs of such a folder into an archive; returns the number of kernels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    kernels = sorted(x for x in folder.iterdir() if any(x.glob("__grp__*.json")))
+    with tarfile.open(new, "w:xz") as archive:
+        _add(archive, MANIFEST, json.dumps(manifest | {"kernels": len(kernels)}, indent=1).encode())
+        for kernel in kernels:
+            kept = KEPT + (KEPT_OF_SPECIALIZED if any(kernel.glob("*_specialized.*")) else ())
+            for file in sorted(kernel.iterdir()):
+                if file.suffix in kept and not file.name.startswith("__grp__"):
+                    _add(archive, f"{kernel.name}/{file.name}", file.read_bytes())
+    new.replace(path)
+    return len(kernels)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    archive.addfile(info, io.BytesIO(content))
+
+
+def unpack(path: Path, here: dict[str, str], folder: Path) -> tuple[int, str]:
+    """Put the kernels of an archive into a cache of Triton's, unless they were made by another compiler.
+
+    Returns:
+        How many there are, 0 where they are not for this place; and a line that says so.
+    """
+    with tarfile.open(path) as archive:
+        members = iter(archive)
+        manifest = json.loads(_content(archive, next(members)))
+        differ = [name for name, x in here.items() if manifest[name] != x]
+        if differ:
+            what = "; ".join(f"{name} is {here[name]} here, {manifest[name]} there" for name in differ)
+            return 0, f"{path.name}: made by another compiler, so that kernels are compiled here: {what}"
+        kernels: dict[str, dict[str, str]] = {}
+        for member in members:
+            kernel, file = member.name.split("/")
+            target = folder / kernel / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            new = target.with_name(f"{file}.{os.getpid()}")
+            new.write_bytes(_content(archive, member))
+            new.replace(target)
+            kernels.setdefault(kernel, {})[file] = str(target)
+    for kernel, files in kernels.items():  # last, for it makes the others count; and with the paths of this place
+        (description,) = (name for name in files if name.endswith(".json"))
+        new = folder / kernel / f"{os.getpid()}"
+        new.write_text(json.dumps({"child_paths": files}))
+        new.replace(folder / kernel / f"__grp__{description}")
+    return len(kernels), f"{path.name}: {len(kernels)} kernels that need not be compiled"
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    if file is None:
+        raise ValueError(f"{member.name}: got no file, allowed are files alone")
+    return file.read()
+
+
+def all_jobs() -> list[Job]:
+    """Those of a GPU, the heaviest first, so that the processes end together."""
+    return sorted(plan.jobs("cuda"), key=lambda job: not isinstance(job, Before))

@@ -1,0 +1,84 @@
+"""What is known so far, in files that are whole whenever the process that writes them is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one job came to; `compiled` and `found` are kernels that it compiled, and that Triton's cache had."""
+
+    part: str
+    name: str
+    ok: bool
+    text: str = ""
+    seconds: float = 0.0
+    compiled: int = 0
+    found: int = 0
+    figures: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.part, self.name
+
+
+class Records:
+    """Lines of JSON, one a record, which are only ever added to; of two with one key the later counts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_key: dict[tuple[str, str], Record] = {}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the last line was being written when its process was killed
+            replace(path, whole)
+        for line in whole.splitlines():
+            record = Record(**json.loads(line))
+            self.by_key[record.key] = record
+
+    def add(self, record: Record) -> None:
+        """Keep a record, on disk too when this returns."""
+        self.by_key[record.key] = record
+        row = asdict(record) | {"figures": {name: finite(x) for name, x in record.figures.items()}}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def of(self, part: str) -> list[Record]:
+        """Those of a part."""
+        return [record for record in self.by_key.values() if record.part == part]
+
+
+def wrong(records: Iterable[Record]) -> list[Record]:
+    """Those that are not as they should be."""
+    return [record for record in records if not record.ok]
+
+
+def finite(x: float | None) -> float | None:
+    """In four digits; JSON has no name for what is not finite."""
+    return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step: who reads it finds the old text or the new."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As :func:`replace`."""
+    replace(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object, empty where there is no file yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,121 @@
+"""The goals' timings: one process on the GPU, which is replaced where a kernel breaks it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from bench import ceilings, functions
+from bench.first.pool import Kernels, prepared
+from bench.gate import Gate
+from bench.measuring import measure
+from bench.processes import Child, ProcessError
+from bench.results import Report
+from bench.run import QUICK, allow_compilations
+from bench.timing import Budget, OutOfTimeError, Rounds, Timed, still_works
+from bench.work import OWN, Work
+
+PATIENCE = 2.5  # times the silence of other processes: torch.compile of a model says nothing
+
+
+def stubbed(timed: Timed) -> float:
+    """A stopwatch without a clock, for a machine whose times say nothing: a millisecond, whatever it is."""
+    return 1.0
+
+
+class Telling(Budget):
+    """A budget that says so each time it is asked: before each contestant is prepared, and while it is timed."""
+
+    def __init__(self, seconds: float, tell: Callable[[], None]) -> None:
+        super().__init__(seconds)
+        self.tell = tell
+
+    def check(self) -> None:
+        self.tell()
+        super().check()
+
+
+def timed(
+    works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels, seed: int
+) -> Iterator[tuple[Work, str]]:
+    """Each work that is done, in their order, and what is wrong with it; its row and that go into the report too."""
+    left = list(works)
+    while left and not budget.is_spent:
+        before = report["correctness"]
+        seconds = 1e9 if budget.end is None else budget.end - budget.clock()
+        child = Child(measure_all, left, str(device), report["ceilings"], seconds, seed)
+        try:
+            while left:
+                what, value = child.receive(min(child.limit(PATIENCE * silence), max(0.0, seconds)))
+                seconds = 1e9 if budget.end is None else budget.end - budget.clock()
+                if what == "kernel":
+                    kernels.add(*value)
+                elif what == "ceilings":
+                    report["ceilings"] = value
+                elif what == "row":
+                    row, verdict = value
+                    report["results"] = [x for x in report["results"] if x["name"] != row["name"]] + [row]
+                    report["correctness"] = together(before, verdict)
+                    own = row["contestants"].get(OWN, {}).get("reason", "")
+                    yield left.pop(0), own or verdict["failures"].get(row["name"], "")
+                elif what == "end":
+                    return
+                elif what == "broken":
+                    break
+        except ProcessError as error:
+            if budget.is_spent:
+                return
+            work, text = left.pop(0), f"while it was timed, {error}"
+            failures = report["correctness"]["failures"] | {work.name: text}
+            report["correctness"] |= {"ok": False, "failures": failures}
+            yield work, text
+        finally:
+            child.kill()
+
+
+def together(a: Report, b: Report) -> Report:
+    """One verdict of two."""
+    used = [x["most_used"] for x in (a, b) if x["most_used"] is not None]
+    cases, failures = a["cases"] + b["cases"], a["failures"] | b["failures"]
+    ok = cases > 0 and not failures
+    return b | {"ok": ok, "cases": cases, "most_used": max(used, default=None), "failures": failures}
+
+
+NOTHING: Report = {"ok": False, "cases": 0, "most_used": None, "failures": {}}
+
+
+def measure_all(
+    connection: Connection,
+    works: list[Work],
+    device_name: str,
+    measured: dict[str, Any],
+    seconds: float,
+    seed: int,
+) -> None:
+    """Send the ceilings, unless they are known, and a row and the gate's verdict for each work."""
+    device = prepared(device_name, lambda *kernel: connection.send(("kernel", kernel)))
+    allow_compilations()
+    budget = Telling(seconds, lambda: connection.send(("alive", None)))
+    gate, shuffle, peers = Gate(device), random.Random(seed), functions.choose([])
+    is_gpu = device.type == "cuda"
+    rounds = Rounds() if is_gpu else QUICK
+    try:
+        if not measured:
+            dtypes = [work.dtype for work in works if work.unit == "TFLOP/s"]
+            measured = ceilings.measure(device, dtypes, rounds, shuffle, budget)
+            connection.send(("ceilings", measured))
+        for work in works:
+            row = measure(
+                work, device, peers, gate, measured, rounds, shuffle, budget, None if is_gpu else stubbed
+            )  # fmt: skip
+            connection.send(("row", (row, gate.report())))
+            if not still_works(device):
+                connection.send(("broken", None))
+                return
+    except OutOfTimeError:
+        pass
+    connection.send(("end", None))
