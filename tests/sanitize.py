@@ -145,7 +145,7 @@ def run_suite() -> None:
 
 def run_fault() -> None:
     """Read and write far beyond the end of tensors: 4096 rows, of which the statistics have one."""
-    from fusedattn import ops
+    from fusedattn import launching
     from fusedattn.constants import Options
     from fusedattn.kernels import attention_bwd_rows
     from fusedattn.masks import Mask
@@ -153,7 +153,7 @@ def run_fault() -> None:
     out = torch.ones(1, 1, 4096, 16, dtype=torch.float16, device="cuda")
     row = torch.ones(1, 1, 1, device="cuda")
     options = Options(Mask(), None, None, 1.0, None, None, None, 0.0, None)
-    problem = ops._problem(out, out, out, options.constants(keep_rest=True))
+    problem = launching.problem_of(out, out, out, options.constants(keep_rest=True))
     attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.Statistics(row, row, None), problem)
     torch.cuda.synchronize()
 

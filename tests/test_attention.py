@@ -491,7 +491,7 @@ def test_float32_matmul_precision_may_be_set_either_way():
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
 def test_float32_precision_is_what_torch_is_set_to(setting, expected):
     """TF32 only where the user has allowed it, and for float32 only; the interpreter computes neither."""
-    from fusedattn.ops import _precision
+    from fusedattn.launching import _precision
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)

@@ -36,7 +36,7 @@ from tests.conftest import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-SMALL = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=8, seqlen_k=8, head_dim=16, causal="bottom_right")
+SMALL = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=8, seqlen_k=8, head_dim=16, causal="bottom_right", seed=1)
 PLACE = Place("forward", "page", "panel", "seqlen", 8)
 WORK = AttentionWork(PLACE, 0, SMALL, compiled=False)
 ROUNDS = Rounds(least=2, most=2)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedattn import case_functions, eager_packed, masks, ops
+from fusedattn import case_functions, eager_packed, launching, masks
 from fusedattn.constants import Options, Packed
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.key_range import key_range
@@ -101,7 +101,7 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
     q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
     k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
     options = Options(mask, None, None, 1.0, None, None, None, 0.0, None)
-    return ops._problem(q, k, k, options.constants(keep_rest=False, packed=packed))
+    return launching.problem_of(q, k, k, options.constants(keep_rest=False, packed=packed))
 
 
 def visits(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import os
 import subprocess
@@ -16,9 +15,10 @@ from typing import Any
 import pytest
 
 from bench.codegen import baseline, machine_code, tables
+from bench.codegen.in_flight import Touch
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
-from fusedattn.kernels import configs, problem
+from fusedattn.kernels import configs
 
 ROOT = Path(__file__).parent.parent
 TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds the others through make codegen
@@ -33,19 +33,16 @@ def compiling(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def launches() -> list[ast.Call]:
-    """`name[grid](...)` in kernels/."""
-    return [
+def kernels() -> set[str]:
+    """The names of all that are launched: what :class:`launcher.Constants` are made for."""
+    calls = (
         node
         for path in (ROOT / "kernels").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-    ]
-
-
-def name_of(launch: ast.Call) -> str:
-    """The kernel that is launched."""
-    return ast.unparse(launch.func.value)  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and node.args
+    )
+    made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.Constants"))
+    return {ast.unparse(x.args[0]) for x in made}
 
 
 def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
@@ -85,7 +82,8 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     assert result.returncode == 0, result.stderr
     entries = (entry for by_head_dim in configs.TABLE[target].values() for entry in by_head_dim.values())
     one_pass = any(entry.streamed.one_pass or entry.dense.one_pass for entry in entries)
-    expected = set(map(name_of, launches())) - (set() if one_pass else {"attention_bwd_dq_sum"})
+    unused = {"attention_fwd_specialized"}  # which no table has
+    expected = kernels() - unused - (set() if one_pass else {"attention_bwd_dq_sum"})
     assert {r["kernel"] for r in reports} == expected
     tiles = {(r["kernel"], Report(**_fields(r)).tile) for r in reports}
     assert tiles_of(target) <= tiles
@@ -93,16 +91,6 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
 
 def _fields(report: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name not in ("faults", "known_faults")}
-
-
-@pytest.mark.parametrize("launch", launches(), ids=name_of)
-def test_no_launch_leaves_options_to_the_default_of_a_triton_version(launch):
-    passed = [ast.unparse(keyword.value) for keyword in launch.keywords if keyword.arg is None]
-    assert "LAUNCH_OPTIONS" in passed or any(x.startswith("launch_arguments(") for x in passed)
-
-
-def test_the_shared_arguments_have_the_launch_options():
-    assert "**LAUNCH_OPTIONS" in inspect.getsource(problem.launch_arguments)
 
 
 def test_a_config_that_spills_is_found(tmp_path: Path) -> None:
@@ -124,6 +112,31 @@ print(report.tile, report.faults)
     assert result.stdout.startswith("128x128 w4 s2 e64 ['spills"), result.stdout
     assert "instructions in its loops: " in result.stdout
     assert "'serialises wgmma'" in result.stdout
+
+
+def test_registers_in_flight_are_found(tmp_path: Path) -> None:
+    """Triton before 3.9, or its assembler, gives weights that wgmma still reads away: in the pipelined style alone."""
+    script = """
+import json
+from bench.codegen import compilations
+from fusedattn.kernels.configs import TileConfig
+for style in ("pipelined", "descriptors"):
+    tile = TileConfig(128, 64, 8, 3, style)
+    case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), ("plain",), tile)
+    for report in compilations.compile_case(case):
+        what = [(touch.what, touch.is_ordered) for touch in report.touches]
+        print(json.dumps([report.tile, report.hgmma, report.certain_faults, report.faults, what]))
+"""
+    result = compiling("-c", script, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = list(map(json.loads, result.stdout.splitlines()))
+    assert [tile.split(" ")[-1] for tile, *_ in found] == ["pipelined"] * 2 + ["descriptors"] * 2
+    is_mended = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+    for tile, hgmma, certain, faults, what in found:
+        assert hgmma
+        assert certain == []
+        assert bool(what) == bool(faults) == (tile.endswith("pipelined") and not is_mended)
+        assert all(touch == ["operand written", False] for touch in what)
 
 
 def test_one_pass_adds_by_tma(tmp_path: Path) -> None:
@@ -151,15 +164,15 @@ import torch
 from unittest.mock import patch
 from bench.codegen import compilations
 from fusedattn.kernels import attention_fwd
-arguments = attention_fwd.launch_arguments
+constants = attention_fwd.constants_of
 case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), inference=())
-with patch.object(attention_fwd, "launch_arguments", lambda *x: arguments(*x) | {"HAS_BIAS": False}):
+with patch.object(attention_fwd, "constants_of", lambda *x, **others: constants(*x, **others, HAS_BIAS=False)):
     print(compilations.compile_case(case)[0].faults)
-def forgetful(*x):
-    found = arguments(*x)
-    del found["BLOCK_DV"]
+def forgetful(*x, **others):
+    found = constants(*x, **others)
+    del found.named["BLOCK_DV"]
     return found
-with patch.object(attention_fwd, "launch_arguments", forgetful):
+with patch.object(attention_fwd, "constants_of", forgetful):
     compilations.compile_case(case)
 """
     result = compiling("-c", script, cache=tmp_path)
@@ -258,6 +271,8 @@ REPORT = Report(
     loop_instructions=(100, 400),
 )
 
+TOUCH = Touch(0x100, "MOV", "operand written", registers=(100,), products=(0xF0,), later=0)
+
 
 def judged(report: Report, before: baseline.Baseline) -> list[str]:
     """The new faults of one report."""
@@ -275,12 +290,33 @@ def judged(report: Report, before: baseline.Baseline) -> list[str]:
         ({"hgmma": 0}, "has no HGMMA"),
         ({"hgmma": 0, "tensor_core": 0, "target": "sm_80", "shared_bytes": 0}, "has no tensor-core instruction"),
         ({"transposed_products": 1}, "transposes 1 products, which Triton before 3.7.1 miscompiles"),
+        (
+            {"touches": (TOUCH, TOUCH)},
+            "touches registers of wgmma in flight: 2 instructions, none of them ordered by a scoreboard",
+        ),
+        (
+            {"touches": (TOUCH, replace(TOUCH, is_ordered=True))},
+            "touches registers of wgmma in flight: 2 instructions, 1 of them ordered by a scoreboard",
+        ),
         ({"error": "OutOfMemory"}, "does not compile: OutOfMemory"),
     ],
 )
 def test_what_is_wrong_in_itself(change: dict[str, Any], fault: str) -> None:
     assert not REPORT.faults
     assert replace(REPORT, **change).faults == [fault]
+
+
+def test_calls_in_which_numbers_are_1_need_not_be_fast() -> None:
+    """But they must compile to what is not wrong; no baseline has them, and no other kernel has their names."""
+    of_ones = replace(REPORT, ones="one-head")
+    assert of_ones.key == REPORT.key.replace(REPORT.features, f"one-head:{REPORT.features}") != REPORT.key
+    assert not replace(of_ones, spill_bytes=8, serialized_wgmma=True, hgmma=0, tensor_core=0).faults
+    assert replace(of_ones, error="OutOfMemory").faults == ["does not compile: OutOfMemory"]
+    assert replace(of_ones, transposed_products=1).faults
+    assert replace(of_ones, shared_bytes=227 * 1024 + 1).faults
+    before = baseline.updated([REPORT, of_ones], None, "3.7.1", set(), accept_faults=False)
+    assert list(before.entries) == [REPORT.key]
+    assert not baseline.judge([REPORT, of_ones], before, {"sm_90"}).new
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import fusedattn
-from fusedattn import Rope, attention, fused, masks, ops, plain, reference
-from fusedattn.kernels import problem
+from fusedattn import Rope, attention, fused, launching, masks, plain, reference
+from fusedattn.kernels import attention_bwd_rows, problem
 from tests.conftest import INTERPRETING
 
 PACKAGE = Path(fusedattn.__file__).parent
@@ -155,10 +155,11 @@ def test_functions_on_the_way_to_the_kernels(no_launch, backward, most):
 
 @interpreted
 def test_lengths_fill_no_cache(no_launch):
-    """Nothing is kept for a length, here as in Triton: generation meets a new one with every token."""
+    """Nothing is compiled or looked up anew for a length: generation meets a new one with every token."""
 
     def kept() -> list[int]:
-        return [cache.cache_info().currsize for cache in (ops._band, problem._constants)]
+        caches = (launching._band, launching._plain_call, attention_bwd_rows._constants)
+        return [len(problem._constants), *(cache.cache_info().currsize for cache in caches)]
 
     def call(seqlen: int) -> None:
         q, k, v = (x.requires_grad_() for x in qkv(1, 2, seqlen, 16))
@@ -185,7 +186,7 @@ def test_autograd_only_where_there_is_a_gradient(monkeypatch, no_launch):
 
         return noted_apply
 
-    for function in (fused.Attention, fused.AttentionBackward):
+    for function in (fused.Attention, fused.DirectAttention, fused.AttentionBackward):
         monkeypatch.setattr(function, "apply", noted(function))
     q, k, v = qkv(1, 2, 8, 16)
     attention(q, k, v, backend="triton")
@@ -196,10 +197,10 @@ def test_autograd_only_where_there_is_a_gradient(monkeypatch, no_launch):
     assert applied == []
     out = attention(q, k, v, backend="triton")
     torch.autograd.grad(out.sum(), q)
-    assert applied == ["Attention"]
+    assert applied == ["DirectAttention"]
     out = attention(q, k, v, backend="triton")
     torch.autograd.grad(out.sum(), q, create_graph=True)
-    assert applied == ["Attention", "Attention", "AttentionBackward"]
+    assert applied == ["DirectAttention", "DirectAttention", "AttentionBackward"]
 
 
 @interpreted

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.cli.interpreter import quicken
+from fusedattn.cli.interpreter import _make_numbers_of_arrays, quicken
 from fusedattn.support import _release
 from tests.conftest import INTERPRETING
 
@@ -82,3 +84,18 @@ def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
     quicken.__wrapped__()
     assert interpreter._patch_lang is patch_lang
+
+
+def test_an_array_of_one_element_is_an_index():
+    """In Triton 3.6's interpreter, where NumPy from 2.4 on makes no number of it."""
+
+    class Scalar:
+        handle = types.SimpleNamespace(data=np.array([3]))
+
+    def patch_lang_tensor(tensor, scope):
+        tensor.__index__ = lambda self: int(self.handle.data)
+
+    fake = types.SimpleNamespace(_patch_lang_tensor=patch_lang_tensor)
+    _make_numbers_of_arrays(fake)
+    fake._patch_lang_tensor(Scalar, None)
+    assert list(range(Scalar())) == [0, 1, 2]

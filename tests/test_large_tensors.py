@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, biases, masks, testing
-from fusedattn import ops as op
+from fusedattn import Rope, biases, launching, masks, testing
 from fusedattn.constants import Options, Packed
 from fusedattn.kernels.pairs import pairs
+from fusedattn.ops import attention_bwd, attention_fwd
+from fusedattn.results import MAX_ROW_STRIDE
 from fusedattn.testing import Case
 from tests.accesses import checked_accesses
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("_seed")
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU commits all memory and runs every program")
 
 FAR = 2**30 + 16  # the third row, head or batch starts beyond 2^31
-LIMIT = op.MAX_ROW_STRIDE
+LIMIT = MAX_ROW_STRIDE
 ENOUGH = 2**24  # elements that are no trouble to touch
 DTYPES = (torch.float16, torch.float32)  # each has a kernel of its own for the rows
 
@@ -134,7 +135,7 @@ def test_far_apart(name, dtype):
         x = getattr(inputs, name)
         inputs = replace(inputs, **{name: storage.as_strided(x.shape, far(x, dim, stride), at * room).copy_(x)})
         x = getattr(inputs, name)
-        assert (op._tileable(x) is x) == (dim < 2 or stride <= LIMIT)
+        assert (launching._tileable(x) is x) == (dim < 2 or stride <= LIMIT)
     with distant_outputs() as allocated:
         got = testing.run(triton_attention, inputs)
     assert_equal(got, expected)
@@ -218,9 +219,9 @@ def last_of(batch: int) -> Iterator[None]:
     run, set_grid_dim, set_grid_idx = interpreter.GridExecutor.__call__, builder.set_grid_dim, builder.set_grid_idx
 
     def run_last(executor: Any, *args: Any, **kwargs: Any) -> None:
-        (n,) = executor.grid
+        n, *_ = executor.grid
         to_run = n if n < batch else n // batch
-        executor.grid = (to_run,)
+        executor.grid = (to_run, 1, 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(builder, "set_grid_dim", lambda *_: set_grid_dim(n, 1, 1))
             patch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(n - to_run + x, y, z))
@@ -242,6 +243,7 @@ def last_of(batch: int) -> Iterator[None]:
         patch.setattr(torch, "empty", lazily(torch.empty))
         patch.setattr(torch, "empty_like", lazily(torch.empty_like))
         patch.setattr(torch, "zeros", lazily(torch.zeros))
+        patch.setattr(Tensor, "new_empty", lazily(Tensor.new_empty))
         for name in ("zero_", "fill_"):
             fill = getattr(Tensor, name)
             patch.setattr(Tensor, name, lambda x, *args, fill=fill: x if x.numel() > ENOUGH else fill(x, *args))
@@ -257,10 +259,10 @@ def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, T
     slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
     x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
     names = ("out", "lse", "row_max", "row_sum", "rest")
-    got = dict(zip(names, op.attention_fwd(*x, *constants), strict=True))
+    got = dict(zip(names, attention_fwd(*x, *constants), strict=True))
     out, _, *rows = got.values()
     needed = [True, True, added is not None, relative is not None, False, False, False]
-    gradients = op.attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
+    gradients = attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
     got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative"), gradients, strict=False))
     return {name: x for name, x in got.items() if x.numel() > 0}
 

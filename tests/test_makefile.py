@@ -30,6 +30,10 @@ def test_gpu_runs_the_tests_then_the_timings(tmp_path: Path) -> None:
     assert ran(tmp_path, "gpu", "WORKERS=3", "ARGS=--goals") == [tests, "-m bench run --goals"]
 
 
+def test_first(tmp_path: Path) -> None:
+    assert ran(tmp_path, "first", "ARGS=--budget 540") == ["-m bench first --out first --budget 540"]
+
+
 def test_gpu_does_without_xdist(tmp_path: Path) -> None:
     assert ran(tmp_path, "gpu", without="xdist")[0] == "-m pytest --maxfail=0 --durations=10 tests"
 

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn import masks, ops
+from fusedattn import launching, masks
 from fusedattn.constants import Options
 from fusedattn.kernels import configs, devices
 from fusedattn.kernels import problem as problems
 from fusedattn.kernels.primitives import program_tile
-from fusedattn.kernels.problem import launch_arguments, programs_of
+from fusedattn.kernels.problem import programs_of, sizes_of
 from tests.conftest import DEVICE
 
 
@@ -67,13 +67,16 @@ def test_persistent_programs(monkeypatch):
 def test_heads_side_by_side_fit_into_the_cache():
     """Query heads of one KV head count once; without a diagonal there is nothing to balance."""
     q, k = (torch.zeros((), dtype=torch.float16, device=DEVICE).expand(2, n, 100, 64) for n in (8, 2))
+
+    def together(problem: problems.Problem, of_keys: bool) -> int:
+        return sizes_of(q, k, problem, 4, of_keys=of_keys)[5]
+
     found = {}
     for name, mask in (("causal", masks.causal()), ("full", masks.full()), ("window", masks.window(3, 0))):
         constants = Options(mask, None, None, 1.0, None, None, None, 0.0, None).constants(keep_rest=False, packed=None)
-        problem = ops._problem(q, k, k, constants)
+        problem = launching.problem_of(q, k, k, constants)
         for of_keys in (False, True):
-            arguments = launch_arguments(q, k, problem, problem.configs.fwd, 4, of_keys=of_keys)
-            found[name, of_keys] = arguments["together"]
+            found[name, of_keys] = together(problem, of_keys)
     l2 = devices.L2_BYTES[devices.arch_of(q.device)]
     of_kv_head = 100 * (64 + 64) * 2  # keys and values
     assert found["full", False] == found["full", True] == 1
@@ -81,6 +84,4 @@ def test_heads_side_by_side_fit_into_the_cache():
     assert found["causal", True] == min(4, max(1, l2 // (4 * of_kv_head)))  # q and dout of four heads
     for of_keys in (False, True):  # no more than there are, however short
         short = replace(problem, l2_bytes=2**40)
-        assert launch_arguments(q, k, short, problem.configs.fwd, 4, of_keys=of_keys)["together"] == (
-            4 if of_keys else 16
-        )
+        assert together(short, of_keys) == (4 if of_keys else 16)

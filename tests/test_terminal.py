@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Column
 
 from bench import compare, goals, terminal
 from fusedattn.cli import figure, report
-from fusedattn.cli.tables import print_table
+from fusedattn.cli.tables import Column, print_table
 from fusedattn.cli.timing import Comparison, Cost
 from fusedattn.cli.verify import Kind
 from fusedattn.testing import Ratios

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import bench.__main__ as command
-from bench import results, tune
+from bench import processes, results, tune
+from bench.codegen.in_flight import Touch
 from bench.codegen.report import Report
 from bench.timing import Budget, Spread
 from bench.tuning import candidates, slots, trial
@@ -280,10 +281,48 @@ def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> Non
     assert len(set(names)) == 4
 
 
+TOUCH = Touch(0x100, "MOV", "operand written", (100,), (0xF0,), 0)
+
+
+def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
+    """It is no reason to leave it out, nor to try narrower boundary blocks; with another fault it is none less."""
+    pipelined = replace(SMALL_TILE, style="pipelined", EDGE=32)
+    last = candidates.FEATURES["streamed"][-1]
+    compiled = compiler(lambda tile, features: [report(tile, touches=(TOUCH,) if features == last else ())])
+    found = candidates.clean_forms(FWD, "sm_90", pipelined)
+    assert [(x.config, x.in_flight) for x in found] == [(pipelined, True), (replace(pipelined, persistent=1), True)]
+    assert {edge for edge, *_ in compiled} == {32}
+    compiled = compiler(
+        lambda tile, _: [report(tile, touches=(TOUCH,), spill_bytes=8 * (tile.EDGE > 16), loop_spills=(0, 1, 0))]
+    )
+    assert {x.config.EDGE for x in candidates.clean_forms(FWD, "sm_90", pipelined)} == {16}
+    compiler(lambda tile, _: [report(tile, touches=(TOUCH,), serialized_wgmma=True)])
+    assert candidates.clean_forms(FWD, "sm_90", pipelined) == []
+    compiler(lambda tile, _: [report(tile)])
+    assert not any(x.in_flight for x in candidates.clean_forms(FWD, "sm_90", pipelined))
+
+
+def test_tiles_with_registers_in_flight_are_timed_in_a_place_of_their_own() -> None:
+    its = slot("fwd", 128, torch.bfloat16)
+    fast = [Found(TileConfig(64, 64, 4, 1, "pipelined", edge), 100, 2, 99.0, in_flight=True) for edge in (16, 32, 64)]
+    sound = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
+    names = candidates.to_time(its, "sm_90", fast + sound, 4)
+    _, *others = names.values()
+    assert others == [*(x.config for x in sound), fast[0].config, fast[1].config]
+    assert candidates.in_flight(names, fast + sound) == [candidates.tile(x.config) for x in fast[:2]]
+    few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", fast + sound, 1)
+    _, *others = few.values()
+    assert others == [FewQueries(x.config, n) for x in (sound[0], fast[0]) for n in candidates.SPLITS]
+    assert candidates.in_flight(few, fast + sound) == [candidates.tile(x) for x in others[len(candidates.SPLITS) :]]
+
+
 def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
     path = candidates.path("sm_90", tmp_path)
     a, b = slot("fwd"), slot("dq")
-    ours = [Found(TileConfig(64, 32, 4, 1, "pipelined", 32, 1, 1, True), 200, 1, 512.5), Found(TILE, 128, 2, None)]
+    ours = [
+        Found(TileConfig(64, 32, 4, 1, "pipelined", 32, 1, 1, True), 200, 1, 512.5),
+        Found(TILE, 128, 2, None, True),
+    ]
     candidates.save(path, {a.name: ours})
     candidates.save(path, {b.name: []})
     assert (candidates.load(path, a), candidates.load(path, b)) == (ours, [])
@@ -346,10 +385,10 @@ def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.
     assert number == 5
     assert process != os.getpid()
     for function, message in ((one_then_exit, "its process ended with status 7"), (one_then_silence, "no answer in")):
-        monkeypatch.setattr(trial, "SILENCE", 60.0)
+        monkeypatch.setattr(processes, "SILENCE", 60.0)
         answers = trial.apart(function, 7)
         assert next(answers) == 7
-        monkeypatch.setattr(trial, "SILENCE", 0.5 if function is one_then_silence else 60.0)
+        monkeypatch.setattr(processes, "SILENCE", 0.5 if function is one_then_silence else 60.0)
         with pytest.raises(trial.ProcessError, match=message):
             next(answers)
 
@@ -482,7 +521,7 @@ def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.Monk
             raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(Slot, "_set_up", breaking)
-    monkeypatch.setattr(trial, "synchronize", synchronize)
+    monkeypatch.setattr("bench.timing.synchronize", synchronize)
     tiles = {"own": TILE, "bad": replace(TILE, num_stages=9), "last": replace(TILE, BLOCK_N=64)}
     found = trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
     assert found["bad"] == Timing({}, "RuntimeError: an illegal memory access was encountered")

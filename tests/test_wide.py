@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedattn import masks, ops, testing
+from fusedattn import launching, masks, testing
 from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_accurate, inputs_of, triton_attention
 
@@ -38,7 +38,7 @@ def test_budget(case, dtype):
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU computes TF32 in fewer bits")
 def test_pieces_of_fewer_features(monkeypatch):
     """Where TF32 is allowed, more than 128 features are too many."""
-    monkeypatch.setattr(ops, "_precision", lambda dtype: "tf32")
+    monkeypatch.setattr(launching, "_precision", lambda dtype: "tf32")
     case = Case("tf32", **SHAPE, head_dim=132, causal="bottom_right", padding="right")
     assert_accurate(triton_attention, inputs_of(case), case)
 

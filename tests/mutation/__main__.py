@@ -34,6 +34,7 @@ from tests.mutation import (
     decode,
     integrations,
     kernels,
+    launches,
     learned,
     masking,
     one_pass,
@@ -46,7 +47,9 @@ from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results/mutants.json"
-SUBJECTS = (kernels, masking, scores, learned, sequences, decode, one_pass, operation, package, integrations)
+SUBJECTS = (
+    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, integrations,
+)  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip

@@ -4,7 +4,8 @@ from tests.mutation.fault import Fault
 
 FWD, MASKING, GROUPED = "kernels/attention_fwd.py", "kernels/masking.py", "kernels/grouped.py"
 COMBINE, EPILOGUE, TILING = "kernels/combine.py", "kernels/epilogue.py", "kernels/tiling.py"
-ROPE, ARGUMENTS, PROBLEM, OPS = "kernels/rope.py", "kernels/mask_arguments.py", "kernels/problem.py", "fusedattn/ops.py"
+ROPE, ARGUMENTS = "kernels/rope.py", "kernels/mask_arguments.py"
+PROBLEM, LAUNCHING = "kernels/problem.py", "fusedattn/launching.py"
 
 SHAPES = "tests/test_decode.py -k 'shapes or lengths'"
 LENGTHS = "tests/test_decode.py -k lengths"
@@ -50,7 +51,7 @@ SPLITS = (
     Fault(TILING, "if n_rows <= few.config.BLOCK_M:", "if shape.max_seqlen_q <= few.config.BLOCK_M:", "splits: of more rows than a tile has", "tests/test_decode.py -k usual"),
     Fault(TILING, "triton.cdiv(group, heads)", "1", "grouped: a part of the group only", SHAPES),
     Fault(ARGUMENTS, 'sizes[f"upper_{end}"] - sizes[f"lower_{end}"] + 1 for', 'sizes[f"upper_{end}"] - sizes[f"lower_{end}"] for', "splits: a window of one key less", WINDOWS),
-    Fault(OPS, "few_queries=None if tensors.layout is not None else configs", "few_queries=configs", "splits: of a layout", "tests/test_decode.py -k 'accuracy and sparse'"),
+    Fault(LAUNCHING, "    if tensors.layout is None:\n        few", "    if True:\n        few", "splits: of a layout", "tests/test_decode.py -k 'accuracy and sparse'"),
 )
 
 SUMS = (

@@ -2,7 +2,9 @@
 
 from tests.mutation.fault import Fault
 from tests.mutation.suites import (
+    ACCURATE_TESTS,
     COMMON,
+    COMMON_STRONG,
     EMPTY,
     EXACT,
     FINITE,
@@ -11,8 +13,8 @@ from tests.mutation.suites import (
     IN_PIECES,
     LARGE,
     MEMORY,
-    MINUS_INFINITY,
     NAN,
+    NOISE,
     ORDER,
     PACKED,
     ROTARY,
@@ -29,6 +31,7 @@ FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernel
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
 SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
+SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate.py"
 WARPS, GUARD = "tests/test_specialized.py", "tests/test_guard.py"
 
 # fmt: off
@@ -62,10 +65,10 @@ FORWARD = (
     Fault(PRIMITIVES, "        tile = n_tiles - 1 - tile\n", "        tile = tile\n", "the longest tiles last", ORDER),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([0, head, first + start, 0])", "tiles of the first batch"),
     Fault(DESCRIPTORS, "tiles.load([batch, head, first + start, 0])", "tiles.load([batch, head, start, 0])", "tiles of the first sequence", PACKED),
-    Fault(DESCRIPTORS, "0 < stride < MAX_STRIDE", "0 <= stride < MAX_STRIDE", "expanded batches described", STYLES),
-    Fault(DESCRIPTORS, " and stride % ALIGNMENT == 0", "", "strides that are not aligned described", STYLES),
-    Fault(DESCRIPTORS, " and x.numel() > 0", "", "nothing described", STYLES),
-    Fault(DESCRIPTORS, " and x.data_ptr() % ALIGNMENT == 0", "", "addresses that are not aligned described", STYLES),
+    Fault(DESCRIPTORS, "stride_b > 0 and", "stride_b >= 0 and", "expanded batches described", STYLES),
+    Fault(DESCRIPTORS, "* x.itemsize % ALIGNMENT == 0", "* x.itemsize % 1 == 0", "strides that are not aligned described", STYLES),
+    Fault(DESCRIPTORS, " or x.numel() == 0", "", "nothing described", STYLES),
+    Fault(DESCRIPTORS, " or x.data_ptr() % ALIGNMENT:", ":", "addresses that are not aligned described", STYLES),
     Fault(FWD, "first_full = blocks.start + blocks.n_left * EDGE", "first_full = blocks.start", "forward: full blocks start at the boundary", budget("window")),
     Fault(FWD, "for i in tl.range(0, blocks.n_boundary, num_stages", "for i in tl.range(0, blocks.n_boundary - 1, num_stages", "forward: the last block left out"),
     Fault(FWD, "if has_nan(acc):", "if has_nan(acc) & (blocks.n_full < 0):", "forward: NaN behind a mask not repaired", NAN),
@@ -91,8 +94,8 @@ FORWARD = (
     Fault(GROUPED, "tile, HEAD_DIM - FIRST, BLOCK_M, WIDTH)", "tile, HEAD_DIM, BLOCK_M, WIDTH)", "forward: pieces of out wider than it", IN_PIECES),
     Fault(FWD, "        rotation_q = None\n", "", "forward: queries turned twice", STYLES),
     Fault(FWD, "q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)", "q = rotated(q, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)", "forward: queries turned as keys", STYLES),
-    Fault(PROBLEM, "problem.softmax_scale * LOG2E.value", "problem.softmax_scale", "forward: base-2 exponents without log2 e"),
-    Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
+    Fault(PROBLEM, "self.softmax_scale * LOG2E.value", "self.softmax_scale", "base-2 exponents without log2 e"),
+    Fault(PROBLEM, "BLOCK_DV=block_d(head_dim_v)", "BLOCK_DV=block_d(head_dim)", "tiles of values as wide as those of keys", WIDTHS),
 )
 
 SPECIALIZED = (
@@ -177,16 +180,13 @@ BACKWARD = (
     Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale", "backward: weights not divided by their sum", HALVES),
     Fault(ROWS, "row_max * qk_scale + tl.math.log2(row_sum)", "row_max * qk_scale + tl.log(row_sum)", "backward: natural logarithm of the sum", HALVES),
     Fault(ROWS, "tl.store(reciprocal_ptr + rows, 1.0 / row_sum", "tl.store(reciprocal_ptr + rows, row_sum", "backward: weights multiplied by their sum, 16 bits", FINITE),
-    Fault(PROBLEM, '"EXACT": unbounded or is_exact(dtype)', '"EXACT": is_exact(dtype)', "scores of any size by the formula of small ones", FINITE),
-    Fault(EPILOGUE, "exp_scaled(sink, m_new, qk_scale, True)", "exp_scaled(sink, m_new, qk_scale, False)", "sinks: far above the scores", FINITE),
-    Fault(ROWS, "factor = 1.0 / tl.load(row_sum_ptr + stats, mask=exists, other=1.0)", "factor = tl.load(row_sum_ptr + stats, mask=exists, other=1.0)", "backward: weights multiplied by their sum"),
-    Fault(ROWS, "problem.softmax_scale * LOG2E.value", "problem.softmax_scale", "backward: base-2 exponents without log2 e, 16 bits", HALVES),
-    Fault(ROWS, "problem.softmax_scale * LOG2E.value", "problem.scale * LOG2E.value", "backward: modified scores scaled twice, 16 bits", budget("soft-cap", "score", dtype="bfloat16")),
-    Fault(ROWS, "HEAD_DIM_V=out.shape[3],", "HEAD_DIM_V=out.shape[3] - 1,", "delta: one feature left out, 16 bits", HALVES),
-    Fault(ROWS, "delta += tl.sum(tl.where(pairs, p * dp, 0.0), 1)", "delta += tl.sum(p * dp, 1)", "delta: 0 times a hidden NaN", NAN),
-    Fault(ROWS, "        p = tl.where(pairs, p, 0.0)\n", "", "delta: hidden weights count in the sum", COMMON),
-    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta / total", "delta: 0 / 0 in rows that see nothing", MINUS_INFINITY),
-    Fault(ROWS, "delta = delta / tl.where(total == 0.0, 1.0, total)", "delta = delta", "delta: weights do not add up to 1", COMMON),
+    Fault(PROBLEM, "exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)", "exactness(dtype, problem.precision, False)", "scores of any size by the formula of small ones", FINITE),
+    Fault(EPILOGUE, "exp_scaled(sink, m_new, qk_scale, EXACT)", "exp_scaled(sink, m_new, qk_scale, 0)", "sinks: far above the scores", FINITE),
+    Fault(ROWS, "factor = divide(1.0, tl.load(row_sum_ptr + stats, mask=exists, other=1.0))", "factor = tl.load(row_sum_ptr + stats, mask=exists, other=1.0)", "backward: weights multiplied by their sum"),
+    Fault(ROWS, "n_tiles, problem.qk_scale)", "n_tiles, problem.scale * 1.4426950408889634)", "backward: modified scores scaled twice, 16 bits", budget("soft-cap", "score", dtype="bfloat16")),
+    Fault(ROWS, "HEAD_DIM_V=head_dim_v,", "HEAD_DIM_V=head_dim_v - 1,", "delta: one feature left out, 16 bits", HALVES),
+    Fault(ROWS, "delta += tl.sum(tl.where(pairs, p * (dp - near[:, None]), 0.0), 1)", "delta += tl.sum(p * (dp - near[:, None]), 1)", "delta: 0 times a hidden NaN", NAN),
+    Fault(ROWS, "delta += row_dot(out_tile, dout_tile, ACC)", "pass", "delta: what values have in common rounds it", COMMON_STRONG),
     Fault(ROWS, "for i in tl.range(0, blocks.n_full + blocks.n_boundary, ", "for i in tl.range(0, blocks.n_boundary, ", "delta: full blocks left out", EXACT),
     Fault(ROWS, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "delta: wrong KV head"),
     Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY),
@@ -213,14 +213,23 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "127.0 * 2.0**10 if", "127.0 * 2.0**11 if", "rest: half of a float16 unit", COMMON),
     Fault(PRIMITIVES, "return near + rest.to(tl.float32)", "return near - rest.to(tl.float32)", "rest: sign", COMMON),
     Fault(PRIMITIVES, "steps = (exact - near) * (", "steps = (exact - near) * 0.0 * (", "rest: nothing kept", COMMON),
-    Fault(PRIMITIVES, "shift = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "shift = m_new", "softmax: -inf minus -inf", EMPTY),
-    Fault(PRIMITIVES, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", EXACT),
-    Fault(PRIMITIVES, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block", EXACT),
-    Fault(PRIMITIVES, "exp_scaled(scores, shift, qk_scale, True) * factor", "exp_scaled(scores, shift, qk_scale, True)", "backward: weights not normalised", GRADIENTS),
-    Fault(PRIMITIVES, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float32", EXACT),
-    Fault(PRIMITIVES, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
-    Fault(PRIMITIVES, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
-    Fault(PRIMITIVES, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "float32 by the formulas of 16 bits", COMMON),
+    Fault(SOFTMAX, "shift = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "shift = m_new", "softmax: -inf minus -inf", EMPTY),
+    Fault(SOFTMAX, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", EXACT),
+    Fault(SOFTMAX, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block", EXACT),
+    Fault(SOFTMAX, "exp_scaled(scores, shift, qk_scale, EXACT) * factor", "exp_scaled(scores, shift, qk_scale, EXACT)", "backward: weights not normalised", GRADIENTS),
+    Fault(SOFTMAX, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float64", "tests/test_float64.py"),
+    Fault(SOFTMAX, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
+    Fault(SOFTMAX, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
+    Fault(SOFTMAX, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "delta of float32 by the formula of 16 bits", COMMON),
+    Fault(SOFTMAX, 'if dtype == torch.float32 and precision == "ieee":', "if False:", "weights of float32 by the device's own exp2", NOISE),
+    Fault(SOFTMAX, "return exp2_of_product(scores - row_max, qk_scale)", "return exp2_of_product((scores - row_max) * qk_scale, 1.0)", "softmax: the product in the exponent rounded", ACCURATE_TESTS),
+    Fault(ACCURATE, "fused(rest, power, 5.55036e-2)", "fused(rest, power, 5.5504e-2)", "exp2: a coefficient off in its sixth digit", ACCURATE_TESTS),
+    Fault(ACCURATE, "vanishes = shifted < _WHOLE - 126.0", "vanishes = shifted < _WHOLE - 400.0", "exp2: exponents beyond those of float32", ACCURATE_TESTS),
+    Fault(ACCURATE, "+ 127) << 23", "+ 126) << 23", "exp2: half of everything", ACCURATE_TESTS),
+    Fault(ACCURATE, "return tl.math.div_rn(x, y)", "return x / y", "float32: a division a row by the device's own", ACCURATE_TESTS),
+    Fault(ACCURATE, "better = fused(fused(-near, y[:, None], x), reciprocal, near)", "better = near", "float32: a quotient without its rest", ACCURATE_TESTS),
+    Fault(ACCURATE, "tl.where(better == better, better, near)", "better", "float32: infinite quotients become NaN", ACCURATE_TESTS),
+    Fault(PRIMITIVES, 'APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART', "APART: tl.constexpr = False", "float32: one chain of additions through all blocks", NOISE),
     Fault(PRIMITIVES, "max(16, 1 << (head_dim - 1).bit_length())", "1 << (head_dim - 1).bit_length()", "tiles narrower than a product takes", "tests/test_attention.py -k wide"),
 )
 
@@ -245,7 +254,7 @@ ROTATION = (
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
     Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", TURNED),
-    Fault(ROPE, "        heads(x),\n", "        heads(out)._replace(ptr=x),\n", "rope: strides of the copy for those of x", "tests/test_strides.py -k seqlen_first"),
+    Fault(ROPE, "(heads(x), heads(out), sequences", "(heads(out)._replace(ptr=x), heads(out), sequences", "rope: strides of the copy for those of x", "tests/test_strides.py -k seqlen_first"),
     Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", TURNED),
 )
 

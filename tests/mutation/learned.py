@@ -5,7 +5,8 @@ from tests.mutation.suites import ALIBI, MEMORY, PACKED, gradients
 
 LEARNED, SUM, SCORES = "kernels/attention_bwd_learned.py", "kernels/exact_sum.py", "kernels/scores.py"
 FUNCTIONS, SCORE_MOD, CONSTANTS = "fusedattn/functions.py", "fusedattn/score_mod.py", "fusedattn/constants.py"
-OPS, FUSED, TESTING, CASES = "fusedattn/ops.py", "fusedattn/fused.py", "fusedattn/testing.py", "fusedattn/cases.py"
+LAUNCHING, FUSED = "fusedattn/launching.py", "fusedattn/fused.py"
+TESTING, CASES = "fusedattn/testing.py", "fusedattn/cases.py"
 
 TESTS = "tests/test_learned.py"
 ARGS = "tests/test_learned.py -k 'args'"
@@ -64,8 +65,8 @@ HOST = (
     Fault(SCORE_MOD, "dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))", "dtype = parts[0].dtype", "learned: args in the dtype of the first", ARGS),
     Fault(SCORE_MOD, "    if not x.is_contiguous():\n", "    if False:\n", "learned: strides of args not checked", TESTS),
     Fault(CONSTANTS, '"" if score_mod is None else score_mod.readers', '""', "learned: nothing is read", ARGS),
-    Fault(OPS, "        if needed[5]:\n            assert slopes", "        if slopes is not None:\n            assert slopes", "dslopes: computed though nobody needs it", TESTS),
-    Fault(OPS, "function_args=with_learned(constants.score_args, learned)", "function_args=with_learned(constants.score_args, learned.detach().zero_() if learned is not None else None)", "learned: args zeroed", MEMORY),
+    Fault(LAUNCHING, "    if needed[5]:\n", "    if slopes is not None:\n", "dslopes: computed though nobody needs it", TESTS),
+    Fault(LAUNCHING, "function_args=with_learned(constants.score_args, learned)", "function_args=with_learned(constants.score_args, learned.detach().zero_() if learned is not None else None)", "learned: args zeroed", MEMORY),
     Fault(FUSED, "slopes=slopes)", "slopes=bias.slopes)", "eager: derivatives by the slopes lost", TESTS),
     Fault(FUSED, "score_mod = score_mod.with_learned(learned)", "score_mod = options.score_mod", "eager: derivatives by the args lost", TESTS),
     Fault(TESTING, "dscores * derivative.sign()", "dscores", "testing: terms of args cancel", "tests/test_testing.py"),

@@ -3,7 +3,7 @@
 from tests.mutation.fault import Fault
 
 DQ_SUM, BWD, MASKING = "kernels/dq_sum.py", "kernels/attention_bwd.py", "kernels/masking.py"
-OPS, CONSTANTS, FUSED = "fusedattn/ops.py", "fusedattn/constants.py", "fusedattn/fused.py"
+LAUNCHING, CONSTANTS, FUSED = "fusedattn/launching.py", "fusedattn/constants.py", "fusedattn/fused.py"
 
 
 def one_pass(words: str) -> str:
@@ -38,7 +38,7 @@ FAULTS = (
     Fault(BWD, "dq is not None and dkdv is not None and problem.open_order", "dkdv is not None and problem.open_order", "one pass: dq where nobody needs it", one_pass("not_needed")),
     Fault(MASKING, "start_m = blocks.start + (blocks.n_left + i) * BLOCK_M", "start_m = blocks.start + i * BLOCK_M", "one pass: NaN for the boundary twice, and not for the last full block", POISON),
     Fault(MASKING, "boundary_queries(i - blocks.n_full, blocks", "boundary_queries(i, blocks", "one pass: NaN not for all of the boundary", POISON),
-    Fault(OPS, "not (sizes.deterministic or torch.are_deterministic_algorithms_enabled())", "not sizes.deterministic", "one pass: torch does not overrule", WHO),
+    Fault(LAUNCHING, "not (sizes.deterministic or torch.are_deterministic_algorithms_enabled())", "not sizes.deterministic", "one pass: torch does not overrule", WHO),
     Fault(CONSTANTS, "deterministic=int(deterministic)", "deterministic=1", "one pass: never", WHO),
 )
 # fmt: on

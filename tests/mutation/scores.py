@@ -6,6 +6,7 @@ from tests.mutation.suites import (
     BIAS,
     COMMON,
     DROPPED,
+    FINITE,
     MEMORY,
     NAN,
     RELATIVE,
@@ -21,7 +22,7 @@ from tests.mutation.suites import (
 SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/tile.py", "kernels/dropout.py", "kernels/problem.py"
 EPILOGUE = "kernels/epilogue.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
-DBIAS, OPS = "kernels/attention_bwd_bias.py", "fusedattn/ops.py"
+DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/launching.py"
 GRADIENT = "kernels/score_gradient.py"
 
 CAPPED = budget("soft-cap", "everything")
@@ -103,7 +104,7 @@ DISTANCES = (
     Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores += 0.5 * widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "relative: half of it", RELATIVE, nth=1),
     Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "relative: read beyond its rows", MEMORY, nth=1),
     Fault(SCORES, "0 if size == 1 else stride for size, stride in zip(relative.shape", "stride for size, stride in zip(relative.shape", "relative: a broadcast one read as if written out", RELATIVE),
-    Fault(OPS, "relative=None if relative is None else _tileable(relative)", "relative=relative", "relative: strides of the table", STRIDES),
+    Fault(LAUNCHING, "relative=None if relative is None else _tileable(relative)", "relative=relative", "relative: strides of the table", STRIDES),
     Fault(DBIAS, "(distance > -reach) & (distance < reach)", "(distance > 1 - reach) & (distance < reach)", "drelative: the second column left out", RELATIVE),
     Fault(DBIAS, "near = pairs & (distance > -reach)", "near = (distance > -reach)", "drelative: written for pairs beyond the last row", MEMORY),
     Fault(DBIAS, "tl.where(distance <= -reach, ds, 0.0)", "tl.where(distance < -reach, ds, 0.0)", "drelative: the edge behind left out", RELATIVE),
@@ -122,7 +123,7 @@ DISTANCES = (
 )
 
 SINK = (
-    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, True)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
+    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
     Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
     Fault(EPILOGUE, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
@@ -130,10 +131,10 @@ SINK = (
     Fault(EPILOGUE, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", COMMON),
     Fault(EPILOGUE, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
     Fault(SCORES, "if bounded and softcap is None and not has_sinks:", "if bounded and softcap is None:", "sinks: beside scores that are not scaled", SINKS),
-    Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "expected = 1.0", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
-    Fault(ROWS, "expected = 1.0 - tl.exp(tl.load(sinks_ptr + head)", "expected = 1.0 - tl.exp(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
-    Fault(ROWS, "(tl.load(sinks_ptr + head).to(ACC) - shift) * factor", "(tl.load(sinks_ptr + head).to(ACC) - shift)", "delta: weight of a sink without its sum", gradients("sinks")),
-    Fault(ROWS, "tl.where(expected > 0.5, total / expected, 1.0)", "total / expected", "delta: cancels where a sink has nearly all weight", SINKS),
+    Fault(ROWS, "sum_of_weights = 1.0 - exp_scaled(tl.load(sinks_ptr + head).to(ACC), shift, qk_scale, EXACT) * factor", "sum_of_weights = tl.full([BLOCK_M], 1.0, ACC)", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
+    Fault(ROWS, "sum_of_weights = 1.0 - exp_scaled(tl.load(sinks_ptr + head)", "sum_of_weights = 1.0 - exp_scaled(tl.load(sinks_ptr)", "delta: sink of head 0 for all", SINKS),
+    Fault(ROWS, "shift, qk_scale, EXACT) * factor", "shift, qk_scale, EXACT)", "delta: weight of a sink without its sum", gradients("sinks")),
+    Fault(ROWS, "tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)", "sum_of_weights", "delta: divided by nothing where a sink has all weight", FINITE),
     Fault(ROWS, "        problem.sinks,\n", "        None,\n", "delta: sinks forgotten", gradients("sinks")),
 )
 

@@ -47,7 +47,7 @@ OFFSETS = (
     Fault(BWD, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "dq: values of the first sequence for all", PACKED),
     Fault(BWD, "dq_head = head_base(dq_out, place.batch, head, place.first_q)", "dq_head = head_base(dq_out, place.batch, head, place.first_k)", "dq: written where the keys begin", PACKED),
     Fault(BWD, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dk, dv: as many tiles as queries have", EXACT),
-    Fault(ROWS, "out_head = head_base(out, place.batch, head, place.first_q)", "out_head = head_base(out, place.batch, head, 0)", "delta: out of the first sequence for all, 16 bits", PACKED),
+    Fault(ROWS, "out_head = head_base(out, place.batch, head, place.first_q)", "out_head = head_base(out, place.batch, head, 0)", "delta: out of the first sequence for all, 16 bits", PACKED, nth=0),
     Fault(ROWS, "rest_head = head_base(rest, place.batch, head, place.first_q)", "rest_head = head_base(rest, place.batch, head, 0)", "delta: rest of the first sequence for all", PACKED),
     Fault(ROWS, "dout_head = head_base(dout, place.batch, head, place.first_q)", "dout_head = head_base(dout, place.batch, head, 0)", "delta: dout of the first sequence for all, float32", PACKED, nth=1),
     Fault(ROWS, "v_head = head_base(v, place.batch, head_kv, place.first_k)", "v_head = head_base(v, place.batch, head_kv, 0)", "delta: values of the first sequence for all", PACKED),

@@ -1,0 +1,85 @@
+"""float32 arithmetic to about half a unit in the last place, in a kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.accurate import divide, divide_rows, fused
+from fusedattn.kernels.softmax import exp_scaled
+from tests import hardware_noise as noise
+from tests.conftest import DEVICE, INTERPRETING
+
+ROWS, N = 16, 4096
+INF, NAN = float("inf"), float("nan")
+
+
+@triton.jit
+def all_of_them(x_ptr, y, rows_ptr, out_ptr, ROWS: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tile = tl.arange(0, ROWS)[:, None] * N + offs[None, :]
+    x = tl.load(x_ptr + tile)
+    per_row = tl.load(rows_ptr + tl.arange(0, ROWS))
+    tl.store(out_ptr + tile, exp_scaled(x, tl.zeros_like(per_row)[:, None], y, 2))
+    tl.store(out_ptr + ROWS * N + tile, divide_rows(x, per_row))
+    tl.store(out_ptr + 2 * ROWS * N + tile, fused(x, per_row[:, None], 1.0 - x))
+    tl.store(out_ptr + 3 * ROWS * N + tl.arange(0, ROWS), divide(1.0, per_row))
+
+
+def run(x: np.ndarray, y: float, rows: np.ndarray) -> list[np.ndarray]:
+    """exp2(x * y), x / rows, x * rows + (1 - x) and 1 / rows, in float64."""
+    x, rows = (torch.from_numpy(part).to(DEVICE) for part in (x, rows))
+    out = torch.empty(4, *x.shape, device=DEVICE)
+    all_of_them[(1,)](x, y, rows, out, *x.shape)
+    power, quotient, sum_, others = out.double().cpu().numpy()
+    return [power, quotient, sum_, others.ravel()[: len(rows)]]
+
+
+def units(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    return np.abs(found - exact) / np.spacing(np.abs(exact.astype(np.float32))).astype(np.float64)
+
+
+X = -np.random.default_rng(0).uniform(0.0, 100.0, (ROWS, N)).astype(np.float32)
+BY_ROW = np.random.default_rng(1).uniform(0.5, 3000.0, ROWS).astype(np.float32)
+Y = 1.1  # no float32 number
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_errors(noisy):
+    """No more with approximate instructions around: none is used."""
+    if noisy and not INTERPRETING:
+        pytest.skip("a GPU has an arithmetic of its own")
+    if noisy:
+        with noise.gpu_kernels(torch.float32):
+            power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
+    else:
+        power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
+    x, y, rows = X.astype(np.float64), np.float64(np.float32(Y)), BY_ROW.astype(np.float64)
+    assert units(power, np.exp2(x * y)).max() < 1.1
+    assert units(power, np.exp2(x * y)).mean() < 0.3
+    assert units(quotient, x / rows[:, None]).max() < 0.51
+    assert units(sum_, x * rows[:, None] + (np.float32(1.0) - X).astype(np.float64)).max() <= 0.5
+    assert units(reciprocal, 1.0 / rows).max() <= 0.5
+
+
+def test_ends_of_the_range():
+    x = np.zeros((ROWS, 16), np.float32)
+    x[0] = [0.0, -0.0, -INF, NAN, INF, -126.0, -127.0, -1000.0, -3e38, -1e-40, 1.0, -1.0, -200.0, 2.0, -125.5, -3.0]
+    rows = np.ones(ROWS, np.float32)
+    rows[0] = 1e-30
+    power, quotient, _, _ = run(x, 1.0, rows)
+    np.testing.assert_array_equal(
+        power[0, [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15]],
+        [1.0, 1.0, 0.0, NAN, 2.0**-126, 0.0, 0.0, 0.0, 1.0, 2.0, 0.5, 0.0, 4.0, 0.125],
+    )
+    assert not np.isfinite(power[0, 4])
+    np.testing.assert_array_equal(quotient[0, [0, 2, 3, 4, 8]], [0.0, -INF, NAN, INF, -INF])
+
+
+def test_a_hidden_key_has_no_weight_however_small_the_scale():
+    x = np.full((ROWS, 16), -INF, np.float32)
+    power, *_ = run(x, float(np.finfo(np.float32).tiny), np.ones(ROWS, np.float32))
+    assert (power == 0.0).all()
