@@ -30,8 +30,6 @@ from fusedattn import attention, launching, results, support, testing
 from fusedattn.kernels import devices, guard, launcher, problem, replay
 from fusedattn.testing import Case, Inputs, make_inputs
 
-ADDRESSES = 2**40  # beyond any number that a kernel gets
-
 
 @dataclass
 class Launches:
@@ -52,25 +50,25 @@ class Launches:
         bound, specialization, options = binder(*args, debug=False, instrumentation_mode="", **named)
         key = fn.__name__, compute_cache_key({}, specialization, options)
         if key not in self.compiled:
-            self.compiled[key] = _Stand(key, self)
-        self.note(key, grid, tuple(bound.values()))
+            self.compiled[key] = _Stand(key, tuple(of_type for of_type, _ in specialization), self)
+        self.note(self.compiled[key], grid, tuple(bound.values()))
         return self.compiled[key]
 
-    def note(self, key: Any, grid: Any, arguments: tuple[Any, ...]) -> None:
+    def note(self, compiled: _Stand, grid: Any, arguments: tuple[Any, ...]) -> None:
         """Tell of a launch."""
         self.alive.append(arguments)
-        self.found.append((key, grid, self.named(arguments)))
+        self.found.append((compiled.key, grid, self.named(arguments, compiled.types)))
 
-    def named(self, x: Any) -> Any:
-        """An argument, with names for addresses; a new one for one that has none."""
-        if isinstance(x, Tensor):
-            return self.named(x.data_ptr())
+    def named(self, x: Any, of_type: Any) -> Any:
+        """An argument of a Triton type, with names for addresses; a replay's are numbers, which may be any."""
         if isinstance(x, TensorDescriptor):
-            return self.named(x.base.data_ptr()), tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
+            of_base = self.named(x.base.data_ptr(), "*")
+            return of_base, tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
         if isinstance(x, tuple):
-            return tuple(map(self.named, x))
-        if isinstance(x, int) and x >= ADDRESSES:
-            return self.names.setdefault(int(x), f"scratch {len(self.names)}")
+            return tuple(map(self.named, x, of_type))
+        if of_type.startswith("*"):
+            address = x.data_ptr() if isinstance(x, Tensor) else int(x)
+            return self.names.setdefault(address, f"scratch {len(self.names)}")
         return getattr(x, "value", x)
 
     def name(self, **tensors: Tensor | None) -> None:
@@ -84,11 +82,11 @@ class Launches:
 class _Stand(CompiledKernel):
     """A compiled kernel that tells of its launches."""
 
-    def __init__(self, key: Any, launches: Launches) -> None:
-        self.key, self.launches = key, launches
+    def __init__(self, key: Any, types: tuple[Any, ...], launches: Launches) -> None:
+        self.key, self.types, self.launches = key, types, launches
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *arguments: self.launches.note(self.key, grid, arguments)
+        return lambda *arguments: self.launches.note(self, grid, arguments)
 
 
 @contextmanager
