@@ -68,7 +68,7 @@ def divide(x, y):
 def divide_rows(x, y):
     """``x / y[:, None]``, for a tile ``(rows, n)``: a division a row, and a quotient's rest for each element."""
     if x.dtype == tl.float32:
-        reciprocal = divide(tl.full(y.shape, 1.0, tl.float32), y)[:, None]
+        reciprocal = divide(1.0, y)[:, None]
         near = x * reciprocal
         better = fused(fused(-near, y[:, None], x), reciprocal, near)
         return tl.where(better == better, better, near)  # of an infinite quotient, there is no rest

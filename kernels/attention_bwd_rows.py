@@ -25,6 +25,7 @@ from fusedattn.kernels.primitives import (
     block_d,
     decode_rest,
     dot_in_pieces,
+    end_of_pieces,
     head_base,
     heads,
     load_tile,
@@ -113,10 +114,8 @@ def _delta_of_out(
     """``rowsum(dout * out)`` of a tile, a few features at a time."""
     WIDTH: tl.constexpr = 32 if BLOCK_DV > 32 else BLOCK_DV
     out_head = head_base(out, place.batch, head, place.first_q)
-    # A grid has one dimension, but the compiler does not know: it would unroll the loop, and run out of registers.
-    end = HEAD_DIM_V * tl.num_programs(1) if BLOCK_DV > WIDTH else HEAD_DIM_V
     delta = tl.zeros([BLOCK_M], ACC)
-    for first in tl.range(0, end, WIDTH, num_stages=1, disable_licm=True):
+    for first in tl.range(0, end_of_pieces(HEAD_DIM_V, BLOCK_DV, WIDTH), WIDTH, num_stages=1, disable_licm=True):
         out_tile = load_tile(out_head, start_m, out.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
         dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
         delta += row_dot(out_tile, dout_tile, ACC)

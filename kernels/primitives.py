@@ -203,6 +203,13 @@ def is_wide(dtype, BLOCK_D, PRECISION):
 
 
 @triton.jit
+def end_of_pieces(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a loop over pieces of WIDTH features ends, as a number that the compiler does not know."""
+    # A grid has one dimension. Told so, the compiler would unroll the loop, and run out of registers.
+    return HEAD_DIM * tl.num_programs(1) if BLOCK_D > WIDTH else HEAD_DIM
+
+
+@triton.jit
 def dot_in_pieces(
     a,
     a_head,
@@ -225,10 +232,8 @@ def dot_in_pieces(
     """
     # The more features there are, the more registers the rest of the program has taken.
     WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
-    # A grid has one dimension, but the compiler does not know: it would unroll the loop, and run out of registers.
-    end = HEAD_DIM * tl.num_programs(1) if BLOCK_D > WIDTH else HEAD_DIM
     products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
-    for first in tl.range(0, end, WIDTH, num_stages=1, disable_licm=True):
+    for first in tl.range(0, end_of_pieces(HEAD_DIM, BLOCK_D, WIDTH), WIDTH, num_stages=1, disable_licm=True):
         a_tile = load_tile(a_head, a_start, a.stride_s, a_visible, True, HEAD_DIM, BLOCK_A, WIDTH, first)
         b_tile = load_tile(b_head, b_start, b.stride_s, b_visible, True, HEAD_DIM, BLOCK_B, WIDTH, first)
         products += dot(a_tile, tl.trans(b_tile), ACC, PRECISION)

@@ -203,7 +203,7 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "mask=(first + offs_d < HEAD_DIM)[None, :], other=0.0)", "mask=(offs_d < BLOCK_D)[None, :], other=0.0)", "load_tile: features beyond head_dim, unchecked", MEMORY),
     Fault(PRIMITIVES, "ptrs = ptr + first + tl.cast", "ptrs = ptr + tl.cast", "load_tile: every piece is the first", WIDE),
     Fault(PRIMITIVES, "row_visible[:, None] & (first + offs_d < HEAD_DIM)[None, :]", "row_visible[:, None] & (offs_d < HEAD_DIM)[None, :]", "load_tile: a last piece as wide as the others", WIDE),
-    Fault(PRIMITIVES, "for first in tl.range(0, end, WIDTH, ", "for first in tl.range(0, end - WIDTH + 1, WIDTH, ", "pieces: what is left is left out", WIDE),
+    Fault(PRIMITIVES, "return HEAD_DIM * tl.num_programs(1) if", "return (HEAD_DIM - WIDTH + 1) * tl.num_programs(1) if", "pieces: what is left is left out", WIDE),
     Fault(PRIMITIVES, "products += dot(a_tile", "products = dot(a_tile", "pieces: the last one alone", WIDE),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]", "(start + offs < n_rows)[:, None]", "store_tile: features beyond head_dim", MEMORY),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None]", "(start + offs <= n_rows)[:, None]", "store_tile: one row too many", MEMORY),
