@@ -90,8 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     run.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
     run.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
-    run.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
-    run.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
+    _add_seed_and_commit(run, "measured")
 
     first = commands.add_parser(
         "first", help="what a GPU is asked first", description=_FIRST,
@@ -111,8 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prebuilt", metavar="FILE", type=Path, help="default: that of prebuilt/ for this GPU and Triton"
     )
     first.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
-    first.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
-    first.add_argument("--commit", metavar="HASH", help="what is tested, where there is no git")
+    _add_seed_and_commit(first, "tested")
 
     prebuilt = commands.add_parser(
         "prebuilt", help="compile for a GPU that is not there", description=_PREBUILT,
@@ -144,8 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
     tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
     tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
-    tune.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)")
-    tune.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git")
+    _add_seed_and_commit(tune, "measured")
 
     compare = commands.add_parser("compare", help="two result files, case by case")
     compare.add_argument("a", metavar="A", type=Path)
@@ -186,6 +183,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed are whole numbers from 1 on")
     return number
+
+
+def _add_seed_and_commit(command: argparse.ArgumentParser, done: str) -> None:
+    command.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)"
+    )
+    command.add_argument("--commit", metavar="HASH", help=f"what is {done}, where there is no git")
 
 
 def _seconds(text: str) -> float:

@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.launch_work import CALLS, CallsWork
 from bench.stubbed_driver import launching_nothing
 from bench.timing import HostStopwatch, Stopwatch, Timed
-from bench.work import OWN, Contestant, Work
+from bench.work import OWN, Contestant
 from fusedattn import attention, masks
-from fusedattn.cases import Case, make_inputs
+from fusedattn.cases import make_inputs
 from fusedattn.peers import Peer
 
-CALLS = 20  # in one sample; few enough for the queue of a GPU never to be full
 FOUR_ARGUMENTS = "a kernel of four arguments"
 
 
@@ -30,30 +30,10 @@ def _copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class HostWork(Work):
+class HostWork(CallsWork):
     """`CALLS` calls in a row until the host is free; without a GPU over a driver that launches nothing."""
 
-    case: Case
     backward: bool
-
-    @property
-    def unit(self) -> str:
-        return "calls/s"
-
-    @property
-    def amount(self) -> float:
-        return 1.0
-
-    @property
-    def repeats(self) -> int:
-        return CALLS
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.case.dtype
-
-    def cases(self) -> list[Case]:
-        return [self.case]
 
     def surroundings(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if device.type == "cuda" else launching_nothing()

@@ -21,12 +21,10 @@ CALLS = 20  # in one sample; few enough for the queue of a GPU never to be full
 
 
 @dataclass(frozen=True)
-class LaunchWork(Work):
-    """`CALLS` causal forwards in a row, called or replayed; timed until the host is free, or until all are done."""
+class CallsWork(Work):
+    """`CALLS` calls of one case in a row."""
 
     case: Case
-    how: Literal["called", "CUDA graph"]
-    wait: bool
 
     @property
     def unit(self) -> str:
@@ -46,6 +44,14 @@ class LaunchWork(Work):
 
     def cases(self) -> list[Case]:
         return [self.case]
+
+
+@dataclass(frozen=True)
+class LaunchWork(CallsWork):
+    """`CALLS` causal forwards in a row, called or replayed; timed until the host is free, or until all are done."""
+
+    how: Literal["called", "CUDA graph"]
+    wait: bool
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
         return HostStopwatch(device, wait=self.wait)

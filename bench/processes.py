@@ -8,8 +8,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SILENCE = 400.0  # seconds until a process that says nothing counts as hanging
-
-
 START = 300.0  # the same before its first word: Python and torch take long where many start at once
 
 
