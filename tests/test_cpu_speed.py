@@ -121,10 +121,10 @@ def test_an_import_is_short(tmp_path):
         "import time; start = time.process_time(); import torch; before = time.process_time(); import fusedattn; "
         "print(fusedattn.__file__, (time.process_time() - before) / (before - start))"
     )
-    ratios: list[float] = []
-    while len(ratios) < ATTEMPTS and not any(x < 1 / 12 for x in ratios):
+    ratios = []
+    for _ in range(3):
         printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
         path, _, ratio_to_torch = printed.strip().rpartition(" ")
         assert Path(path).parent == package
         ratios.append(float(ratio_to_torch))
-    assert min(ratios) < 1 / 12
+    assert statistics.median(ratios) < 1 / 12
