@@ -95,21 +95,22 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     shape_q, shape_k, shape_v, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
-    if not (len(shape_q) == len(shape_k) == len(shape_v) == 4 and shape_k[:3] == shape_v[:3]):
+    if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
         return False
     batch, nheads_q, _, head_dim = shape_q
-    batch_k, nheads_kv, _, head_dim_k = shape_k
+    batch_k, nheads_kv, seqlen_k, head_dim_k = shape_k
+    batch_v, nheads_v, seqlen_v, head_dim_v = shape_v
     return (
-        dtype in DTYPES
-        and k.dtype == dtype
-        and v.dtype == dtype
-        and k.device == device
-        and v.device == device
-        and batch == batch_k
+        batch == batch_k == batch_v
+        and nheads_kv == nheads_v
+        and seqlen_k == seqlen_v
+        and head_dim == head_dim_k > 0
+        and head_dim_v > 0
         and nheads_kv > 0
         and nheads_q % nheads_kv == 0
-        and head_dim == head_dim_k > 0
-        and shape_v[3] > 0
+        and k.dtype == v.dtype == dtype
+        and dtype in DTYPES
+        and k.device == v.device == device
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
     )
 

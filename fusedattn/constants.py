@@ -81,7 +81,7 @@ class Functions(NamedTuple):
 NO_FUNCTIONS = Functions()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # and not frozen: of a short call, making this would be a fiftieth
 class Constants:
     """Everything of a call that gets no gradient; no tuple, because transforms of ``torch.func`` would look into it.
 
@@ -155,7 +155,7 @@ class Constants:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as Constants
 class Options:
     """The keyword arguments of :func:`fusedattn.attention` that say what is computed, checked; scale positive."""
 

@@ -32,10 +32,11 @@ class _Differentiable(torch.autograd.Function):
         needed = ctx.needs_input_grad[: ops.N_DIFFERENTIABLE]
         constants = Constants.joined(tensors, ctx.numbers)
         if torch.is_grad_enabled() or ops.transforming():
-            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+            all_of_them = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+            found = ops.where_needed(all_of_them, needed)
         else:  # nothing differentiates the gradients
             found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
-        return (*(x if needs else None for x, needs in zip(found, needed, strict=True)), None, None)
+        return (*found, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -345,7 +345,7 @@ def _again(
         _replays[key] = recorded(partial(call, inputs, constants, found), present)
         return
     elif known is not None:
-        known.run(present)
+        known.run(present, addresses)
         return
     call(inputs, constants, found)
 

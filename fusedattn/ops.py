@@ -162,24 +162,29 @@ def gradients(
     needed: Sequence[bool],
     constants: Constants,
 ) -> Sequence[Tensor | None]:
-    """Of q, k, v, bias, relative, sinks, slopes and learned; None, or empty, where not needed.
+    """Of q, k, v, bias, relative, sinks, slopes and learned, None where not needed.
 
     By `attention_bwd` as :func:`forward` by `attention_fwd`; `kept` are (out, row_max, row_sum, rest).
     """
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
     *of_rows, rest = kept
-    if _is_seen((dout, dlse, *inputs)):
-        rest = dout.new_empty(0, dtype=torch.int8) if rest is None else rest
-        found = attention_bwd(dout, dlse, *inputs, *of_rows, rest, ask, *constants.flat())
-    else:
+    if not _is_seen((dout, dlse, *inputs)):
         from fusedattn import launching
 
         rest = None if rest is None or rest.numel() == 0 else rest
         found = launching.backward(dout, dlse, inputs, (*of_rows, rest), ask, constants)
-    if needs_dk != needs_dv:  # they come together
-        found = [x if needs else None for x, needs in zip(found, needed, strict=True)]
-    return found
+        if needs_dk == needs_dv:
+            return found
+    else:
+        rest = dout.new_empty(0, dtype=torch.int8) if rest is None else rest
+        found = attention_bwd(dout, dlse, *inputs, *of_rows, rest, ask, *constants.flat())
+    return where_needed(found, needed)
+
+
+def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients; None for those that are not needed, but were computed with others, or stand there empty."""
+    return [x if needs else None for x, needs in zip(found, needed, strict=True)]
 
 
 # The op by itself is differentiable too: a compiler takes it as it is.
@@ -196,8 +201,7 @@ def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) ->
     needed = ctx.needs_input_grad[:N_DIFFERENTIABLE]
     dout = torch.zeros_like(kept[0]) if dout is None else dout
     found = gradients(dout, dlse, inputs, kept, needed, Constants.of(list(tensors), *ctx.numbers))
-    wanted = (x if needs else None for x, needs in zip(found, needed, strict=True))
-    return (*wanted, *(None,) * (1 + len(ctx.numbers)))
+    return (*found, *(None,) * (1 + len(ctx.numbers)))
 
 
 attention_fwd.register_autograd(_op_backward, setup_context=_op_setup_context)

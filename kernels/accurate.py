@@ -65,12 +65,12 @@ def divide(x, y):
 
 
 @triton.jit
-def divide_rows(x, y):
-    """``x / y[:, None]``, for a tile ``(rows, n)``: a division a row, and a quotient's rest for each element."""
+def quotient(x, y):
+    """``x / y``, for every element of a tile: a reciprocal, and what the product with it leaves, multiplied again."""
     if x.dtype == tl.float32:
-        reciprocal = divide(1.0, y)[:, None]
+        reciprocal = 1.0 / y
         near = x * reciprocal
-        better = fused(fused(-near, y[:, None], x), reciprocal, near)
-        return tl.where(better == better, better, near)  # of an infinite quotient, there is no rest
+        better = fused(fused(-near, y, x), reciprocal, near)
+        return tl.where(better == better, better, near)  # an infinite quotient leaves no number
     else:
-        return x / y[:, None]
+        return x / y

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import divide_rows, fused
+from fusedattn.kernels.accurate import fused, quotient
 from fusedattn.kernels.grouped import row_offsets, store_rows
 from fusedattn.kernels.primitives import encode_rest, halves, round_to
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
@@ -144,7 +144,7 @@ def _store_values(
         )  # fmt: skip
     else:
         if results.out.ptr.dtype.element_ty.primitive_bitwidth > 16:
-            out = divide_rows(acc, l_i)
+            out = quotient(acc, l_i[:, None])
         else:
             out = acc * (1.0 / l_i)[:, None]
         if dropout.seed_ptr is not None:

@@ -7,11 +7,13 @@ then the launches are all that the call did, and :class:`Replay` does them for t
 kept, only where in the arguments which of them stood.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -79,42 +81,65 @@ class Replay:
         made: list[torch.Tensor],
         given: Sequence[torch.Tensor],
     ) -> None:
-        places = {x.data_ptr(): f"given[{i}].data_ptr()" for i, x in reversed(list(enumerate(given)))}
+        # Where tensors lie: the expression of an address, and of what a descriptor takes in the place of a tensor.
+        places = {x.data_ptr(): (f"addresses[{i}]", f"given[{i}]") for i, x in reversed(list(enumerate(given)))}
         self.n_bytes = 0  # of all scratch tensors, in one
         for x in made:
-            places[x.data_ptr()] = f"scratch + {self.n_bytes}"
+            places[x.data_ptr()] = f"scratch + {self.n_bytes}", f"Address(scratch + {self.n_bytes})"
             self.n_bytes += -(-x.numel() * x.itemsize // ALIGNMENT) * ALIGNMENT
-        self.steps = [(compiled, grid, _filling(arguments, places)) for compiled, grid, arguments in launches]
+        self.steps = [(compiled[grid], _filling(arguments, places)) for compiled, grid, arguments in launches]
 
-    def run(self, given: Sequence[torch.Tensor]) -> None:
-        """Launch all; the tensors have the shapes, strides, dtypes and alignment of those that were recorded."""
+    def run(self, given: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        """Launch all; the tensors, and their addresses, of those shapes, strides, dtypes and alignment."""
         made = given[0].new_empty(self.n_bytes, dtype=torch.uint8) if self.n_bytes else None
         scratch = 0 if made is None else made.data_ptr()
-        for compiled, grid, fill in self.steps:
-            compiled[grid](*fill(given, scratch))
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        for launch, fill in self.steps:
+            launch(*fill(given, addresses, scratch), stream=stream)
 
 
-def _filling(arguments: tuple[Any, ...], places: dict[int, str]) -> Callable[..., tuple[Any, ...]]:
+_Places = dict[int, tuple[str, str]]
+
+
+def _filling(arguments: tuple[Any, ...], places: _Places) -> Callable[..., tuple[Any, ...]]:
     """What makes the arguments of a launch from tensors: an expression in which their addresses alone are left open."""
-    constants: list[Any] = []
-    expression = _expression(arguments, places, constants)
-    return eval(f"lambda given, scratch: {expression}", {"constants": constants, "tiles": _tiles})
+    constants: dict[str, Any] = {}
+    expression = _elements(arguments, places, constants)
+    parameters = ", ".join(("given", "addresses", "scratch", *(f"{name}={name}" for name in constants)))
+    return eval(f"lambda {parameters}: {expression}", {**constants, "tiles": _tiles, "Address": _Address})
 
 
-def _expression(value: Any, places: dict[int, str], constants: list[Any]) -> str:
+def _elements(values: tuple[Any, ...], places: _Places, constants: dict[str, Any]) -> str:
+    """The expression of a tuple: what depends on no tensor is added as it stands, in stretches."""
+    parts = []
+    for depends, stretch in itertools.groupby(values, _has_tensor):
+        if depends:
+            parts += [_expression(x, places, constants) for x in stretch]
+        else:
+            parts.append("*" + _named(tuple(stretch), constants))
+    return "(" + "".join(f"{part}, " for part in parts) + ")"
+
+
+def _expression(value: Any, places: _Places, constants: dict[str, Any]) -> str:
     if isinstance(value, torch.Tensor):
-        if value.data_ptr() not in places:
-            raise _UnknownTensorError
-        return places[value.data_ptr()]
-    if isinstance(value, tuple) and _has_tensor(value):
-        return "(" + "".join(f"{_expression(x, places, constants)}, " for x in value) + ")"
-    address = ""
+        return _place(value, places)[0]
     if isinstance(value, TensorDescriptor):
-        address = _expression(value.base, places, constants)
-        value = {name: x for name, x in vars(value).items() if name != "base"}
-    constants.append(value)
-    constant = f"constants[{len(constants) - 1}]"
-    return f"tiles({address}, {constant})" if address else constant
+        attributes = {name: x for name, x in vars(value).items() if name != "base"}
+        return f"tiles({_place(value.base, places)[1]}, {_named(attributes, constants)})"
+    return _elements(value, places, constants)
+
+
+def _named(value: Any, constants: dict[str, Any]) -> str:
+    name = f"constant{len(constants)}"
+    constants[name] = value
+    return name
+
+
+def _place(x: torch.Tensor, places: _Places) -> tuple[str, str]:
+    if x.data_ptr() not in places:
+        raise _UnknownTensorError
+    return places[x.data_ptr()]
 
 
 def _has_tensor(value: Any) -> bool:
@@ -130,8 +155,9 @@ class _Address(int):
         return self
 
 
-def _tiles(address: int, attributes: dict[str, Any]) -> TensorDescriptor:
-    """The descriptor with these `attributes` of what lies at an address."""
+def _tiles(base: torch.Tensor | _Address, attributes: dict[str, Any]) -> TensorDescriptor:
+    """The descriptor with these `attributes` of what lies at the address of `base`."""
     made = object.__new__(TensorDescriptor)
-    vars(made).update(attributes, base=_Address(address))
+    made.__dict__.update(attributes)
+    made.base = base
     return made

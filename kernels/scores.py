@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.accurate import quotient
 from fusedattn.kernels.masking import clamped
 from fusedattn.kernels.pairs import NO_PAIRS, Pairs, pair_pointers, pairs
 from fusedattn.kernels.primitives import Heads, widen
@@ -51,25 +52,25 @@ UNMODIFIED = ScoreArguments(
 
 @triton.jit
 def tanh(x):
-    """To a unit in the last place or two, near zero too: float32 by a fraction, float64 by a long one."""
+    """To a unit in the last place or two, near zero too: x or 1, less a quotient that is at most a third of it."""
     x2 = x * x
+    is_small = x2 < 1.0
     small = tl.minimum(x2, 1.0)
     if x.dtype == tl.float64:
         # Lambert's continued fraction; float64 is for checking gradients.
-        fraction = x2 * 0.0 + 25.0
-        for i in tl.static_range(12):
-            fraction = (23.0 - 2.0 * i) + small / fraction
-        near = x / fraction
+        below = x2 * 0.0 + 25.0
+        for i in tl.static_range(11):
+            below = (23.0 - 2.0 * i) + small / below
+        above = x * small
+        below += small
     else:
         # The same fraction down to 7, as one quotient.
-        near = (
-            x
-            * (135135.0 + small * (17325.0 + small * (378.0 + small)))
-            / (135135.0 + small * (62370.0 + small * (3150.0 + small * 28.0)))
-        )
+        above = x * small * (45045.0 + small * (2772.0 + small * 27.0))
+        below = 135135.0 + small * (62370.0 + small * (3150.0 + small * 28.0))
+    sign = tl.where(x < 0.0, -1.0, 1.0)
     decay = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # e^(-2 |x|)
-    far = (1.0 - decay) / (1.0 + decay)
-    return tl.where(x2 < 1.0, near, tl.where(x < 0.0, -far, far))
+    less = tl.where(is_small, above, sign * (2.0 * decay)) / tl.where(is_small, below, 1.0 + decay)
+    return tl.where(is_small, x, sign) - less
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def capped(products, score, scale):
     scores = products * scale
     derivative = 1.0
     if score.softcap is not None:
-        ratio = tanh(scores / score.softcap)
+        ratio = tanh(quotient(scores, score.softcap))
         scores = score.softcap * ratio
         derivative = 1.0 - ratio * ratio
     return scores, derivative

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import divide, divide_rows, fused
+from fusedattn.kernels.accurate import divide, fused, quotient
+from fusedattn.kernels.scores import tanh
 from fusedattn.kernels.softmax import exp_scaled
 from tests import hardware_noise as noise
 from tests.conftest import DEVICE, INTERPRETING
@@ -24,9 +27,17 @@ def all_of_them(x_ptr, y, rows_ptr, out_ptr, ROWS: tl.constexpr, N: tl.constexpr
     x = tl.load(x_ptr + tile)
     per_row = tl.load(rows_ptr + tl.arange(0, ROWS))
     tl.store(out_ptr + tile, exp_scaled(x, tl.zeros_like(per_row)[:, None], y, 2))
-    tl.store(out_ptr + ROWS * N + tile, divide_rows(x, per_row))
+    tl.store(out_ptr + ROWS * N + tile, quotient(x, per_row[:, None]))
     tl.store(out_ptr + 2 * ROWS * N + tile, fused(x, per_row[:, None], 1.0 - x))
     tl.store(out_ptr + 3 * ROWS * N + tl.arange(0, ROWS), divide(1.0, per_row))
+
+
+@triton.jit
+def ratios(x_ptr, y, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, quotient(x, y))
+    tl.store(out_ptr + N + offs, tanh(x))
 
 
 def run(x: np.ndarray, y: float, rows: np.ndarray) -> list[np.ndarray]:
@@ -83,3 +94,34 @@ def test_a_hidden_key_has_no_weight_however_small_the_scale():
     x = np.full((ROWS, 16), -INF, np.float32)
     power, *_ = run(x, float(np.finfo(np.float32).tiny), np.ones(ROWS, np.float32))
     assert (power == 0.0).all()
+
+
+def run_ratios(x: np.ndarray, y: float) -> np.ndarray:
+    """x / y and tanh(x), in float64."""
+    out = torch.empty(2, len(x), device=DEVICE)
+    ratios[(1,)](torch.from_numpy(x).to(DEVICE), y, out, len(x))
+    return out.double().cpu().numpy()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_soft_cap(noisy):
+    """The two steps of ``tanh(x / softcap)``; CUDA's tanhf is off by up to 2 units."""
+    if noisy and not INTERPRETING:
+        pytest.skip("a GPU has an arithmetic of its own")
+    x = np.ascontiguousarray(X[0] / np.float32(20.0)) * np.where(np.arange(N) % 2, 1, -1).astype(np.float32)
+    with noise.gpu_kernels(torch.float32) if noisy else nullcontext():
+        by_cap, hyperbolic = run_ratios(x, Y)
+    exact = x.astype(np.float64)
+    assert units(by_cap, exact / np.float64(np.float32(Y))).max() < 0.51
+    assert units(hyperbolic, np.tanh(exact)).max() < 2.1
+    assert units(hyperbolic, np.tanh(exact)).mean() < 0.5
+
+
+@pytest.mark.parametrize("softcap", [1e-37, 2.0**126, 2.0**127, 3.4e38])
+def test_quotients_by_any_number(softcap):
+    x = np.array([0.0, -0.0, 1.0, -3.0, 1e30, -3e38, INF, -INF, NAN] + 7 * [2.0], np.float32)
+    with np.errstate(over="ignore"):
+        exact = (x.astype(np.float64) / np.float64(np.float32(softcap))).astype(np.float32)
+    by_cap, hyperbolic = run_ratios(x, softcap)
+    np.testing.assert_allclose(by_cap, exact, rtol=2e-7, atol=2.0**-148)
+    np.testing.assert_array_equal(hyperbolic[[0, 5, 6, 7, 8]], [0.0, -1.0, 1.0, -1.0, NAN])

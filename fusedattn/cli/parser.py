@@ -137,6 +137,9 @@ def _add_check(commands: _Commands) -> None:
     parser.add_argument(
         "--against", metavar="FUNCTION", action="append", default=[], help="compare with it; repeat it for several"
     )
+    parser.add_argument(
+        "--seed", metavar="N", type=_seed, default=0, help="of the numbers in the inputs (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="each case in one dtype, in turn, rather than in all")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     _add_device(parser)
