@@ -32,8 +32,8 @@ class _Differentiable(torch.autograd.Function):
         needed = ctx.needs_input_grad[: ops.N_DIFFERENTIABLE]
         constants = Constants.joined(tensors, ctx.numbers)
         if torch.is_grad_enabled() or ops.transforming():
-            all_of_them = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
-            found = ops.where_needed(all_of_them, needed)
+            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+            found = ops.where_needed(found, needed)
         else:  # nothing differentiates the gradients
             found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
         return (*found, None, None)

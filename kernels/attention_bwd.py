@@ -205,7 +205,7 @@ def attention_bwd_dkdv(
         finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
     edge_m = tl.arange(0, EDGE)
     # A loop alone must not be pipelined, and one before another must be: else wgmma is serialised.
-    STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout.key_lists_ptr is not None else EDGE_STAGES
+    STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else EDGE_STAGES
     for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
         place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
         start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)

@@ -133,7 +133,7 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -
         and call.sequences.cu_q_ptr is None
         and mask.valid_ptr is None
         and mask.prefix_ptr is None
-        and mask.documents.q_ptr is None
+        and mask.documents is None
         and not mask.BY_PAIR.value
         and (problem.band.has_lower or problem.band.has_upper or problem.shape.seqlen_k % config.BLOCK_N == 0)
         and all(map(is_describable, (q, k, v)))

@@ -22,7 +22,7 @@ class DropoutArguments(NamedTuple):
     factor: Any
 
 
-NO_DROPOUT = DropoutArguments(None, 0, 1.0)
+NO_DROPOUT = DropoutArguments(None, None, None)
 
 
 @triton.jit

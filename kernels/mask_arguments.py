@@ -9,11 +9,8 @@ import triton.language as tl
 
 from fusedattn.kernels.key_range import key_range
 from fusedattn.kernels.masking import UNBOUNDED, DocumentArguments, LayoutArguments, MaskArguments
-from fusedattn.kernels.pairs import NO_PAIRS, pairs
+from fusedattn.kernels.pairs import pairs
 from fusedattn.kernels.sequences import Sequences, Shape
-
-NO_DOCUMENTS = DocumentArguments(None, None, None, None, 0, 0)
-NO_LAYOUT = LayoutArguments(None, None, None, None, None, 0, 0, 0, 0, 16, 16)
 
 _SWITCH = {False: tl.constexpr(False), True: tl.constexpr(True)}
 
@@ -95,7 +92,8 @@ class MaskTensors(NamedTuple):
 def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: Shape) -> MaskArguments:
     """A mask for the kernels."""
     valid = None if mask.valid is None else mask.valid.contiguous().view(torch.uint8)
-    documents, layout = NO_DOCUMENTS, NO_LAYOUT
+    documents: DocumentArguments | None = None
+    layout: LayoutArguments | None = None
     if mask.documents_q is not None and mask.documents_k is not None and mask.documents_k.numel() > 0:
         documents = _documents(mask.documents_q, mask.documents_k)
     if mask.layout is not None:
@@ -112,7 +110,7 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
         MAY_HIDE_ROWS=_SWITCH[by_pair or irregular],
         valid_ptr=valid,
         key_range_ptr=None if valid is None else key_range(valid, sequences, shape),
-        allowed=NO_PAIRS if mask.allowed is None else pairs(mask.allowed.view(torch.uint8)),
+        allowed=None if mask.allowed is None else pairs(mask.allowed.view(torch.uint8)),
         prefix_ptr=None if mask.prefix is None else mask.prefix.to(torch.int32).contiguous(),
         PREFIX_AT_END=_SWITCH[mask.prefix_at_end],
         documents=documents,

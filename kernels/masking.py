@@ -68,11 +68,11 @@ class MaskArguments(NamedTuple):
     MAY_HIDE_ROWS: Any
     valid_ptr: Any
     key_range_ptr: Any
-    allowed: Pairs
+    allowed: Pairs | None
     prefix_ptr: Any
     PREFIX_AT_END: Any
-    documents: DocumentArguments
-    layout: LayoutArguments
+    documents: DocumentArguments | None
+    layout: LayoutArguments | None
     function_args: Any
     FUNCTION: Any
 
@@ -149,7 +149,7 @@ def key_blocks(
     multiple of both, those of the SPLIT keys alone that begin ``split * SPLIT`` behind the first visited key: what is
     hidden before it, as by padding or a window, moves no block. A layout cannot be split.
     """
-    if mask.layout.key_lists_ptr is not None:
+    if mask.layout is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
         n = tl.load(mask.layout.key_counts_ptr + row) * (mask.layout.block_k // BLOCK_N)
         return Blocks(0, n, 0, n)
@@ -168,7 +168,7 @@ def key_blocks(
         if mask.HAS_LOWER:
             start = tl.maximum(start, start_m + bounds.lower)
             full_start = tl.maximum(full_start, last + bounds.lower)
-        if mask.documents.q_ptr is not None:
+        if mask.documents is not None:
             rows = start_m + tl.arange(0, BLOCK_M)
             first, end, full_first, full_end = _document_range(
                 mask.documents.key_ranges_ptr, mask.documents.stride_rq, place.query_base, rows, rows < place.seqlen_q
@@ -187,7 +187,7 @@ def key_blocks(
             return Blocks(start, n, 0, n)
         else:
             n_left = 0
-            if mask.HAS_LOWER or mask.documents.q_ptr is not None:
+            if mask.HAS_LOWER or mask.documents is not None:
                 n_left = tl.cdiv(tl.maximum(tl.minimum(full_start, stop) - start, 0), BLOCK_N)
             first_full = start + n_left * BLOCK_N
             n_full = tl.maximum(full_stop - first_full, 0) // FULL_N * (FULL_N // BLOCK_N) * bounds.contiguous
@@ -198,7 +198,7 @@ def key_blocks(
 @triton.jit
 def boundary_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
     """The first key of boundary block `i` of the queries from `start_m` on."""
-    if mask.layout.key_lists_ptr is not None:
+    if mask.layout is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
         parts = mask.layout.block_k // BLOCK_N
         block = tl.load(mask.layout.key_lists_ptr + row * mask.layout.n_k + i // parts)
@@ -229,7 +229,7 @@ def query_blocks(
     before row 0.
     """
     keys_hidden = (start_n + BLOCK_N <= bounds.key_start) | (start_n >= bounds.key_stop)
-    if mask.layout.key_lists_ptr is not None:
+    if mask.layout is not None:
         column = _layout_row(mask.layout, place, start_n // mask.layout.block_k, mask.layout.n_k)
         n = tl.load(mask.layout.query_counts_ptr + column)
         for i in range(1, group):
@@ -252,7 +252,7 @@ def query_blocks(
         if mask.HAS_LOWER:
             stop = tl.minimum(stop, tl.minimum(last, bounds.key_stop - 1) - bounds.lower + 1)
             full_stop = tl.minimum(full_stop, start_n - bounds.lower + 1)
-        if mask.documents.q_ptr is not None:
+        if mask.documents is not None:
             keys = start_n + tl.arange(0, BLOCK_N)
             first, end, full_first, full_end = _document_range(
                 mask.documents.query_ranges_ptr, mask.documents.stride_rk, place.key_base, keys, keys < place.seqlen_k
@@ -267,7 +267,7 @@ def query_blocks(
             return Blocks(stop - n * BLOCK_M, n, 0, n)
         else:
             n_right = 0
-            if mask.HAS_LOWER or mask.documents.q_ptr is not None:
+            if mask.HAS_LOWER or mask.documents is not None:
                 n_right = tl.cdiv(tl.maximum(stop - tl.maximum(full_stop, start), 0), BLOCK_M)
             end_full = stop - n_right * BLOCK_M
             keys_full = (start_n >= bounds.key_start) & (last < bounds.key_stop) & (bounds.contiguous != 0)
@@ -279,7 +279,7 @@ def query_blocks(
 @triton.jit
 def boundary_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
     """The first query of boundary block `i` of the keys from `start_n` on."""
-    if mask.layout.key_lists_ptr is not None:
+    if mask.layout is not None:
         column = _layout_row(mask.layout, place, start_n // mask.layout.block_k, mask.layout.n_k)
         parts = mask.layout.block_q // BLOCK_M
         block = tl.load(mask.layout.query_lists_ptr + column * mask.layout.n_q + i // parts)
@@ -314,7 +314,7 @@ def _layout_row(layout, place, block, n):
 @triton.jit
 def tile_visited(mask, place, bounds, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Whether queries ``start_m + arange(BLOCK_M)`` visit keys ``start_n + arange(BLOCK_N)``, for tiles on any grid."""
-    if mask.layout.blocks_ptr is not None:
+    if mask.layout is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
         shown = tl.load(mask.layout.blocks_ptr + row * mask.layout.n_k + start_n // mask.layout.block_k) != 0
         return shown & (start_m < place.seqlen_q) & (start_n < bounds.key_stop) & (start_n + BLOCK_N > bounds.key_start)
@@ -353,11 +353,11 @@ def visible(mask, place, bounds, start_m, start_n, rows, keys, query_exists, key
         pairs = pairs & (keys >= rows + bounds.lower)
     if mask.prefix_ptr is not None:
         pairs = pairs & ((keys <= rows + bounds.prefix_upper) | (keys < bounds.prefix))
-    if mask.documents.q_ptr is not None:
+    if mask.documents is not None:
         of_query = tl.load(mask.documents.q_ptr + place.query_base + rows, mask=query_exists, other=-1)
         of_key = tl.load(mask.documents.k_ptr + place.key_base + keys, mask=key_visible, other=-2)
         pairs = pairs & (of_query == of_key)
-    if mask.allowed.ptr is not None:
+    if mask.allowed is not None:
         ptrs = pair_pointers(mask.allowed, place, start_m, start_n, rows, keys)
         pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
     if mask.FUNCTION is not None:

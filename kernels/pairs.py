@@ -11,16 +11,13 @@ MAX_ROW_STRIDE = 2**31 // 512
 
 
 class Pairs(NamedTuple):
-    """A ``(sequences, nheads_q, seqlen_q, seqlen_k)`` tensor; strides are 0 where it is broadcast, ptr may be None."""
+    """A ``(sequences, nheads_q, seqlen_q, seqlen_k)`` tensor; strides are 0 where it is broadcast."""
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     stride_q: Any
     stride_k: Any
-
-
-NO_PAIRS = Pairs(None, 0, 0, 0, 0)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class RotationArguments(NamedTuple):
     ROTARY_DIM: Any
 
 
-NO_ROTATION = RotationArguments(None, None, None, 0, 0, tl.constexpr(False), tl.constexpr(0))
+NO_ROTATION = RotationArguments(None, None, None, None, None, tl.constexpr(False), tl.constexpr(0))
 
 
 @triton.jit

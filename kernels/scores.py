@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fusedattn.kernels.accurate import quotient
 from fusedattn.kernels.masking import clamped
-from fusedattn.kernels.pairs import NO_PAIRS, Pairs, pair_pointers, pairs
+from fusedattn.kernels.pairs import Pairs, pair_pointers, pairs
 from fusedattn.kernels.primitives import Heads, widen
 
 
@@ -37,8 +37,8 @@ class ScoreArguments(NamedTuple):
     slopes_stride: Any
     reach: Any
     function_args: Any
-    bias: Pairs
-    relative: Heads
+    bias: Pairs | None
+    relative: Heads | None
     FUNCTION: Any
     DERIVATIVE: Any
     MODIFIED: Any
@@ -46,7 +46,7 @@ class ScoreArguments(NamedTuple):
 
 
 UNMODIFIED = ScoreArguments(
-    None, None, 0, 0, (), NO_PAIRS, Heads(None, 0, 0, 0), None, None, tl.constexpr(False), tl.constexpr(False)
+    None, None, None, None, (), None, None, None, None, tl.constexpr(False), tl.constexpr(False)
 )
 
 
@@ -118,13 +118,13 @@ def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable
             derivative *= tl.cast(by_score, ACC)
             changed = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
             scores = tl.cast(changed, ACC)
-        if score.bias.ptr is not None:
+        if score.bias is not None:
             ptrs = pair_pointers(score.bias, place, start_m, start_n, rows, keys)
             scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
         if score.slopes_ptr is not None:
             slope = tl.load(score.slopes_ptr + place.sequence * score.slopes_stride + place.head).to(ACC)
             scores -= slope * tl.abs(distance_of(place, rows, keys)).to(ACC)
-        if score.relative.ptr is not None:
+        if score.relative is not None:
             ptrs = relative_pointers(score, place, start_m, rows, keys)
             scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
     return scores, derivative
@@ -148,17 +148,17 @@ def score_arguments(
     bounded = function is None and bias is None and slopes is None and relative is None
     if bounded and softcap is None and not has_sinks:
         return UNMODIFIED
-    columns = Heads(None, 0, 0, 0)
+    columns = None
     if relative is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(relative.shape, relative.stride(), strict=True))
         columns = Heads(relative, *list(strides)[:3])
     return ScoreArguments(
         softcap=softcap,
         slopes_ptr=None if slopes is None else slopes.contiguous(),
-        slopes_stride=slopes.shape[1] if slopes is not None and slopes.shape[0] > 1 else 0,
-        reach=0 if relative is None else relative.shape[3] // 2,
+        slopes_stride=None if slopes is None else slopes.shape[1] if slopes.shape[0] > 1 else 0,
+        reach=None if relative is None else relative.shape[3] // 2,
         function_args=function_args,
-        bias=NO_PAIRS if bias is None else pairs(bias),
+        bias=None if bias is None else pairs(bias),
         relative=columns,
         FUNCTION=function,
         DERIVATIVE=derivative,

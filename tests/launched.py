@@ -86,7 +86,7 @@ class _Stand(CompiledKernel):
         self.key, self.types, self.launches = key, types, launches
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *arguments: self.launches.note(self, grid, arguments)
+        return lambda *arguments, stream=0: self.launches.note(self, grid, arguments)
 
 
 @contextmanager
@@ -162,10 +162,10 @@ def compare(
     replays = 0
     again = replay.Replay.run
 
-    def counted(self: Any, given: Any) -> None:
+    def counted(self: Any, given: Any, addresses: Any) -> None:
         nonlocal replays
         replays += 1
-        again(self, given)
+        again(self, given, addresses)
 
     with patch.object(replay.Replay, "run", counted):
         found = launched(launches, then, backward=backward, **options)

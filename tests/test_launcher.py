@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 from tests.test_codegen import compiling
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNEL: Any = None  # what is not launched
+KERNEL: Any = {(1, 1, 1): None}  # what is not launched
 
 
 def test_what_is_launched_again(tmp_path: Path) -> None:
@@ -78,12 +80,12 @@ def test_a_call_that_fails_leaves_no_recording() -> None:
 
 
 def test_replays_of_other_tensors() -> None:
-    """Addresses in the places of tensors; scratch tensors lie apart, and no tensor is kept."""
+    """Addresses in the places of tensors; scratch tensors lie apart; the stream is the current one of each time."""
     launched: list[Any] = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return lambda *arguments: launched.append(arguments)
+            return lambda *arguments, stream: launched.append((stream, arguments))
 
     def call(x: torch.Tensor) -> None:
         for _ in range(2):
@@ -93,8 +95,13 @@ def test_replays_of_other_tensors() -> None:
     first, then = torch.zeros(2, 64).unbind()
     found = replay.recorded(lambda: call(first), [first])
     assert found is not None
-    found.run([then])
-    (a, (seven, scratch), nothing), (_, (_, other), _) = launched
+    streams = iter((5, 6))
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: next(streams))
+    with patch.object(replay.triton.runtime, "driver", SimpleNamespace(active=driver)):
+        for _ in range(2):
+            found.run([then], [then.data_ptr()])
+    assert [stream for stream, _ in launched] == [5, 5, 6, 6]
+    (_, (a, (seven, scratch), nothing)), (_, (_, (_, other), _)), *_ = launched
     assert (a, seven, nothing) == (then.data_ptr(), 7, None)
     assert other - scratch == replay.ALIGNMENT
 
