@@ -257,6 +257,27 @@ def test_check_prints_json() -> None:
     assert [row["tensor"] for row in report["tensors"]] == list(testing.TENSORS)
 
 
+@pytest.mark.parametrize(("used", "by_chance"), [(0.9, False), (1.2, True), (1.6, False)])
+def test_check_draws_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], used: float, by_chance: bool
+) -> None:
+    """Another seed, other inputs; it is named where the budget is exceeded by no more than chance does."""
+    seen: list[torch.Tensor] = []
+
+    def measure(inputs: testing.Inputs, backend: str) -> dict[str, testing.Ratios]:
+        seen.append(inputs.q)
+        return {"out": testing.Ratios(1.0, 1.0, 1.0, used)}
+
+    monkeypatch.setattr(check, "_measure", measure)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)  # of this process, which has other tests
+    given = ["check", "--feature", "negative", "--dtype", "float32", "--backend", "torch", "--device", "cpu"]
+    for seed in ("0", "1", "1"):
+        assert main([*given, "--seed", seed]) == (used > 1.0)
+        assert ("--seed 1" in capsys.readouterr().out) == by_chance
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[1], seen[2])
+
+
 BROKEN = """
 import sys
 from fusedattn import testing
