@@ -224,6 +224,7 @@ def of_other_kinds(launches: Launches) -> None:
         for a, b in ((first, make_inputs(replace(PLAIN, **changed))), (make_inputs(replace(PLAIN, **changed)), then)):
             _told(name, partial(compare, launches, a, b, backward=True, like=False))
     q, k, v = then.q, then.k, then.v
+    assert then.rope is not None
     for name, inputs in {
         "q elsewhere": replace(then, q=_shifted(q)),
         "v elsewhere": replace(then, v=_shifted(v)),
@@ -232,6 +233,7 @@ def of_other_kinds(launches: Launches) -> None:
         "odd gaps": replace(then, k=torch.cat((k, k[..., :3]), 3)[..., : k.shape[3]]),
         "rows that overlap": replace(then, v=v[:, :, :1].expand(v.shape)),
         "k and v at one place": replace(then, v=k),
+        "tables elsewhere": replace(then, rope=replace(then.rope, cos=_shifted(then.rope.cos))),
     }.items():
         for backward in (False, True):
             for a, b in ((first, inputs), (inputs, then)):
