@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fusedattn.biases import Bias
 from fusedattn.functions import read, without_learned
-from fusedattn.masks import UNBOUNDED, Mask
+from fusedattn.masks import Band, Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+
+UNBOUNDED = 2**62
 
 # Everything of a call that gets no gradient, as arguments of the operators.
 Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
@@ -44,7 +46,7 @@ NO_TENSORS = ConstantTensors()
 
 
 class ConstantSizes(NamedTuple):
-    """Whole numbers. The first four are the bounds of a :class:`Mask`.
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none.
 
     `deterministic` is 0 where gradients may be summed in any order.
     """
@@ -170,10 +172,9 @@ class Options:
     def constants(self, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None) -> Constants:
         """What of them gets no gradient, and what else the operators take."""
         mask, rope, score_mod = self.mask, self.rope, self.score_mod
-        sizes = ConstantSizes(*mask.bounds, deterministic=int(deterministic))
         if mask.only_bands and rope is None and score_mod is None and not self.dropout_p and packed is None:
             return Constants(
-                NO_TENSORS, sizes, (), (), NO_FUNCTIONS, self.scale, self.softcap or 0.0,
+                NO_TENSORS, _sizes_of(mask.bands, deterministic), (), (), NO_FUNCTIONS, self.scale, self.softcap or 0.0,
                 0.0, keep_rest,
             )  # fmt: skip
         tensors = ConstantTensors(
@@ -191,7 +192,7 @@ class Options:
             cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
             cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
         )
-        sizes = sizes._replace(
+        sizes = _sizes_of(mask.bands, deterministic)._replace(
             prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
             block_q=16 if mask.layout is None else mask.layout.block_q,
             block_k=16 if mask.layout is None else mask.layout.block_k,
@@ -217,6 +218,19 @@ class Options:
             dropout_p=self.dropout_p,
             keep_rest=keep_rest,
         )
+
+
+def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
+    """With (lower, upper) of the bands that are counted from the first key, and of those from the last."""
+    lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
+    upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
+    for band in bands:
+        if band.left is not None:
+            lower[band.align] = max(lower[band.align], -band.left)
+        if band.right is not None:
+            upper[band.align] = min(upper[band.align], band.right)
+    bounds = lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
+    return ConstantSizes(*bounds, deterministic=int(deterministic))
 
 
 @dataclass(frozen=True)

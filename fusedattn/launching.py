@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import results
-from fusedattn.constants import NO_TENSORS, Constants
+from fusedattn.constants import NO_TENSORS, UNBOUNDED, Constants
 from fusedattn.functions import readers_of, registered, with_learned
 from fusedattn.kernels import (
     attention_bwd,
@@ -35,7 +35,6 @@ from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.kernels.tile import Call
-from fusedattn.masks import UNBOUNDED
 
 
 def _tileable(x: Tensor) -> Tensor:

@@ -22,8 +22,6 @@ Part = TypeVar("Part")
 
 _ALIGNMENTS = ("bottom_right", "top_left")
 
-UNBOUNDED = 2**62
-
 
 @dataclass(frozen=True)
 class Band:
@@ -43,17 +41,6 @@ class Band:
         for name, x in (("left", self.left), ("right", self.right)):
             if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
                 raise TypeError(f"{name}: got {type(x).__name__}, allowed are an int and None (no limit)")
-
-
-def _bounds_of(bands: frozenset[Band]) -> tuple[int, int, int, int]:
-    lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
-    upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
-    for band in bands:
-        if band.left is not None:
-            lower[band.align] = max(lower[band.align], -band.left)
-        if band.right is not None:
-            upper[band.align] = min(upper[band.align], band.right)
-    return lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +163,6 @@ class Mask:
         valid: bool ``(batch, seqlen_k)`` or None; keys that are ``False`` are hidden from every query.
         allowed: bool, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``, or None.
         prefix, documents, layout, function: one of each kind, or None.
-        bounds: of all bands, (lower, upper) counted from the first key, and from the last, +-UNBOUNDED for none.
     """
 
     bands: frozenset[Band] = frozenset()
@@ -186,10 +172,8 @@ class Mask:
     documents: Documents | None = None
     layout: Layout | None = None
     function: MaskFunction | None = None
-    bounds: tuple[int, int, int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", _bounds_of(self.bands))
         if self.valid is not None:
             _check_bool(self.valid, "valid")
             if self.valid.dim() != 2:

@@ -19,8 +19,8 @@ def new_like(x: Tensor, n: int | None = None) -> Tensor:
 
     With `n` features, where ``x`` has another number, the dimensions follow each other in memory as those of ``x`` do.
     """
-    if x.is_contiguous() and (n is None or n == x.shape[3]):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.is_contiguous() and x.stride(2) <= MAX_ROW_STRIDE and (n is None or n == x.shape[3]):
+        return torch.empty_like(x)
     unfit = x.stride(2) > MAX_ROW_STRIDE or sdpa.rows_overlap(x)
     if n is not None and n != x.shape[3]:
         shape = (*x.shape[:3], n)

@@ -24,7 +24,7 @@ from tests.mutation.suites import (
     integration,
 )
 
-LAUNCHING, RESULTS, MASKS = "fusedattn/launching.py", "fusedattn/results.py", "fusedattn/masks.py"
+LAUNCHING, RESULTS = "fusedattn/launching.py", "fusedattn/results.py"
 PREPARE, OPS, FUSED, CONSTANTS = (
     "fusedattn/prepare.py",
     "fusedattn/ops.py",
@@ -113,11 +113,11 @@ OPERATION = (
 )
 
 CARRIED = (
-    Fault(MASKS, "max(lower[band.align], -band.left)", "-band.left if lower[band.align] == -UNBOUNDED else min(lower[band.align], -band.left)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
-    Fault(MASKS, "max(lower[band.align], -band.left)", "max(lower[band.align], -band.left - 1)", "kernels: a window is one key longer", WINDOW),
-    Fault(MASKS, "return lower[\"top_left\"]", "return lower[\"bottom_right\"]", "kernels: a window of the last query aligned to the first", BANDS),
-    Fault(MASKS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == UNBOUNDED else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
-    Fault(MASKS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
+    Fault(CONSTANTS, "max(lower[band.align], -band.left)", "-band.left if lower[band.align] == -UNBOUNDED else min(lower[band.align], -band.left)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
+    Fault(CONSTANTS, "max(lower[band.align], -band.left)", "max(lower[band.align], -band.left - 1)", "kernels: a window is one key longer", WINDOW),
+    Fault(CONSTANTS, "bounds = lower[\"top_left\"]", "bounds = lower[\"bottom_right\"]", "kernels: a window of the last query aligned to the first", BANDS),
+    Fault(CONSTANTS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == UNBOUNDED else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
+    Fault(CONSTANTS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
     Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),
     Fault(CONSTANTS, "            read(keys.mask_numbers, rest) if keys.mask else (),\n            read(keys.score_numbers, rest) if keys.score else (),\n", "            read(keys.score_numbers, rest) if keys.score else (),\n            read(keys.mask_numbers, rest) if keys.mask else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),
