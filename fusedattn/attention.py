@@ -149,13 +149,13 @@ def attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             backend=backend,
         )  # fmt: skip
-    if backend != "triton":
-        unchanged = rope is None and bias is None and scale is None and softcap is None and score_mod is None
-        no_dropout = type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
-        if unchanged and no_dropout and sinks is None and not return_lse and type(deterministic) is bool:
-            answer = plain.attention(q, k, v, mask, backend)
-            if answer is not None:
-                return answer
+    unchanged = rope is None and bias is None and scale is None and softcap is None and score_mod is None
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
+    plainly = unchanged and no_dropout and sinks is None and not return_lse and type(deterministic) is bool
+    if plainly and backend != "triton":
+        answer = plain.attention(q, k, v, mask, backend)
+        if answer is not None:
+            return answer
     q, k, v = autocast(q, k, v)
     options, backend = checked(
         q, k, v, None, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,

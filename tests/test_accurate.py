@@ -58,16 +58,19 @@ BY_ROW = np.random.default_rng(1).uniform(0.5, 3000.0, ROWS).astype(np.float32)
 Y = 1.1  # no float32 number
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_errors(noisy):
-    """No more with approximate instructions around: none is used."""
-    if noisy and not INTERPRETING:
+@pytest.fixture(params=[False, True], ids=["no noise", "noise"])
+def _arithmetic(request):
+    """That of the interpreter or the GPU, then that of a GPU in the interpreter."""
+    if request.param and not INTERPRETING:
         pytest.skip("a GPU has an arithmetic of its own")
-    if noisy:
-        with noise.gpu_kernels(torch.float32):
-            power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
-    else:
-        power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
+    with noise.gpu_kernels(torch.float32) if request.param else nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("_arithmetic")
+def test_errors():
+    """No more with approximate instructions around: what they lose is made good."""
+    power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
     x, y, rows = X.astype(np.float64), np.float64(np.float32(Y)), BY_ROW.astype(np.float64)
     assert units(power, np.exp2(x * y)).max() < 1.1
     assert units(power, np.exp2(x * y)).mean() < 0.3
@@ -103,14 +106,11 @@ def run_ratios(x: np.ndarray, y: float) -> np.ndarray:
     return out.double().cpu().numpy()
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_soft_cap(noisy):
+@pytest.mark.usefixtures("_arithmetic")
+def test_soft_cap():
     """The two steps of ``tanh(x / softcap)``; CUDA's tanhf is off by up to 2 units."""
-    if noisy and not INTERPRETING:
-        pytest.skip("a GPU has an arithmetic of its own")
     x = np.ascontiguousarray(X[0] / np.float32(20.0)) * np.where(np.arange(N) % 2, 1, -1).astype(np.float32)
-    with noise.gpu_kernels(torch.float32) if noisy else nullcontext():
-        by_cap, hyperbolic = run_ratios(x, Y)
+    by_cap, hyperbolic = run_ratios(x, Y)
     exact = x.astype(np.float64)
     assert units(by_cap, exact / np.float64(np.float32(Y))).max() < 0.51
     assert units(hyperbolic, np.tanh(exact)).max() < 2.1

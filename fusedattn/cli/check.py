@@ -31,7 +31,7 @@ tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean 
 row {testing.MAX_FACTOR}, and always one unit in the last place (row "-": a row that needs it).
 """
 
-BY_CHANCE = 1.5  # of its budget, eager PyTorch uses less where only its rounding differs
+BY_CHANCE = 1.5  # eager PyTorch uses less than this share of its own budget where only its rounding differs
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     machine.choose_how_triton_runs(device)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
         raise CommandError(machine.no_triton(problems))
-    cases = [replace(case, seed=case.seed + options.seed) for case in testing.CASES]
-    cases = [case for case in cases if options.feature.lower() in case.name.lower()]
+    chosen = (case for case in testing.CASES if options.feature.lower() in case.name.lower())
+    cases = [replace(case, seed=case.seed + options.seed) for case in chosen]
     if not cases:
         names = [case.name for case in testing.CASES]
         near = difflib.get_close_matches(
