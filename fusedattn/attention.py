@@ -130,10 +130,15 @@ def attention(
         ``(batch, nheads_q, seqlen_q)``, differentiable too.
 
         A query that may attend to nothing has out 0 and lse ``-inf`` (with sinks, its head's sink) and causes no
-        gradient. Its scores of ``-inf`` hide keys as the mask does. A NaN or Inf in a
-        key or value never reaches the output or gradient of a query that may not attend to it (under torch.compile
-        the torch backend keeps this for keys that are hidden from every query, such as padding). Under autocast,
-        all inputs but float64 are cast to the autocast dtype, as torch's own function does.
+        gradient. A bias of ``-inf`` takes all weight from a key, as the mask does.
+
+        A NaN or Inf in a key or value never reaches the output or gradient of a query from which the mask hides it
+        (under torch.compile the torch backend keeps this for keys that are hidden from every query, such as padding).
+        A bias of ``-inf`` does not contain it: a sum with NaN, and a product of 0 and NaN, are NaN. Nor is one in a
+        query, or in the gradient of its output, contained: it may reach the gradients of all keys and values of its
+        head.
+
+        Under autocast, all inputs but float64 are cast to the autocast dtype, as torch's own function does.
 
     Raises:
         TypeError, ValueError: an argument that is wrong in itself; the message names it, what it got and what

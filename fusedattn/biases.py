@@ -155,7 +155,8 @@ def tensor(x: Tensor) -> Bias:
     """Any bias, written out; differentiable.
 
     Args:
-        x: floating-point, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``. ``-inf`` hides a pair.
+        x: floating-point, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``. ``-inf`` takes all
+            weight from a pair; unlike a mask, it does not contain a NaN or Inf in the key or value.
 
     Raises:
         TypeError: ``x`` is no floating-point tensor.

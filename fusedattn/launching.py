@@ -352,11 +352,14 @@ def _again(
 
 def _of_nothing(dlse: Tensor | None, inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients where no query sees a key: lse is the sink then."""
-    of_q, of_kv, *of_others = needed
-    wanted = (of_q, of_kv, of_kv, *of_others)
-    found = [
+    q, k, v, *others = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    found = [None if x is None else x.zero_() for x in results.of_backward(q, k, v, needed, packed=False)]
+    found += [
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needs else None
-        for x, needs in zip(inputs, wanted, strict=True)
+        for x, needs in zip(others, needed[2:], strict=True)
     ]
     if dlse is not None and found[5] is not None:
         found[5].copy_(dlse.sum((0, 2)))

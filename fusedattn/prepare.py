@@ -78,15 +78,22 @@ def checked(
     return Options(mask, rope, bias, float(scale), cap, score_mod, sinks, float(dropout_p), dropout_seed), backend
 
 
+# The smallest normal float32 number: kernels get the scale in float32, where GPUs may take smaller ones for 0.
+SMALLEST_SCALE = 2.0**-126
+
+
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
-    """The same scores: kernels take the maximum of them before they scale, or hide keys before they scale."""
+    """The same scores by a scale of at least SMALLEST_SCALE.
+
+    Kernels take the maximum of scores, or hide some by -inf, before they scale: a negative scale would turn the maximum
+    into the minimum, and ``0 * -inf`` is NaN.
+    """
     scale = options.scale
-    if scale > 0:
+    if scale >= SMALLEST_SCALE:
         return q, options
-    if scale < 0:
+    if scale <= -SMALLEST_SCALE:
         return -q, replace(options, scale=-scale)
-    # Queries of 0, and the smallest scale there is, because the gradient of these would overflow under 1.
-    return q * 0.0, replace(options, scale=torch.finfo(torch.float32).tiny)
+    return q * (scale / SMALLEST_SCALE), replace(options, scale=SMALLEST_SCALE)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

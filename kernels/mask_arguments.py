@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from fusedattn.kernels.key_range import key_range
@@ -72,7 +73,8 @@ class MaskTensors(NamedTuple):
         allowed: bool, ``n_sequences``, nheads_q, seqlen_q and seqlen_k long, or 1 where it is broadcast.
         prefix: int ``(n_sequences,)``; `prefix_at_end` as PREFIX_AT_END of the kernels.
         documents_q, documents_k: int ``(batch, seqlen)``.
-        layout: bool ``(n_sequences or 1, nheads_q or 1, blocks of queries, blocks of keys)`` of `block_q` by `block_k`.
+        layout: bool ``(n_sequences, nheads_q, blocks of queries, blocks of keys)``, each 1 where it is broadcast, of
+            `block_q` by `block_k`.
         function, function_args: the user's, and its tensors.
     """
 
@@ -97,9 +99,10 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
     if mask.documents_q is not None and mask.documents_k is not None and mask.documents_k.numel() > 0:
         documents = _documents(mask.documents_q, mask.documents_k)
     if mask.layout is not None:
-        blocks = mask.layout
+        n_q, n_k = triton.cdiv(shape.max_seqlen_q, mask.block_q), triton.cdiv(shape.max_seqlen_k, mask.block_k)
+        blocks = mask.layout.expand(-1, -1, n_q, n_k)
         if sequences.cu_q_ptr is None:
-            blocks = blocks & _blocks_in_band(mask, *band.at(shape))
+            blocks = blocks & _blocks_in_band(blocks, mask.block_q, mask.block_k, *band.at(shape))
         layout = _layout(blocks, mask.block_q, mask.block_k)
     by_pair = mask.allowed is not None or mask.layout is not None or mask.function is not None
     irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None
@@ -153,13 +156,12 @@ def _ranges(ids: torch.Tensor, others: torch.Tensor, index: torch.Tensor) -> tup
     return torch.where(found, left, -1), torch.stack(ranges).to(torch.int32)
 
 
-def _blocks_in_band(mask: MaskTensors, lower: int, upper: int) -> torch.Tensor:
+def _blocks_in_band(blocks: torch.Tensor, block_q: int, block_k: int, lower: int, upper: int) -> torch.Tensor:
     """Which blocks have a pair between the bounds, ``(blocks of queries, blocks of keys)``."""
-    assert mask.layout is not None
-    n_q, n_k = mask.layout.shape[2:]
-    first_q = torch.arange(n_q, device=mask.layout.device)[:, None] * mask.block_q
-    first_k = torch.arange(n_k, device=mask.layout.device) * mask.block_k
-    return (first_k <= first_q + mask.block_q - 1 + upper) & (first_k + mask.block_k - 1 >= first_q + lower)
+    n_q, n_k = blocks.shape[2:]
+    first_q = torch.arange(n_q, device=blocks.device)[:, None] * block_q
+    first_k = torch.arange(n_k, device=blocks.device) * block_k
+    return (first_k <= first_q + block_q - 1 + upper) & (first_k + block_k - 1 >= first_q + lower)
 
 
 def _layout(blocks: torch.Tensor, block_q: int, block_k: int) -> LayoutArguments:

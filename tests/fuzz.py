@@ -105,6 +105,7 @@ def kinds(problem: Problem) -> set[str]:
         "zero sizes": 0 in (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_k),
         "length 1": 1 in (case.seqlen_q, case.seqlen_k),
         "strided, expanded or overlapping": bool(problem.layouts),
+        "broadcast": bool(problem.broadcast),
         "misaligned": problem.storage_offset > 0,
         "huge or tiny values": bool(problem.magnitudes),
         "one visible key": problem.rows == "one key",

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class Problem:
     Attributes:
         layouts: for q, k, v, dout and a full bias, a name of :data:`LAYOUTS`; contiguous without.
         storage_offset: where each tensor begins in its memory, in elements beyond a multiple of 64.
+        broadcast: for the tensors of masks and biases in :data:`BROADCAST`, dimensions that are one long.
         strided_constants: masks, tables, positions, biases and sinks are every second element of every second row.
         magnitudes: factors of tensors, which are q, k, v, dout, dlse, bias, relative and sinks.
         rows: of each query, only one key stays visible; or every third query sees nothing, or none anything.
@@ -53,6 +54,7 @@ class Problem:
     case: Case
     layouts: Mapping[str, str] = field(default_factory=dict)
     storage_offset: int = 0
+    broadcast: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     strided_constants: bool = False
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     rows: Literal["one key", "some empty", "all empty"] | None = None
@@ -71,6 +73,8 @@ class Problem:
     def inputs(self, device: torch.device | str) -> Inputs:
         """The tensors of this problem."""
         inputs = testing.make_inputs(self.case)
+        for name, dims in self.broadcast.items():
+            inputs = _with_ones(inputs, BROADCAST[name][0], dims)
         generator = torch.Generator().manual_seed(self.case.seed)
         x = {**inputs.leaves, "dout": inputs.dout, "dlse": inputs.dlse}
         for name, factor in self.magnitudes.items():
@@ -108,6 +112,31 @@ class Problem:
         elif self.rows == "some empty":
             allowed[:, :, torch.arange(case.seqlen_q) % 3 != 1] = True
         return allowed
+
+
+# Where the tensors lie that are broadcast, and in which of their dimensions they may be.
+BROADCAST = {
+    "boolean": (("mask", "allowed"), 4),
+    "layout": (("mask", "layout", "blocks"), 4),
+    "bias": (("bias", "tensor"), 4),
+    "relative": (("bias", "relative"), 3),
+    "slopes": (("bias", "slopes"), 1),
+}
+
+
+def broadcast_tensors(case: Case) -> list[str]:
+    """The names in :data:`BROADCAST` of what a case has."""
+    return [name for name in BROADCAST if (case.alibi == "per_batch" if name == "slopes" else getattr(case, name))]
+
+
+def _with_ones(owner: Any, path: tuple[str, ...], dims: tuple[int, ...]) -> Any:
+    """`owner` with a tensor of it that has only its first element in `dims`."""
+    if path:
+        return replace(owner, **{path[0]: _with_ones(getattr(owner, path[0]), path[1:], dims)})
+    for dim in dims:
+        if dim < owner.dim():
+            owner = owner.narrow(dim, 0, min(1, owner.shape[dim]))
+    return owner
 
 
 def _filled(x: Tensor, value: str, where: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusedattn.testing import Case
 from tests.conftest import DTYPES
-from tests.hostile import LAYOUTS, Problem, added_leaves
+from tests.hostile import BROADCAST, LAYOUTS, Problem, added_leaves, broadcast_tensors
 
 # What only some problems have: a Case without them is the default one.
 FEATURES: dict[str, object] = {
@@ -106,6 +106,9 @@ def problems(draw: st.DrawFn) -> Problem:
         st.sampled_from(["lowest", "lowest", "highest"]),
         st.sampled_from(["one element", "some elements", "some rows", "all"]),
     )
+    ones = {
+        name: st.sets(st.integers(0, BROADCAST[name][1] - 1)).map(sorted).map(tuple) for name in broadcast_tensors(case)
+    }
     laid_out = {"q": layouts, "k": layouts, "v": layouts, "dout": st.sampled_from(sorted(LAYOUTS))}
     if case.bias == "full":
         laid_out["bias"] = layouts
@@ -113,6 +116,7 @@ def problems(draw: st.DrawFn) -> Problem:
         case,
         layouts=draw(_some(laid_out)),
         storage_offset=draw(st.sampled_from([0, 0, 1, 3, 8])),
+        broadcast=draw(_some(ones)),
         strided_constants=draw(st.booleans()),
         magnitudes=draw(_some(dict.fromkeys(("q", "k", "v", "dout", "dlse", *added), factors))),
         rows=draw(st.sampled_from([None, None, None, None, "one key", "some empty", "all empty"])),

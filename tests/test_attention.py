@@ -397,10 +397,35 @@ def test_a_change_between_forward_and_backward_raises(name):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-6, 2, -1, 8.0])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 5e-324, -1e-45, 1e-40, 1e-6, 2, -1, 8.0])
 def test_scales(scale):
-    case = Case(seqlen_q=19, seqlen_k=21, nheads_q=2, head_dim=16, causal="bottom_right", scale=scale)
+    case = Case(seqlen_q=19, seqlen_k=21, nheads_q=2, head_dim=16, causal="bottom_right", boolean="full", scale=scale)
     assert_accurate(triton_attention, inputs_of(case), case)
+
+
+@backends
+@pytest.mark.parametrize("scale", [5e-324, -1e-45, 1e-40, 2.0**-126])
+def test_rows_that_see_nothing_under_the_smallest_scales(scale, backend):
+    """In float32, in which kernels get their factors, some of these are 0, which turns -inf into NaN."""
+    q, k, v = (torch.randn(1, 2, 19, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    allowed = torch.ones(19, 19, dtype=torch.bool, device=DEVICE).tril(-1)
+    out, lse = attention(q, k, v, mask=allowed, scale=scale, return_lse=True, backend=backend)
+    assert (out[:, :, 0] == 0).all()
+    assert (lse[:, :, 0] == -torch.inf).all()
+    expected = torch.arange(1.0, 19, device=DEVICE).log().expand(1, 2, -1)
+    torch.testing.assert_close(lse[:, :, 1:], expected)
+    grads = torch.autograd.grad(out.sum() + lse[:, :, 1:].sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1), (), (3,), (2, 1, 3, 1), (1, 2, 1, 3)])
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=["full", "causal"])
+def test_layouts_are_broadcast(shape, mask):
+    """Also over blocks: kernels read lists of all of them."""
+    blocks = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
+    inputs = inputs_of(Case(nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=45, head_dim=16))
+    inputs = replace(inputs, mask=mask & masks.block_sparse(blocks.to(DEVICE), 16))
+    assert_ratios(testing.check(triton_attention, inputs), Case(), 1.0)
 
 
 @backends

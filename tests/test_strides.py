@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedattn import attention, sdpa, testing
 from tests.conftest import (
     BACKENDS,
+    DEVICE,
     EVERYTHING,
     SMALL,
     assert_equal,
@@ -142,3 +143,17 @@ def test_saved_tensors_may_come_back_in_another_layout(repacked, dtype):
     expected = testing.run(triton_attention, inputs)
     with torch.autograd.graph.saved_tensors_hooks(other_layout, lambda x: x):
         assert_equal(testing.run(triton_attention, inputs), expected)
+
+
+@pytest.mark.parametrize(("nheads_q", "seqlen_k"), [(0, 3), (2, 0)])
+def test_gradients_of_nothing_have_the_strides_of_their_tensors(nheads_q, seqlen_k):
+    """No head has a query, or no query a key."""
+    q, k, v = (
+        torch.randn(2, n, seqlen, 16, device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for n, seqlen in ((nheads_q, 5), (2, seqlen_k), (2, seqlen_k))
+    )
+    grads = torch.autograd.grad(triton_attention(q, k, v).sum(), (q, k, v))
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert not grad.any()
+        if x.numel() > 0:
+            assert grad.stride() == x.stride()

@@ -133,6 +133,8 @@ DOCUMENT = (
 )
 
 LAYOUTS = (
+    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, n_q, -1)", "layout: lists of keys that are one block long", "tests/test_attention.py -k 'layouts_are_broadcast and shape1'"),
+    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, -1, n_k)", "layout: lists of queries that are one block long", "tests/test_attention.py -k 'layouts_are_broadcast and shape0'"),
     Fault(MASKING, "place.head * layout.stride_h", "0 * place.head", "layout: head 0 for all", SPARSE),
     Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "0 * place.sequence", "layout: batch 0 for all", BLOCKS),
     Fault(MASKING, "mask.layout.key_lists_ptr + row * mask.layout.n_k", "mask.layout.key_lists_ptr + row * mask.layout.n_q", "layout: lists of keys as long as those of queries", SPARSE),
@@ -149,9 +151,9 @@ LAYOUTS = (
     Fault(MASKING, "(start_n + BLOCK_N > bounds.key_start)\n", "(start_n >= bounds.key_start)\n", "tile_visited: the first tile of keys of a layout left out", budget("everything")),
     Fault(ARGUMENTS, "_lists(blocks.mT)", "_lists(blocks)", "layout: blocks of queries by row", SPARSE),
     Fault(ARGUMENTS, "(~blocks).to(torch.uint8).argsort", "blocks.to(torch.uint8).argsort", "layout: hidden blocks first", SPARSE),
-    Fault(ARGUMENTS, "first_k <= first_q + mask.block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", SPARSE),
-    Fault(ARGUMENTS, "first_k + mask.block_k - 1 >= first_q + lower", "first_k >= first_q + lower", "layout: blocks on the left of a window hidden", BLOCKS),
-    Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(mask, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
+    Fault(ARGUMENTS, "first_k <= first_q + block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", SPARSE),
+    Fault(ARGUMENTS, "first_k + block_k - 1 >= first_q + lower", "first_k >= first_q + lower", "layout: blocks on the left of a window hidden", BLOCKS),
+    Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(blocks, mask.block_q, mask.block_k, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
     Fault(ARGUMENTS, "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"] + at_end)", "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"])", "layout: the last query not aligned to the last key", SPARSE),
     Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/test_properties.py -k accuracy"),
 )
