@@ -463,3 +463,49 @@ def test_beside_an_old_transformers():
     first, second = done.stdout.splitlines()
     assert first == "1", done.stderr
     assert "transformers: got 4.57.6, allowed are 5.4 and newer" in second
+
+
+def outputs_of(model: Any, implementation: str, given: dict[str, Any], name: str) -> Tensor:
+    if implementation == NAME:
+        fuse(model, backend=QUICK)
+    else:
+        model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        found: Tensor = model(**given)[name]
+    return found
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NemotronAsrStreamingEncoder"), reason="newer than this transformers")
+def test_eager_attention_that_inverts_its_mask_is_no_measure():
+    """Nemotron's streaming encoder asks a mask of 0 and -inf where it is not 0. Its sdpa attention is right."""
+    config = transformers.NemotronAsrStreamingEncoderConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_mel_bins=16, subsampling_conv_channels=8,
+    )  # fmt: skip
+    model = transformers.NemotronAsrStreamingEncoder(config).to(DEVICE, torch.float64).eval()
+    real = torch.ones(2, 64, dtype=torch.bool, device=DEVICE)
+    real[1, 40:] = False
+    given = {"input_features": torch.randn(2, 64, 16, dtype=torch.float64, device=DEVICE), "attention_mask": real}
+    found = {name: outputs_of(model, name, given, "last_hidden_state") for name in ("eager", "sdpa", NAME)}
+    torch.testing.assert_close(found[NAME], found["sdpa"])
+    assert not torch.allclose(found["eager"][1], found["sdpa"][1], atol=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "measure"), [(torch.float32, "eager"), (torch.float64, "sdpa")])
+def test_embeddings_behind_queries_that_see_nothing(dtype, measure):
+    """Aimv2, padded on the left; in float64 its eager attention makes NaN of such queries, and of all that follow."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.Aimv2Config(
+        text_config={"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49, **small},
+        vision_config={"image_size": 8, "patch_size": 4, **small},
+        projection_dim=16,
+    )
+    model = transformers.Aimv2Model(config).to(DEVICE, dtype).eval()
+    ids = torch.randint(0, 49, (2, 7), device=DEVICE)
+    ids[:, -1] = 49
+    real = torch.ones_like(ids)
+    real[0, :3] = 0
+    given = {"input_ids": ids, "attention_mask": real, "pixel_values": torch.randn(2, 3, 8, 8, device=DEVICE).to(dtype)}
+    found = {name: outputs_of(model, name, given, "text_embeds") for name in (measure, NAME)}
+    torch.testing.assert_close(found[NAME], found[measure], atol=1e-5, rtol=1e-4)
+    assert found[NAME].isfinite().all()
