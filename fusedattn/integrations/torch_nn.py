@@ -1,7 +1,5 @@
 """``FusedMultiheadAttention``: fused attention in place of ``torch.nn.MultiheadAttention``, on the same parameters."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -47,6 +45,7 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
 
     backend: Backend | None = None
     deterministic: bool = True
+    __constants__ = [*nn.MultiheadAttention.__constants__, "backend", "deterministic"]  # for TorchScript  # noqa: RUF012
 
     def __init__(self, *args: Any, backend: Backend | None = None, deterministic: bool = True, **kwargs: Any) -> None:
         check_backend(backend)
@@ -114,23 +113,40 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
             NotImplementedError: nested tensors in another way than above, with every reason; as
                 :func:`fusedattn.attention`.
         """
+        return self._attend(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+    @torch.jit.ignore  # type: ignore[untyped-decorator]
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward`, which TorchScript compiles; this it calls as Python, and knows no defaults of."""
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask: got None, allowed with is_causal=True is the causal mask that it promises")
         dropout_p = self.dropout if self.training else 0.0
         if query.is_nested or key.is_nested or value.is_nested:
             asked = (key_padding_mask is not None, attn_mask is not None, need_weights)
-            self._check_nested(query, key, value, *asked)
-            return self._of_nested(query, dropout_p), None
+            _check_nested(self, query, key, value, *asked)
+            return _of_nested(self, query, dropout_p), None
 
         batched = query.dim() == 3
         batch_dim = 0 if self.batch_first or not batched else 1
-        self._check_inputs(query, key, value)
-        q, k, v = (x if batched else x[None] for x in self._projected(query, key, value))
+        _check_inputs(self, query, key, value)
+        q, k, v = (x if batched else x[None] for x in _projected(self, query, key, value))
         if batch_dim == 1:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         shape = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-        k, v = self._with_appended(k, v)
+        k, v = _with_appended(self, k, v)
         n_appended = k.shape[2] - shape[3]
 
         if key_padding_mask is not None:
@@ -157,104 +173,114 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
             out = attention(q, k, v, **options, **chosen)
         out = out.transpose(1, 2)
         out = out.transpose(0, 1) if batch_dim == 1 else out
-        return self._out(out if batched else out[0]), weights
+        return _out(self, out if batched else out[0]), weights
 
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        layouts = {2: "(seqlen, {})", 3: "(batch, seqlen, {})" if self.batch_first else "(seqlen, batch, {})"}
-        for name, x, width in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            dims = (2, 3) if x is query else (query.dim(),)
-            if x.dim() not in dims or x.shape[-1] != width:
-                allowed = " and ".join(layouts[n].format(width) for n in dims)
-                raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {allowed}")
-        if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(
-                f"value: got shape {tuple(value.shape)}, allowed is the batch and length of key, {tuple(key.shape)}"
-            )
-        batch_dim = 0 if self.batch_first else 1
-        if query.dim() == 3 and key.shape[batch_dim] != query.shape[batch_dim]:
-            raise ValueError(
-                f"key: got shape {tuple(key.shape)}, allowed is the batch of query, {query.shape[batch_dim]}"
-            )
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, ``(..., num_heads, head_dim)`` of ``(..., width)``; one product for what has one input."""
-        packed = self.in_proj_weight
-        parts: list[tuple[Tensor, Tensor]]
-        if packed is None:
-            parts = [(query, self.q_proj_weight), (key, self.k_proj_weight), (value, self.v_proj_weight)]
-        elif query is key and key is value:
-            parts = [(query, packed)]
-        elif key is value:
-            parts = [(query, packed[: self.embed_dim]), (key, packed[self.embed_dim :])]
-        else:
-            parts = list(zip((query, key, value), packed.chunk(3), strict=True))
-        projected: list[Tensor] = []
-        start = 0
-        for x, weight in parts:
-            stop = start + weight.shape[0]
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[start:stop]
-            sizes = (*x.shape[:-1], (stop - start) // self.embed_dim, self.num_heads, self.head_dim)
-            projected += F.linear(x, weight, bias).view(sizes).unbind(-3)
-            start = stop
-        return projected
+def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
+    layouts = {2: "(seqlen, {})", 3: "(batch, seqlen, {})" if module.batch_first else "(seqlen, batch, {})"}
+    for name, x, width in (
+        ("query", query, module.embed_dim),
+        ("key", key, module.kdim),
+        ("value", value, module.vdim),
+    ):
+        dims = (2, 3) if x is query else (query.dim(),)
+        if x.dim() not in dims or x.shape[-1] != width:
+            allowed = " and ".join(layouts[n].format(width) for n in dims)
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {allowed}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"value: got shape {tuple(value.shape)}, allowed is the batch and length of key, {tuple(key.shape)}"
+        )
+    batch_dim = 0 if module.batch_first else 1
+    if query.dim() == 3 and key.shape[batch_dim] != query.shape[batch_dim]:
+        raise ValueError(f"key: got shape {tuple(key.shape)}, allowed is the batch of query, {query.shape[batch_dim]}")
 
-    def _out(self, heads: Tensor) -> Tensor:
-        """``(..., embed_dim)`` of ``(..., num_heads, head_dim)``. Like torch's, without the hooks of `out_proj`."""
-        return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
-    def _with_appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v ``(batch, num_heads, seqlen_k, head_dim)`` with what every query sees besides."""
-        more_k, more_v = [k], [v]
-        single = (k.shape[0], self.num_heads, 1, self.head_dim)
-        if self.bias_k is not None and self.bias_v is not None:
-            for more, x in ((more_k, self.bias_k), (more_v, self.bias_v)):
-                more.append(x.view(1, self.num_heads, 1, self.head_dim).expand(single).to(k.dtype))
-        if self.add_zero_attn:
-            more_k.append(k.new_zeros(single))
-            more_v.append(v.new_zeros(single))
-        return (torch.cat(more_k, dim=2), torch.cat(more_v, dim=2)) if len(more_k) > 1 else (k, v)
+def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """q, k and v, ``(..., num_heads, head_dim)`` of ``(..., width)``; one product for what has one input."""
+    packed = module.in_proj_weight
+    parts: list[tuple[Tensor, Tensor]]
+    if packed is None:
+        parts = [(query, module.q_proj_weight), (key, module.k_proj_weight), (value, module.v_proj_weight)]
+    elif query is key and key is value:
+        parts = [(query, packed)]
+    elif key is value:
+        parts = [(query, packed[: module.embed_dim]), (key, packed[module.embed_dim :])]
+    else:
+        parts = list(zip((query, key, value), packed.chunk(3), strict=True))
+    projected: list[Tensor] = []
+    start = 0
+    for x, weight in parts:
+        stop = start + weight.shape[0]
+        bias = None if module.in_proj_bias is None else module.in_proj_bias[start:stop]
+        sizes = (*x.shape[:-1], (stop - start) // module.embed_dim, module.num_heads, module.head_dim)
+        projected += F.linear(x, weight, bias).view(sizes).unbind(-3)
+        start = stop
+    return projected
 
-    def _check_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, has_padding: bool, has_mask: bool, need_weights: bool
-    ) -> None:
-        """Raise NotImplementedError unless this is the self-attention that torch has for nested tensors, too."""
-        wrong = [
-            what
-            for what, is_wrong in (
-                ("query, key and value that are not one tensor", not (query is key and key is value)),
-                ("another layout than torch.strided", any(x.layout != torch.strided for x in (query, key, value))),
-                ("batch_first=False", not self.batch_first),
-                ("kdim or vdim", self.in_proj_weight is None),
-                ("bias_k or add_zero_attn", self.bias_k is not None or self.add_zero_attn),
-                ("key_padding_mask", has_padding),
-                ("attn_mask", has_mask),
-                ("need_weights=True", need_weights),
-            )
-            if is_wrong
-        ]
-        if wrong:
-            raise NotImplementedError(
-                f"query, key, value: got nested tensors with {'; '.join(wrong)}; allowed is one strided nested tensor "
-                "as all three, in a module with batch_first=True, with need_weights=False and without masks"
-            )
 
-    def _of_nested(self, x: Tensor, dropout_p: float) -> Tensor:
-        """Self-attention of each sequence ``(seqlen, embed_dim)`` of a nested tensor."""
-        sequences = x.unbind()
-        lengths = [sequence.shape[0] for sequence in sequences]
-        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.device)
-        packed = torch.cat(sequences)
-        q, k, v = self._projected(packed, packed, packed)
-        longest = max(lengths)
-        out = attention_varlen(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p=dropout_p,
-            deterministic=self.deterministic, backend=self.backend,
-        )  # fmt: skip
-        return torch.nested.as_nested_tensor(list(torch.split(self._out(out), lengths)))
+def _out(module: nn.MultiheadAttention, heads: Tensor) -> Tensor:
+    """``(..., embed_dim)`` of ``(..., num_heads, head_dim)``. Like torch's, without the hooks of `out_proj`."""
+    return F.linear(heads.flatten(-2), module.out_proj.weight, module.out_proj.bias)
+
+
+def _with_appended(module: nn.MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v ``(batch, num_heads, seqlen_k, head_dim)`` with what every query sees besides."""
+    more_k, more_v = [k], [v]
+    single = (k.shape[0], module.num_heads, 1, module.head_dim)
+    if module.bias_k is not None and module.bias_v is not None:
+        for more, x in ((more_k, module.bias_k), (more_v, module.bias_v)):
+            more.append(x.view(1, module.num_heads, 1, module.head_dim).expand(single).to(k.dtype))
+    if module.add_zero_attn:
+        more_k.append(k.new_zeros(single))
+        more_v.append(v.new_zeros(single))
+    return (torch.cat(more_k, dim=2), torch.cat(more_v, dim=2)) if len(more_k) > 1 else (k, v)
+
+
+def _check_nested(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    has_padding: bool,
+    has_mask: bool,
+    need_weights: bool,
+) -> None:
+    """Raise NotImplementedError unless this is the self-attention that torch has for nested tensors, too."""
+    wrong = [
+        what
+        for what, is_wrong in (
+            ("query, key and value that are not one tensor", not (query is key and key is value)),
+            ("another layout than torch.strided", any(x.layout != torch.strided for x in (query, key, value))),
+            ("batch_first=False", not module.batch_first),
+            ("kdim or vdim", module.in_proj_weight is None),
+            ("bias_k or add_zero_attn", module.bias_k is not None or module.add_zero_attn),
+            ("key_padding_mask", has_padding),
+            ("attn_mask", has_mask),
+            ("need_weights=True", need_weights),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        raise NotImplementedError(
+            f"query, key, value: got nested tensors with {'; '.join(wrong)}; allowed is one strided nested tensor "
+            "as all three, in a module with batch_first=True, with need_weights=False and without masks"
+        )
+
+
+def _of_nested(module: FusedMultiheadAttention, x: Tensor, dropout_p: float) -> Tensor:
+    """Self-attention of each sequence ``(seqlen, embed_dim)`` of a nested tensor."""
+    sequences = x.unbind()
+    lengths = [sequence.shape[0] for sequence in sequences]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.device)
+    packed = torch.cat(sequences)
+    q, k, v = _projected(module, packed, packed, packed)
+    longest = max(lengths)
+    out = attention_varlen(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p=dropout_p,
+        deterministic=module.deterministic, backend=module.backend,
+    )  # fmt: skip
+    return torch.nested.as_nested_tensor(list(torch.split(_out(module, out), lengths)))
 
 
 def reasons(module: nn.MultiheadAttention) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fusedattn import fuse, unfuse
+from fusedattn import attention, fuse, unfuse
+from fusedattn.integrations import torch_nn
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from tests.conftest import DEVICE
 from tests.integrations.test_torch_nn import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WIDTH, assert_same, backends, exact
@@ -135,6 +136,21 @@ def test_encoder_of_fused_layers():
     plain = unfuse(copy.deepcopy(model)).to(DEVICE)
     with torch.no_grad():
         assert_same([model.to(DEVICE)(x, **options)[:, :3]], [plain(x, **options)[:, :3]])
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_encoder_calls_the_fused_attention(training, monkeypatch):
+    """As torch's own test of a fast path scripts one; options and padding arrive."""
+    model = fuse(stack("encoder", batch_first=True), backend="torch", deterministic=False).train(training)
+    x = torch.randn(BATCH, SEQLEN_Q, WIDTH)
+    padding = torch.arange(SEQLEN_Q) >= torch.tensor([[SEQLEN_Q]] + [[2]] * (BATCH - 1))
+    expected = model(x, src_key_padding_mask=padding)
+    scripted = torch.jit.script(model)
+    found = []
+    monkeypatch.setattr(torch_nn, "attention", lambda *x, **options: found.append(options) or attention(*x, **options))
+    assert torch.equal(scripted(x, src_key_padding_mask=padding), expected)
+    assert [(options["backend"], options["deterministic"]) for options in found] == [("torch", False)] * 2
 
 
 @pytest.mark.parametrize("training", [False, True])
