@@ -142,12 +142,29 @@ def test_rotation_of_keys_in_place():
     )
 
 
-def test_a_leaf_is_not_changed_in_place():
-    """torch refuses, as a gradient would be that of what is no longer there."""
+def test_a_leaf_is_changed_in_place():
+    """Its gradient is that of the values before."""
     cos, sin = tables()
     x = torch.randn(2, 7, 3, 8, **EXACT, requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf"):
-        apply_rotary_emb(x, cos, sin, inplace=True)
+    before = x.detach().clone().requires_grad_()
+    dout = torch.randn(2, 7, 3, 8, **EXACT)
+    expected = apply_rotary_emb(before, cos, sin)
+    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    assert out.data_ptr() == x.data_ptr()
+    assert torch.equal(x, expected)
+    assert torch.equal(out, expected)
+    (out * dout).sum().backward()
+    (expected * dout).sum().backward()
+    torch.testing.assert_close(x.grad, before.grad, rtol=0, atol=0)
+
+
+def test_a_leaf_is_not_changed_in_place_where_a_gradient_needs_it():
+    """Those of the tables read it."""
+    cos, sin = (table.requires_grad_() for table in tables())
+    x = torch.randn(2, 7, 3, 8, **EXACT, requires_grad=True)
+    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
 
 
 COS = torch.zeros(6, 4, device=DEVICE)

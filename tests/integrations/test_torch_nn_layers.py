@@ -147,8 +147,13 @@ def test_a_scripted_encoder_calls_the_fused_attention(training, monkeypatch):
     padding = torch.arange(SEQLEN_Q) >= torch.tensor([[SEQLEN_Q]] + [[2]] * (BATCH - 1))
     expected = model(x, src_key_padding_mask=padding)
     scripted = torch.jit.script(model)
-    found = []
-    monkeypatch.setattr(torch_nn, "attention", lambda *x, **options: found.append(options) or attention(*x, **options))
+    found: list[dict[str, Any]] = []
+
+    def watched(*tensors: Tensor, **options: Any) -> Any:
+        found.append(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(torch_nn, "attention", watched)
     assert torch.equal(scripted(x, src_key_padding_mask=padding), expected)
     assert [(options["backend"], options["deterministic"]) for options in found] == [("torch", False)] * 2
 

@@ -6,6 +6,8 @@ inside of the attention, pass ``rope=`` to :func:`fusedattn.attention`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,20 +32,36 @@ def apply_rotary_emb(
         x: ``(batch, seqlen, nheads, head_dim)``, or with `cu_seqlens` ``(total, nheads, head_dim)``.
         cos, sin: floating-point ``(seqlen_rotary, rotary_dim / 2)``.
         interleaved: pair features ``2i`` and ``2i + 1`` rather than ``i`` and ``i + rotary_dim / 2``.
-        inplace: write the result to `x`, which must not be a leaf that requires grad.
+        inplace: write the result to `x`. The gradient of a leaf is that of the values that it had before.
         seqlen_offsets: int, or int32 or int64 ``(batch,)``.
         cu_seqlens: int32 or int64 ``(batch + 1,)``, where sequences begin; tokens of none stay as they are.
         max_seqlen: a length that no sequence exceeds; needed with `cu_seqlens`.
 
     Returns:
-        Shape and dtype of `x`; `x` itself with `inplace`. For a position outside of the tables on a GPU, where nothing
-        waits for offsets, NaN.
+        Shape and dtype of `x`; with `inplace` `x` itself, or, of a leaf that requires grad, its memory. For a position
+        outside of the tables on a GPU, where nothing waits for offsets, NaN.
 
     Raises:
         TypeError, ValueError: arguments that are wrong or do not fit; on a CPU also positions outside of the tables.
     """
     rotated = _rotated("x", x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
-    return x.copy_(rotated) if inplace else rotated
+    if not inplace:
+        return rotated
+    if x.is_leaf and rotated.requires_grad:
+        return _IntoLeaf.apply(rotated, x)  # type: ignore[no-untyped-call]
+    return x.copy_(rotated)
+
+
+class _IntoLeaf(torch.autograd.Function):
+    """Writes a result to a leaf, which torch's own functions refuse; gradients are those of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, leaf: Tensor) -> Tensor:
+        return leaf.detach().copy_(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 apply_rotary_emb_func = apply_rotary_emb
