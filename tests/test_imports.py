@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.torch_functions": {"attention", "prepare", "support", "checks", *VALUES},
     "integrations.torch_flash": {"prepare", "ops", "checks", *VALUES},
     "integrations.torch_nn": {"attention", "varlen", "weights", "support", "checks", *VALUES},
-    "integrations.flash_attn": {"attention", "varlen", "checks", *VALUES},
+    "integrations.flash_attn": {"attention", "varlen", "weights", "checks", *VALUES},
     "integrations.transformers": {"attention", "weights", "support", *VALUES},
     "integrations.kernels_hub": {"fusedattn"},
     "transformer": VALUES,

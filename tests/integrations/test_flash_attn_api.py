@@ -172,6 +172,58 @@ def test_budget_in_16_bits(dtype):
     )
 
 
+def weights_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """``(batch, nheads, seqlen_q, seqlen_k)``: what queries give to keys whose values are unit vectors."""
+    unit = torch.eye(k.shape[1]).to(k)[None, :, None].expand(*k.shape[:3], -1)
+    return flash_attn_func(q, k, unit, **options).transpose(1, 2)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
+    """As flash_attn's own tests read it: out is made of the weights that are not negative."""
+    q, k, v = (x.to(**place) for x in qkv_of(13, 17, 4, 2, 8).values())
+    options: dict[str, Any] = {"causal": True, "window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.7}
+    if slopes:
+        options["alibi_slopes"] = torch.rand(2, 4, **place)
+    out, _, found = flash_attn_func(q, k, v, dropout_p=0.4, **options, return_attn_probs=True)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.abs(), weights_of(q, k, **options), **tolerance)
+    kept = torch.where(found >= 0, found, 0) / (1 - 0.4)
+    torch.testing.assert_close(out, (kept @ v.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2), **tolerance)
+    share = (found < 0).sum() / (found != 0).sum()
+    assert 0.2 < share < 0.6
+    assert not found.requires_grad
+
+
+def test_the_sign_of_weights_of_packed_sequences(place):
+    """Each as if alone; 0 behind its end."""
+    leaves = {name: x.detach() for name, x in packed_leaves(place).items()}
+    device = place["device"]
+    lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
+    slopes = torch.rand(len(LENGTHS_Q), leaves["q"].shape[1], **place)
+    options = {"causal": True, "alibi_slopes": slopes}
+    out, _, found = flash_attn_varlen_func(*leaves.values(), *lengths, dropout_p=0.4, **options, return_attn_probs=True)
+    assert found.shape == (len(LENGTHS_Q), leaves["q"].shape[1], 7, 9)
+    q, k, v = (
+        x.split([*sizes, x.shape[0] - sum(sizes)])[: len(sizes)]
+        for x, sizes in zip(leaves.values(), (LENGTHS_Q, LENGTHS_K, LENGTHS_K), strict=True)
+    )
+    start = 0
+    for i, part in enumerate(found):
+        n, m = q[i].shape[0], k[i].shape[0]
+        assert not part[:, n:].any()
+        assert not part[:, :, m:].any()
+        expected = weights_of(q[i][None], k[i][None], causal=True, alibi_slopes=slopes[i]) if n and m else None
+        if expected is not None:
+            torch.testing.assert_close(part[None, :, :n, :m].abs(), expected, rtol=1e-4, atol=1e-5)
+            values = v[i].transpose(0, 1)
+            kept = torch.where(part >= 0, part, 0)[:, :n, :m] / (1 - 0.4)
+            values = values.repeat_interleave(kept.shape[0] // values.shape[0], 0)
+            torch.testing.assert_close(out[start : start + n], (kept @ values).transpose(0, 1), rtol=1e-4, atol=1e-5)
+        start += n
+    assert (found < 0).any()
+
+
 def test_gradients_of_slopes(place):
     """Which flash_attn has none of."""
     leaves = {name: x.to(**place) for name, x in qkv_of(6, 8, 2, 2, 8).items()}
@@ -423,20 +475,11 @@ PAGES, TABLE = torch.zeros(3, 4, 2, 8, device=DEVICE), torch.zeros(2, 1, dtype=t
             ValueError,
             r"slopes of shape \(3",
         ),
-        (
-            lambda: flash_attn_func(X, X, X, dropout_p=0.1, return_attn_probs=True),
-            NotImplementedError,
-            "return_attn_probs: got True with dropout_p = 0.1, allowed is",
-        ),
+        (lambda: flash_attn_func(X, X, X, dropout_p=-0.1, return_attn_probs=True), ValueError, "dropout_p: got -0.1"),
         (lambda: flash_attn_kvpacked_func(X, X), ValueError, "kv: got shape"),
         (lambda: flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 2, 8)), ValueError, r"allowed is \(batch, seqlen, 3,"),
         (lambda: flash_attn_varlen_func(X, X, X, CU, CU, 3, 3), ValueError, "q: got shape"),
         (lambda: flash_attn_varlen_func(P, P, P, CU.long(), CU, 3, 3), TypeError, "cu_seqlens_q: got torch.int64"),
-        (
-            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, 0.1, return_attn_probs=True),
-            NotImplementedError,
-            "ret",
-        ),
         (
             lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3.0, 3),
             TypeError,

@@ -21,6 +21,7 @@ FA_PACKING = "fusedattn/integrations/flash_attn/packing.py"
 FA_PADDING = "fusedattn/integrations/flash_attn/bert_padding.py"
 FA_PAGES = "fusedattn/integrations/flash_attn/paging.py"
 FA_ROTARY = "fusedattn/integrations/flash_attn/layers/rotary.py"
+FA_DMASK = "fusedattn/integrations/flash_attn/dmask.py"
 KERNELS_HUB = "fusedattn/integrations/kernels_hub.py"
 WEIGHTS, SDPA_BACKEND = "fusedattn/weights.py", "fusedattn/sdpa.py"
 ATTENTION, PREPARE = "fusedattn/attention.py", "fusedattn/prepare.py"
@@ -176,9 +177,11 @@ FLASH_ATTN = (
     Fault(FA_ARGUMENTS, "None if limit < 0 else limit", "None if limit <= 0 else limit", "flash_attn: a window of 0 is none", flash_api("test_meaning")),
     Fault(FA_ARGUMENTS, "masks.window(*limits_of(causal, window_size))", 'masks.window(*limits_of(causal, window_size), "top_left")', "flash_attn: masks count from the start", flash_api("test_meaning")),
     Fault(FA_ARGUMENTS, '"scale": softmax_scale', '"scale": None', "flash_attn: scale dropped", flash_api("test_meaning")),
-    Fault(FA_ARGUMENTS, "if return_attn_probs and dropout_p > 0.0:", "if False:", "flash_attn: weights after dropout are promised", flash_api("test_errors")),
+    Fault(FA_DMASK, "torch.where(keep, weights, -weights)", "torch.where(keep, -weights, weights)", "flash_attn: the sign of what is kept", flash_api("sign")),
+    Fault(FA_DMASK, "first_batch=i, bias=own", "bias=own", "flash_attn: the first sequence's dropout for all", flash_api("sign_of_weights_of_packed")),
+    Fault(FA_DMASK, "own = replace(bias, slopes=bias.slopes[i])", "own = replace(bias, slopes=bias.slopes[0])", "flash_attn: the first sequence's slopes for all weights", flash_api("sign_of_weights_of_packed")),
     Fault(FA_FUNCTIONS, "k, v = kv.unbind(2)", "v, k = kv.unbind(2)", "flash_attn: keys and values exchanged", flash_api("packed_tensors")),
-    Fault(FA_FUNCTIONS, "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)", "q, k, v, cu_seqlens_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, **options)", "flash_attn: offsets of queries and keys exchanged", flash_api("packed_sequences")),
+    Fault(FA_FUNCTIONS, "lengths = (cu_seqlens_q, cu_seqlens_k, ", "lengths = (cu_seqlens_k, cu_seqlens_q, ", "flash_attn: offsets of queries and keys exchanged", flash_api("packed_sequences")),
     Fault(FA_FUNCTIONS, "window_size,\n        softcap, alibi_slopes,", "window_size,\n        softcap, None,", "flash_attn: slopes of packed tensors dropped", flash_api("packed_tensors_of")),
     Fault(FA_FUNCTIONS, "return out.contiguous(), lse, q.new_empty(0)", "return out.contiguous(), lse.T, q.new_empty(0)", "flash_attn: lse of packed sequences with tokens first", flash_api("packed_sequences")),
     Fault(FA_FUNCTIONS, "return attend().transpose(1, 2).contiguous()", "return attend().transpose(1, 2)", "flash_attn: an output that is not contiguous", flash_api("packed_tensors")),

@@ -74,12 +74,3 @@ def with_contiguous_features(x: Tensor) -> Tensor:
 def can_read(x: Tensor) -> bool:
     """Whether numbers of ``x`` can be looked at without waiting for a GPU, or breaking a graph that is compiled."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def check_returns(dropout_p: float, return_attn_probs: bool) -> None:
-    """Raise NotImplementedError where the weights that dropout has been applied to would have to be returned."""
-    if return_attn_probs and dropout_p > 0.0:
-        raise NotImplementedError(
-            f"return_attn_probs: got True with dropout_p = {dropout_p}, allowed is dropout_p = 0.0, as the weights are "
-            "never written; fusedattn.attention_weights and fusedattn.dropout.keep_mask write them out"
-        )

@@ -12,15 +12,16 @@ from functools import partial
 from torch import Tensor
 
 from fusedattn.attention import attention
+from fusedattn.dropout import draw_seed
 from fusedattn.integrations.flash_attn import paging
 from fusedattn.integrations.flash_attn.arguments import (
     NO_WINDOW,
-    check_returns,
     check_shape,
     options_of,
     whole,
     with_contiguous_features,
 )
+from fusedattn.integrations.flash_attn.dmask import s_dmask, s_dmask_packed
 from fusedattn.integrations.flash_attn.kvcache import flash_attn_with_kvcache
 from fusedattn.varlen import attention_varlen
 
@@ -73,21 +74,26 @@ def flash_attn_func(
     Returns:
         out, ``(batch, seqlen_q, nheads, head_dim_v)``, contiguous. With `return_attn_probs`
         ``(out, softmax_lse, S_dmask)``: softmax_lse ``(batch, nheads, seqlen_q)``, float32, natural logarithm, of the
-        scores with all that is added to them; S_dmask an empty tensor, as ``flash_attn`` returns without dropout.
+        scores with all that is added to them; S_dmask, with dropout, ``(batch, nheads, seqlen_q, seqlen_k)``: the
+        weights before dropout, negative where they are dropped, written out for tests, without a gradient; an empty
+        tensor without dropout, as in ``flash_attn``.
 
         A query that sees nothing has out 0, causes no gradient, and has softmax_lse ``-inf`` (``+inf`` in
         ``flash_attn`` 2).
 
     Raises:
         TypeError, ValueError: as :func:`fusedattn.attention`.
-        NotImplementedError: likewise; `return_attn_probs` with dropout, as no weights are written.
+        NotImplementedError: likewise.
     """
-    check_returns(dropout_p, return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_shape(name, x, "(batch, seqlen, nheads, head_dim)")
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = (with_contiguous_features(x).transpose(1, 2) for x in (q, k, v))
     attend = partial(attention, q, k, v, **options)
+    if return_attn_probs and dropout_p > 0.0:
+        options["dropout_seed"] = draw_seed(q.device)
+        out, lse = attention(q, k, v, **options, return_lse=True)
+        return out.transpose(1, 2).contiguous(), lse, s_dmask(q, k, lse, **options)
     if return_attn_probs:
         out, lse = attend(return_lse=True)
         return out.transpose(1, 2).contiguous(), lse, q.new_empty(0)
@@ -180,12 +186,13 @@ def flash_attn_varlen_func(
 
     Returns:
         out, ``(total_q, nheads, head_dim_v)``; with `return_attn_probs` ``(out, softmax_lse, S_dmask)``, softmax_lse
-        ``(nheads, total_q)``. Queries of no sequence are as those that see nothing: out 0, softmax_lse ``-inf``.
+        ``(nheads, total_q)``, S_dmask with dropout ``(batch, nheads, max_seqlen_q, max_seqlen_k)``, for which the
+        lengths of sequences are waited for. Queries of no sequence are as those that see nothing: out 0, softmax_lse
+        ``-inf``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_attn_func` and :func:`fusedattn.attention_varlen`.
     """
-    check_returns(dropout_p, return_attn_probs)
     cached = "(total_k, nheads_k, head_dim)"
     if block_table is not None:
         cached = "(num_blocks, page_block_size, nheads_k, head_dim)"
@@ -196,7 +203,12 @@ def flash_attn_varlen_func(
     if block_table is not None:
         k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)
     q, k, v = (with_contiguous_features(x) for x in (q, k, v))
-    attend = partial(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    attend = partial(attention_varlen, q, k, v, *lengths, **options)
+    if return_attn_probs and dropout_p > 0.0:
+        options["dropout_seed"] = draw_seed(q.device)
+        out, lse = attention_varlen(q, k, v, *lengths, **options, return_lse=True)
+        return out.contiguous(), lse, s_dmask_packed(q, k, lse, *lengths, **options)
     if return_attn_probs:
         out, lse = attend(return_lse=True)
         return out.contiguous(), lse, q.new_empty(0)
