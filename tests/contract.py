@@ -72,10 +72,11 @@ def _check_function(
     _assert_made_alike(results, inputs, strides)
     # The second run, of some of the gradients; without lse and without gradients.
     found = [results]
-    if strides or not {"bias", "relative", "slopes"} & set(inputs.leaves):
+    same_width = inputs.q.shape[3] == inputs.v.shape[3]
+    if strides or (same_width and not {"bias", "relative", "slopes"} & set(inputs.leaves)):
         assert_equal(again, {name: results[name] for name in again})
         assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
-    else:  # torch has kernels of its own for a bias without a gradient
+    else:  # torch has other kernels where a bias, or values of another width, get no gradient
         found += [{**results, **again}, {**results, "out": alone}]
 
     reach = Reach.of(inputs, problem.dlse)
