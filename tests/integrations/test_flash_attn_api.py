@@ -195,13 +195,16 @@ def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
     assert not found.requires_grad
 
 
-def test_the_sign_of_weights_of_packed_sequences(place):
-    """Each as if alone; 0 behind its end."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_sign_of_weights_of_packed_sequences(shared, place):
+    """Each as if alone; 0 behind its end. Slopes may be those of all."""
     leaves = {name: x.detach() for name, x in packed_leaves(place).items()}
     device = place["device"]
     lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
-    slopes = torch.rand(len(LENGTHS_Q), leaves["q"].shape[1], **place)
+    n = len(LENGTHS_Q)
+    slopes = torch.rand(1 if shared else n, leaves["q"].shape[1], **place)
     options = {"causal": True, "alibi_slopes": slopes}
+    slopes = slopes.expand(n, -1)
     out, _, found = flash_attn_varlen_func(*leaves.values(), *lengths, dropout_p=0.4, **options, return_attn_probs=True)
     assert found.shape == (len(LENGTHS_Q), leaves["q"].shape[1], 7, 9)
     q, k, v = (

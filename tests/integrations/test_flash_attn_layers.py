@@ -158,6 +158,17 @@ def test_a_leaf_is_changed_in_place():
     torch.testing.assert_close(x.grad, before.grad, rtol=0, atol=0)
 
 
+def test_what_needs_no_gradient_is_changed_in_place_by_tables_that_do():
+    """And has one then, as torch's own functions in place give it."""
+    cos, sin = (table.clone().requires_grad_() for table in tables())
+    x = torch.randn(2, 7, 3, 8, **EXACT)
+    with torch.no_grad():
+        expected = apply_rotary_emb(x, cos, sin)
+    assert apply_rotary_emb(x, cos, sin, inplace=True) is x
+    assert torch.equal(x, expected)
+    assert x.requires_grad
+
+
 def test_a_leaf_is_not_changed_in_place_where_a_gradient_needs_it():
     """Those of the tables read it."""
     cos, sin = (table.requires_grad_() for table in tables())

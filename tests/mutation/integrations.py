@@ -179,7 +179,7 @@ FLASH_ATTN = (
     Fault(FA_ARGUMENTS, '"scale": softmax_scale', '"scale": None', "flash_attn: scale dropped", flash_api("test_meaning")),
     Fault(FA_DMASK, "torch.where(keep, weights, -weights)", "torch.where(keep, -weights, weights)", "flash_attn: the sign of what is kept", flash_api("sign")),
     Fault(FA_DMASK, "first_batch=i, bias=own", "bias=own", "flash_attn: the first sequence's dropout for all", flash_api("sign_of_weights_of_packed")),
-    Fault(FA_DMASK, "own = replace(bias, slopes=bias.slopes[i])", "own = replace(bias, slopes=bias.slopes[0])", "flash_attn: the first sequence's slopes for all weights", flash_api("sign_of_weights_of_packed")),
+    Fault(FA_DMASK, "bias.slopes.expand(n, -1)[i]", "bias.slopes.expand(n, -1)[0]", "flash_attn: the first sequence's slopes for all weights", flash_api("sign_of_weights_of_packed")),
     Fault(FA_FUNCTIONS, "k, v = kv.unbind(2)", "v, k = kv.unbind(2)", "flash_attn: keys and values exchanged", flash_api("packed_tensors")),
     Fault(FA_FUNCTIONS, "lengths = (cu_seqlens_q, cu_seqlens_k, ", "lengths = (cu_seqlens_k, cu_seqlens_q, ", "flash_attn: offsets of queries and keys exchanged", flash_api("packed_sequences")),
     Fault(FA_FUNCTIONS, "window_size,\n        softcap, alibi_slopes,", "window_size,\n        softcap, None,", "flash_attn: slopes of packed tensors dropped", flash_api("packed_tensors_of")),

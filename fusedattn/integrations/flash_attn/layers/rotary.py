@@ -47,7 +47,7 @@ def apply_rotary_emb(
     rotated = _rotated("x", x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         return rotated
-    if x.is_leaf and rotated.requires_grad:
+    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         return _IntoLeaf.apply(rotated, x)  # type: ignore[no-untyped-call]
     return x.copy_(rotated)
 
