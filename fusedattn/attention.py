@@ -154,10 +154,9 @@ def attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             backend=backend,
         )  # fmt: skip
-    unchanged = rope is None and bias is None and scale is None and softcap is None and score_mod is None
-    no_dropout = type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
-    plainly = unchanged and no_dropout and sinks is None and not return_lse and type(deterministic) is bool
-    if plainly and backend != "triton":
+    plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
+    plainly = plainly and score_mod is None and sinks is None and not return_lse and type(deterministic) is bool
+    if plainly and type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None:
         answer = plain.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer

@@ -246,9 +246,9 @@ def backward(
     assert q is not None
     assert k is not None
     assert v is not None
-    if dout.numel() == 0 or k.numel() == 0:
-        return _of_nothing(dlse, inputs, needed)
     dq, dk, dv = results.of_backward(q, k, v, needed, packed=constants.tensors.cu_seqlens_q is not None)
+    if dout.numel() == 0 or k.numel() == 0:
+        return _of_nothing(dlse, inputs, (dq, dk, dv), needed)
     with _on_device_of(q):
         if any(needed[2:]):
             others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
@@ -350,16 +350,14 @@ def _again(
     call(inputs, constants, found)
 
 
-def _of_nothing(dlse: Tensor | None, inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients where no query sees a key: lse is the sink then."""
-    q, k, v, *others = inputs
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    found = [None if x is None else x.zero_() for x in results.of_backward(q, k, v, needed, packed=False)]
+def _of_nothing(
+    dlse: Tensor | None, inputs: Sequence[Tensor | None], of_qkv: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients where no query sees a key, those of q, k and v in the tensors for them: lse is the sink then."""
+    found = [None if x is None else x.zero_() for x in of_qkv]
     found += [
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needs else None
-        for x, needs in zip(others, needed[2:], strict=True)
+        for x, needs in zip(inputs[3:], needed[2:], strict=True)
     ]
     if dlse is not None and found[5] is not None:
         found[5].copy_(dlse.sum((0, 2)))

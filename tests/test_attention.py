@@ -399,7 +399,7 @@ def test_a_change_between_forward_and_backward_raises(name):
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, 5e-324, -1e-45, 1e-40, 1e-6, 2, -1, 8.0])
 def test_scales(scale):
-    case = Case(seqlen_q=19, seqlen_k=21, nheads_q=2, head_dim=16, causal="bottom_right", boolean="full", scale=scale)
+    case = Case(seqlen_q=19, seqlen_k=21, nheads_q=2, head_dim=16, causal="bottom_right", scale=scale)
     assert_accurate(triton_attention, inputs_of(case), case)
 
 

@@ -129,7 +129,10 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward`, which TorchScript compiles; this it calls as Python, and knows no defaults of."""
+        """:meth:`forward` without defaults: TorchScript compiles that, and calls this as Python.
+
+        It reads the annotations, which must not be strings: no ``from __future__ import annotations`` in this file.
+        """
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask: got None, allowed with is_causal=True is the causal mask that it promises")
         dropout_p = self.dropout if self.training else 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedattn import biases
 from fusedattn.dropout import keep_mask
 from fusedattn.weights import attention_weights
 
@@ -55,9 +55,7 @@ def s_dmask_packed(
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for i in range(n):
         queries, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        own = bias
-        if bias is not None and bias.slopes is not None and bias.slopes.dim() == 2:
-            own = replace(bias, slopes=bias.slopes.expand(n, -1)[i])
+        own = None if bias is None else biases.alibi(bias.slopes.expand(n, -1)[i])
         heads_q, heads_k = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
         part = s_dmask(heads_q, heads_k, lse[None, :, queries], first_batch=i, bias=own, **options)
         part = part[0, :, :max_seqlen_q, :max_seqlen_k]

@@ -7,7 +7,6 @@ of the values of its own, dropout together with a soft-cap, gradients of ``alibi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -89,15 +88,13 @@ def flash_attn_func(
         check_shape(name, x, "(batch, seqlen, nheads, head_dim)")
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = (with_contiguous_features(x).transpose(1, 2) for x in (q, k, v))
-    attend = partial(attention, q, k, v, **options)
-    if return_attn_probs and dropout_p > 0.0:
+    if not return_attn_probs:
+        return attention(q, k, v, **options).transpose(1, 2).contiguous()
+    if dropout_p > 0.0:
         options["dropout_seed"] = draw_seed(q.device)
-        out, lse = attention(q, k, v, **options, return_lse=True)
-        return out.transpose(1, 2).contiguous(), lse, s_dmask(q, k, lse, **options)
-    if return_attn_probs:
-        out, lse = attend(return_lse=True)
-        return out.transpose(1, 2).contiguous(), lse, q.new_empty(0)
-    return attend().transpose(1, 2).contiguous()
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    weights = s_dmask(q, k, lse, **options) if dropout_p > 0.0 else q.new_empty(0)
+    return out.transpose(1, 2).contiguous(), lse, weights
 
 
 def flash_attn_kvpacked_func(
@@ -204,15 +201,13 @@ def flash_attn_varlen_func(
         k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)
     q, k, v = (with_contiguous_features(x) for x in (q, k, v))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    attend = partial(attention_varlen, q, k, v, *lengths, **options)
-    if return_attn_probs and dropout_p > 0.0:
+    if not return_attn_probs:
+        return attention_varlen(q, k, v, *lengths, **options).contiguous()
+    if dropout_p > 0.0:
         options["dropout_seed"] = draw_seed(q.device)
-        out, lse = attention_varlen(q, k, v, *lengths, **options, return_lse=True)
-        return out.contiguous(), lse, s_dmask_packed(q, k, lse, *lengths, **options)
-    if return_attn_probs:
-        out, lse = attend(return_lse=True)
-        return out.contiguous(), lse, q.new_empty(0)
-    return attend().contiguous()
+    out, lse = attention_varlen(q, k, v, *lengths, **options, return_lse=True)
+    weights = s_dmask_packed(q, k, lse, *lengths, **options) if dropout_p > 0.0 else q.new_empty(0)
+    return out.contiguous(), lse, weights
 
 
 def flash_attn_varlen_kvpacked_func(
