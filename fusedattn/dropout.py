@@ -1,7 +1,7 @@
 """Which weights dropout keeps: a function of the seed and of the pair, so that nothing is stored for the backward.
 
-Philox-4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), with the seed as its key and the
-pair as its counter; word for word what ``tl.philox`` gives the kernels.
+Philox-4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), with the seed as its key and
+four pairs as its counter; word for word what ``tl.philox`` gives the kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio, and sqrt(3) - 1
 _ROUNDS = 10
+
+# Indices that differ by 8 alone share a counter. In the tiles of matrix products one thread holds them all.
+_APART = 8
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
@@ -36,8 +39,9 @@ def keep_mask(
 ) -> Tensor:
     """Which weights are kept, bool ``(batch, nheads, seqlen_q, seqlen_k)``; each with probability ``1 - dropout_p``.
 
-    Pair ``(i, j)`` of head ``h`` and batch ``b`` is kept iff the first word of Philox under the key ``seed``, at the
-    counter ``(j, i, (first_batch + b) * nheads + h, 0)``, is at least ``floor(dropout_p * 2**32)``.
+    Pair ``(i, j)`` of head ``h`` and batch ``b`` is kept iff a word of Philox under the key ``seed`` is at least
+    ``floor(dropout_p * 2**32)``: of the counter ``(g(j), g(i), (first_batch + b) * nheads + h, 0)``, where ``g(x) =
+    x // 16 * 8 + x % 8``, word number ``i // 8 % 2 * 2 + j // 8 % 2``.
 
     Args:
         seed: int64 ``(1,)``.
@@ -46,10 +50,53 @@ def keep_mask(
         rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default.
     """
     device = seed.device
-    q_index, k_index = indices.select(seqlen_q, rows, device), indices.select(seqlen_k, keys, device)
-    batches, heads, i, j = indices.of_scores(batch, nheads, q_index, k_index, first_batch)
-    word = philox(seed, j, i, batches * nheads + heads, torch.zeros_like(j))[0]
-    return word >= int(dropout_p * 2**32)
+    batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None]
+    streams = batches * nheads + torch.arange(nheads, device=device)
+    if rows is None and keys is None:
+        return kept(seed, dropout_p, streams, range(seqlen_q), range(seqlen_k))
+    i, j = indices.select(seqlen_q, rows, device)[:, None], indices.select(seqlen_k, keys, device)
+    words = _words(seed, streams, _group(i), _group(j))
+    odd_row, odd_key = (x // _APART % 2 == 1 for x in (i, j))
+    first, second = (torch.where(odd_key, words[n + 1], words[n]) for n in (0, 2))
+    return torch.where(odd_row, second, first) >= int(dropout_p * 2**32)
+
+
+def kept(seed: Tensor, dropout_p: float, streams: Tensor, rows: range, keys: range) -> Tensor:
+    """Which weights of some heads are kept, bool ``(*streams.shape, rows, keys)``.
+
+    Args:
+        seed: int64 ``(1,)``.
+        dropout_p: ``0 <= dropout_p < 1``.
+        streams: int64, ``batch * nheads + head`` of each.
+        rows, keys: which queries and keys.
+    """
+    (i, skipped_rows), (j, skipped_keys) = (_groups(x, seed.device) for x in (rows, keys))
+    words = _words(seed, streams, i[:, None], j)
+    # (..., i // 16, i // 8 % 2, i % 8, j // 16, j // 8 % 2, j % 8)
+    found = torch.empty(
+        *streams.shape, len(i) // _APART, 2, _APART, len(j) // _APART, 2, _APART, dtype=torch.bool, device=seed.device
+    )
+    threshold = int(dropout_p * 2**32)
+    for n, word in enumerate(words):
+        found[..., n // 2, :, :, n % 2, :] = (word >= threshold).unflatten(-1, (-1, _APART)).unflatten(-3, (-1, _APART))
+    found = found.flatten(-3).flatten(-4, -2)
+    return found[..., skipped_rows : skipped_rows + len(rows), skipped_keys : skipped_keys + len(keys)]
+
+
+def _group(x: Tensor) -> Tensor:
+    """An index without the bit by which those of a counter differ."""
+    return x // (2 * _APART) * _APART + x % _APART
+
+
+def _groups(part: range, device: torch.device) -> tuple[Tensor, int]:
+    """The groups, int64 ``(n,)``, of whole stretches of 16 indices around `part`, and how many come before it."""
+    size = 2 * _APART
+    first, stop = part.start // size, -(-part.stop // size)
+    return torch.arange(first * _APART, stop * _APART, device=device), part.start - first * size
+
+
+def _words(seed: Tensor, streams: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return philox(seed, j, i, streams[..., None, None], torch.zeros_like(j))
 
 
 def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,13 +104,11 @@ def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(_ROUNDS):
-        # The low 64 bits of a product are right although it overflows int64; the shift's copies of its sign go.
+        # The low 64 bits of a product are right although it overflows int64. Its high word stays above the low one,
+        # and the copies of its sign above its high word, until they are cut off.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _WORD) ^ c1 ^ k0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ c3 ^ k1,
-            first & _WORD,
-        )
+        c0 = ((second >> 32) ^ c1 ^ k0).bitwise_and_(_WORD)
+        c2 = ((first >> 32) ^ c3 ^ k1).bitwise_and_(_WORD)
+        c1, c3 = second, first
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+    return c0, c1 & _WORD, c2, c3 & _WORD

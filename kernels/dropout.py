@@ -1,7 +1,8 @@
 """Dropout of weights, decided element by element, so that tiles of any size and both directions agree.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011): Philox-4x32-10 with the seed as key and
-``(key, query, sequence * nheads_q + head, 0)`` as counter. ``fusedattn.dropout`` has the same in PyTorch.
+``(g(key), g(query), sequence * nheads_q + head, 0)`` as counter, where ``g`` leaves bit 3 out of an index. The four
+words of a counter are those of the pairs that differ in these two bits. ``fusedattn.dropout`` has the same in PyTorch.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import triton.language as tl
 class DropoutArguments(NamedTuple):
     """How weights are dropped.
 
-    A weight is kept where the first word of Philox, less 2^31, is at least `threshold`, and then multiplied by
+    A weight is kept where its word of Philox, less 2^31, is at least `threshold`, and then multiplied by
     `factor`, 1 / (1 - dropout_p). `seed_ptr` is None where nothing is dropped.
     """
 
@@ -30,8 +31,15 @@ def kept(dropout, place, nheads, rows, keys):
     """Which weights of queries `rows` and `keys`, pairwise, are kept."""
     stream = place.sequence * nheads + place.head
     zero = (rows + keys) * 0
-    word, _, _, _ = tl.philox(tl.load(dropout.seed_ptr), zero + keys, zero + rows, zero + stream, zero, 10)
+    a, b, c, d = tl.philox(tl.load(dropout.seed_ptr), zero + _group(keys), zero + _group(rows), zero + stream, zero, 10)
+    word = tl.where(rows & 8 != 0, tl.where(keys & 8 != 0, d, c), tl.where(keys & 8 != 0, b, a))
     return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= dropout.threshold
+
+
+@triton.jit
+def _group(index):
+    """An index without its bit 3."""
+    return (index >> 4 << 3) | (index & 7)
 
 
 def dropout_arguments(seed: Any, dropout_p: float) -> DropoutArguments:

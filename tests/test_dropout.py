@@ -44,27 +44,32 @@ def test_the_known_answers_of_random123(counter, key, words):
 
 
 @triton.jit
-def first_words(out_ptr, seed_ptr, index, SEQLEN_Q: tl.constexpr, SEQLEN_K: tl.constexpr):
-    i, j = tl.arange(0, SEQLEN_Q)[:, None], tl.arange(0, SEQLEN_K)[None, :]
-    zeros = tl.zeros((SEQLEN_Q, SEQLEN_K), tl.int32)
-    word, _, _, _ = tl.philox(tl.load(seed_ptr), zeros + j, zeros + i, zeros + index, zeros, n_rounds=10)
-    tl.store(out_ptr + i * SEQLEN_K + j, word.to(tl.int64) & 0xFFFFFFFF)
+def four_words(out_ptr, seed_ptr, index, N_ROWS: tl.constexpr, N_KEYS: tl.constexpr):
+    i, j = tl.arange(0, N_ROWS)[:, None], tl.arange(0, N_KEYS)[None, :]
+    zeros = tl.zeros((N_ROWS, N_KEYS), tl.int32)
+    words = tl.philox(tl.load(seed_ptr), zeros + j, zeros + i, zeros + index, zeros, n_rounds=10)
+    for n in tl.static_range(4):
+        tl.store(out_ptr + (n * N_ROWS + i) * N_KEYS + j, words[n].to(tl.int64) & 0xFFFFFFFF)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, -1, -(2**63), 0x299F31D0A4093822])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_triton_keeps_the_same(seed, dropout_p):
-    batch, nheads, seqlen_q, seqlen_k, first = 2, 3, 4, 16, 5
+    """Pairs whose query and key differ in bit 3 alone are the words of one counter, which has the index without it."""
+    batch, nheads, seqlen_q, seqlen_k, first = 2, 3, 21, 61, 5
     seed = torch.tensor([seed], device=DEVICE)
     keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first)
     assert keep.shape == (batch, nheads, seqlen_q, seqlen_k)
     assert keep.dtype == torch.bool
     assert keep.device.type == DEVICE
+    i, j = torch.arange(seqlen_q, device=DEVICE)[:, None], torch.arange(seqlen_k, device=DEVICE)
+    without = [(x & 7) + (x >> 4) * 8 for x in (i, j)]
     for b in range(batch):
         for h in range(nheads):
-            words = torch.empty(seqlen_q, seqlen_k, dtype=torch.int64, device=DEVICE)
-            first_words[(1,)](words, seed, (first + b) * nheads + h, SEQLEN_Q=seqlen_q, SEQLEN_K=seqlen_k)
-            assert torch.equal(keep[b, h], words >= math.floor(dropout_p * 2**32))
+            words = torch.empty(4, 16, 32, dtype=torch.int64, device=DEVICE)
+            four_words[(1,)](words, seed, (first + b) * nheads + h, N_ROWS=16, N_KEYS=32)
+            own = words[(i >> 3 & 1) * 2 + (j >> 3 & 1), *without]
+            assert torch.equal(keep[b, h], own >= math.floor(dropout_p * 2**32))
 
 
 def keep_mask(dropout_p: float, *shape: int, **options: object) -> Tensor:
@@ -89,6 +94,9 @@ def test_every_pair_draws_for_itself():
         (keep[:, 0], keep[:, 1]),
         (keep[:, :, :-1], keep[:, :, 1:]),
         (keep[..., :-1], keep[..., 1:]),
+        (keep[..., :-8], keep[..., 8:]),
+        (keep[:, :, :-8], keep[:, :, 8:]),
+        (keep[:, :, :-8, :-8], keep[:, :, 8:, 8:]),
         (keep, keep.mT),
         (keep, other),
     ):
@@ -98,20 +106,33 @@ def test_every_pair_draws_for_itself():
 
 @pytest.mark.parametrize(
     ("rows", "keys"),
-    [(slice(3, 5), slice(None)), (None, slice(1, None, 4)), (torch.tensor([6, 0, 0]), torch.tensor([8, 2]))],
+    [(slice(13, 25), slice(None)), (None, slice(1, None, 4)), (torch.tensor([26, 9, 9, 0]), torch.tensor([38, 2, 10]))],
 )
 def test_a_part_is_that_of_the_whole(rows, keys):
-    whole = keep_mask(0.4, 3, 2, 7, 9)
+    whole = keep_mask(0.4, 3, 2, 27, 39)
     expected = whole[:, :, slice(None) if rows is None else rows][..., slice(None) if keys is None else keys]
-    assert torch.equal(keep_mask(0.4, 3, 2, 7, 9, rows=rows, keys=keys), expected)
+    assert torch.equal(keep_mask(0.4, 3, 2, 27, 39, rows=rows, keys=keys), expected)
     expected = expected[1:]
-    assert torch.equal(keep_mask(0.4, 2, 2, 7, 9, rows=rows, keys=keys, first_batch=1), expected)
+    assert torch.equal(keep_mask(0.4, 2, 2, 27, 39, rows=rows, keys=keys, first_batch=1), expected)
+
+
+@pytest.mark.parametrize("rows", [range(27), range(16, 27), range(9, 24), range(5, 6), range(3, 3)], ids=str)
+@pytest.mark.parametrize("keys", [range(39), range(7, 33), range(31, 32)], ids=str)
+def test_some_heads_are_those_of_the_whole(rows, keys):
+    whole = keep_mask(0.4, 3, 2, 27, 39)
+    streams = torch.tensor([5, 2])  # the last head of the last batch, and the first of the second
+    got = dropout.kept(torch.tensor([1234567890123]), 0.4, streams, rows, keys)
+    expected = torch.stack((whole[2, 1], whole[1, 0]))[:, rows.start : rows.stop, keys.start : keys.stop]
+    assert torch.equal(got, expected)
 
 
 def test_a_weight_is_dropped_below_the_threshold_alone():
     word = dropout.philox(torch.tensor([1234567890123]), *torch.tensor([2, 1, 0, 0]).split(1))[0].item()
     assert keep_mask(word / 2**32, 1, 1, 2, 3)[0, 0, 1, 2]
     assert not keep_mask((word + 1) / 2**32, 1, 1, 2, 3)[0, 0, 1, 2]
+    of_part = {"rows": slice(1, 2), "keys": slice(2, 3)}
+    assert keep_mask(word / 2**32, 1, 1, 2, 3, **of_part).item()
+    assert not keep_mask((word + 1) / 2**32, 1, 1, 2, 3, **of_part).item()
 
 
 def test_seeds():
