@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from fusedattn import fused, nested, plain, reference, sdpa
+from fusedattn import fused, nested, plain, sdpa
 from fusedattn.biases import Bias
 from fusedattn.checks import unknown_argument
 from fusedattn.masks import Mask
@@ -166,14 +165,10 @@ def attention(
         dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
+    results: tuple[Tensor, Tensor | None]
     if backend == "triton":
-        out, lse = fused.attention(q, k, v, options, deterministic=deterministic)
-    elif return_lse or not sdpa.can_run(options):
-        # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
-        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse, _ = reference.attention(*wide, **vars(options))
-        out = out.to(q.dtype)
+        results = fused.attention(q, k, v, options, deterministic=deterministic)
     else:
-        return sdpa.attention(q, k, v, mask=options.mask, rope=rope, bias=options.bias, scale=options.scale)
-    return (out, lse) if return_lse else out
+        results = sdpa.attention(q, k, v, options, return_lse=return_lse)
+    out, lse = results
+    return (out, lse) if return_lse and lse is not None else out

@@ -23,14 +23,14 @@ def cut(x: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
     return parts
 
 
-def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int]) -> Tensor:
-    """The tensor ``(batch, nheads, seqlen, head_dim)`` of these parts, the sum where they overlap, 0 elsewhere.
+def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int], *, elsewhere: float = 0.0) -> Tensor:
+    """The tensor ``(batch, nheads, seqlen, head_dim)`` of these parts, the sum where they overlap, else `elsewhere`.
 
     Its heads follow each other within a token, as those of torch's own function on a CPU do.
     """
     if len(boxes) == 1 and _covers(boxes, shape[0], shape[2]):
         return parts[0]
-    whole: Tensor = _Paste.apply(tuple(boxes), tuple(shape), True, *parts)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Paste.apply(tuple(boxes), tuple(shape), True, elsewhere, *parts)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -44,31 +44,34 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         paste = _Paste.apply if torch.is_grad_enabled() else _pasted
-        return paste(ctx.boxes, ctx.shape, ctx.by_token, *grads), None
+        return paste(ctx.boxes, ctx.shape, ctx.by_token, 0.0, *grads), None
 
 
 class _Paste(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, elsewhere: float, *parts: Tensor
+    ) -> Tensor:
         ctx.boxes = boxes
-        return _pasted(boxes, shape, by_token, *parts)
+        return _pasted(boxes, shape, by_token, elsewhere, *parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *cut(grad, ctx.boxes)
+        return None, None, None, None, *cut(grad, ctx.boxes)
 
 
-def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, *parts: Tensor) -> Tensor:
+def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, elsewhere: float, *parts: Tensor) -> Tensor:
     batch, nheads, seqlen, head_dim = shape
     overlap = _overlap(boxes)
     dtype = parts[0].dtype
     # Sums of many parts are not rounded to 16 bits again and again.
     wide = torch.promote_types(dtype, torch.float32) if overlap else dtype
-    new = parts[0].new_zeros if overlap or not _covers(boxes, batch, seqlen) else parts[0].new_empty
     if by_token:
-        whole = new((batch, seqlen, nheads, head_dim), dtype=wide).transpose(1, 2)
+        whole = parts[0].new_empty((batch, seqlen, nheads, head_dim), dtype=wide).transpose(1, 2)
     else:
-        whole = new(shape, dtype=wide)
+        whole = parts[0].new_empty(shape, dtype=wide)
+    if overlap or not _covers(boxes, batch, seqlen):
+        whole.fill_(elsewhere)
     for part, box in zip(parts, boxes, strict=True):
         own = _part(whole, box)
         if overlap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,22 @@ from fusedattn.masks import Documents, Layout, Mask, Prefix
 from fusedattn.rope import Rope
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
+class Attend(Protocol):
+    """``(out, lse)`` of one sequence, which is number `first_batch`; lse None if it is not known."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_batch: int
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_batch: int) -> tuple[Tensor, Tensor]:
+    """By :func:`fusedattn.reference.attention`."""
+    return reference.attention(q, k, v, **vars(options), first_batch=first_batch)[:2]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed, *, attend: Attend = by_reference
+) -> tuple[Tensor, Tensor | None]:
     """``(out, lse)`` of tensors with a batch of 1; 0 and ``-inf`` for rows that belong to no sequence.
 
     Waits for `packed` to be computed, as it reads where sequences lie; not under a compiler, which cannot read.
@@ -28,30 +44,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed)
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
         own = replace(
             options,
-            mask=_mask_of(options.mask, i, queries, keys),
+            mask=_mask_of(options.mask, i, queries, keys, q.shape[1], q.device),
             bias=None if options.bias is None else _bias_of(options.bias, i, queries, keys),
             rope=None if options.rope is None else _rope_of(options.rope, queries, keys),
         )
-        out, lse, _ = reference.attention(
-            q[:, :, queries], k[:, :, keys], v[:, :, keys], **vars(own), first_batch=i
-        )  # fmt: skip
+        out, lse = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own, first_batch=i)
         outs.append(out)
-        lses.append(lse)
+        if lse is not None:
+            lses.append(lse)
     n_rest = q.shape[2] - stops_q[-1]
     outs.append(q.new_zeros(1, q.shape[1], n_rest, v.shape[3]))
+    out = torch.cat(outs, dim=2)
+    if len(lses) < packed.n_sequences:
+        return out, None
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lses.append(torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device))
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    return out, torch.cat(lses, dim=2)
 
 
-def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
-    """That of sequence `i`."""
+def _mask_of(mask: Mask, i: int, queries: slice, keys: slice, nheads: int, device: torch.device) -> Mask:
+    """That of sequence `i`; a function, which may ask for this number, is written out."""
     lengths = (queries.stop - queries.start, keys.stop - keys.start)
     layout, documents, prefix = mask.layout, mask.documents, mask.prefix
     if layout is not None:
         blocks = (-(-lengths[0] // layout.block_q), -(-lengths[1] // layout.block_k))
         layout = Layout(_pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
-    return replace(
+    own = replace(
         mask,
         valid=None if mask.valid is None else mask.valid[:, keys],
         allowed=None if mask.allowed is None else _pairs_of(mask.allowed, i, *lengths),
@@ -59,6 +77,9 @@ def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
         documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
         layout=layout,
     )
+    if own.function is None:
+        return own
+    return Mask(allowed=own.dense(*lengths, batch=1, nheads=nheads, first_batch=i, device=device))
 
 
 def _bias_of(bias: Bias, i: int, queries: slice, keys: slice) -> Bias:
@@ -131,14 +152,17 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -
         bias=bias,
         rope=rope,
     )
-    out, lse, _ = reference.attention(of_heads(q, rows_q), of_heads(k, rows_k), of_heads(v, rows_k), **vars(own))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse, _ = reference.attention(
+        *(of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))), **vars(own)
+    )
 
     def of_tokens(x: Tensor, rest: float) -> Tensor:
         """``(n_sequences, nheads, longest_q, ...)`` as ``(1, nheads, total_q, ...)``."""
         tokens = x.new_full((q.shape[2] + 1, x.shape[1], *x.shape[3:]), rest)
         return tokens.index_copy(0, rows_q.flatten(), x.transpose(1, 2).flatten(0, 1))[:-1].transpose(0, 1)[None]
 
-    return of_tokens(out, 0.0), of_tokens(lse, -torch.inf)
+    return of_tokens(out.to(q.dtype), 0.0), of_tokens(lse, -torch.inf)
 
 
 def _rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:

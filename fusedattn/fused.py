@@ -215,7 +215,9 @@ def attention(
             score_mod = score_mod.with_learned(learned)
         changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
         if packed is not None:
-            return eager_packed.attention(q, k, v, changed, packed)
+            out, lse = eager_packed.attention(q, k, v, changed, packed)
+            assert lse is not None
+            return out, lse
         return reference.attention(q, k, v, **vars(changed))[:2]
 
     function = Attention if ops.transforming() else DirectAttention

@@ -82,8 +82,12 @@ def readily(mask: Mask, shape: Shape) -> Mask:
 def whole(mask: Mask, shape: Shape) -> list[Group]:
     """All scores at once."""
     of_keys = mask.valid is not None and replace(mask, valid=None).is_full
-    piece = Piece(range(shape.seqlen_q), range(shape.seqlen_k), "keys" if of_keys else "pairs")
-    return [Group(range(shape.batch), (piece,))]
+    return [everything(shape, "keys" if of_keys else "pairs")]
+
+
+def everything(shape: Shape, hidden: Hidden) -> Group:
+    """All batches, in one piece."""
+    return Group(range(shape.batch), (Piece(range(shape.seqlen_q), range(shape.seqlen_k), hidden),))
 
 
 def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:

@@ -1,12 +1,13 @@
 """The ``torch`` backend: ``F.scaled_dot_product_attention`` composed to this package's contract.
 
-What torch leaves open is closed here: rotary embedding, bottom-right causal masks, rows that see nothing, and
-NaN or Inf behind a mask. Gradients are torch's own.
+What torch leaves open is closed here: rotary embedding, bottom-right causal masks, rows that see nothing, NaN or Inf
+behind a mask, and whatever else happens to scores. Gradients are torch's own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,65 +16,199 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusedattn import indices, pieces, reference
-from fusedattn.biases import Bias
+from fusedattn import eager, flash, indices, pieces, reference
 from fusedattn.constants import Options
 from fusedattn.cuts import cut, paste
+from fusedattn.eager import Place, Steps
 from fusedattn.masks import Mask, boolean
 from fusedattn.reference import LARGE
-from fusedattn.rope import Rope
+
+Results = tuple[Tensor, Tensor | None]
+
+# (out, lse) of q, k and v, what is added to their scores, whether only keys up to the query's own are seen, and place.
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, Place], Results]
 
 
-def can_run(options: Options) -> bool:
-    """Whether torch's function can compute out with these: it adds a bias, and that is all it does to scores."""
-    changes = (options.softcap, options.score_mod, options.sinks)
-    return all(x is None for x in changes) and not options.dropout_p
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, first_batch: int = 0) -> Results:
+    """``(out, lse)`` of :func:`fusedattn.attention`, lse None if not asked for; `options` checked, scale positive.
 
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, rope: Rope | None, bias: Bias | None, scale: float
-) -> Tensor:
-    """The output of :func:`fusedattn.attention`; arguments likewise, already checked, scale positive."""
+    Dropout and a function of scores count the batches from `first_batch` on; a function of the mask does not.
+    """
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    has_kernel = options.softcap is None and options.score_mod is None and not options.dropout_p
+    is_plain = has_kernel and options.sinks is None
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
-        return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
+        return _by_reference(q, k, v, options, return_lse, first_batch)
+    rope, bias, mask = options.rope, options.bias, options.mask
     rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
     # In float32 at least, as in 16 bits a large negative bias would become -inf.
     wide = torch.promote_types(q.dtype, torch.float32)
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
-    given = [q, k, v] if added is None else [q, k, v, added]
+    given = [q, k, v, *(x for x in (added, options.sinks, options.dropout_seed) if x is not None)]
+    if options.score_mod is not None:
+        given += options.score_mod.tensors().values()
     readable = all(map(reference.is_readable, (*given, *mask.tensors().values())))
+    can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
+    if not can_plan and (return_lse or not is_plain):
+        return _by_reference(q, k, v, options, return_lse, first_batch)
     lowest = highest = 0.0
     if added is not None:
         lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
-    # It multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if readable and not (highest < math.inf and _finite(rotated_q, rotated_k, v)):
-        return reference.attention(q, k, v, mask=mask, rope=rope, bias=bias, scale=scale)[0]
-    if added is not None and lowest == -math.inf:
-        mask = mask & boolean(added != -math.inf)
+        if lowest == -math.inf:
+            mask = mask & boolean(added != -math.inf)
+    unrotated = q, k, v
+    q, k, poisoned = rotated_q, rotated_k, None
+    # torch's function multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
+    if readable and not (highest < math.inf and math.isfinite(_sum(q) + _sum(k) + _sum(v))):
+        cleaned = _cleaned(q, k, v, mask) if highest < math.inf else None
+        if cleaned is None:
+            return _by_reference(*unrotated, options, return_lse, first_batch)
+        q, k, v, poisoned = cleaned
 
-    q, k, v = _apart(rotated_q), _apart(rotated_k), _apart(v)
+    q, k, v = _apart(q), _apart(k), _apart(v)
     is_large = not (lowest > -LARGE and highest < LARGE)
-    if added is not None and is_large and _is_differentiated(q, k, v) and _has_large_rows(added, mask, q, k):
-        with sdpa_kernel(SDPBackend.MATH):  # which keeps the weights
+    keeps_weights = False
+    if added is not None and is_large and _is_differentiated(q, k, v, options.sinks):
+        keeps_weights = _has_large_rows(added, mask, q, k)
+    if return_lse or not is_plain:
+        steps = Steps(
+            options.scale, options.softcap, options.score_mod, options.sinks, options.dropout_p, options.dropout_seed,
+            needs_lse=return_lse or options.sinks is not None,
+        )  # fmt: skip
+        out, lse = _with_lse(q, k, v, mask, added, steps, has_kernel and not keeps_weights, first_batch)
+    else:
+        out, lse = _plain(q, k, v, mask, added, options.scale, can_plan, keeps_weights), None
+    if poisoned is not None:
+        out = out.masked_fill(poisoned[..., None], math.nan)
+        lse = None if lse is None else lse.masked_fill(poisoned, math.nan)
+    return out, lse if return_lse else None
+
+
+def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, first_batch: int) -> Results:
+    # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse, _ = reference.attention(*wide, **vars(options), first_batch=first_batch)
+    return out.to(q.dtype), lse if return_lse else None
+
+
+def _cleaned(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """q, k and v with 0 for what is not finite, and the queries whose results are NaN, ``(batch, nheads, seqlen_q)``.
+
+    None where more than that has to be known: a query sees a key or value that is not finite, or has an Inf itself, or
+    a NaN that gradients are to show.
+    """
+    # A sum of what is not finite is not finite either; that of finite numbers may overflow.
+    bad_q, bad_k = ~_sums(q).isfinite(), ~(_sums(k) + _sums(v)).isfinite()
+    visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
+    if bad_k.any():
+        seen = visible.any(dim=2)  # (batch or 1, nheads or 1, seqlen_k)
+        if seen.shape[1] > 1:
+            seen = seen.unflatten(1, (k.shape[1], -1)).any(dim=2)
+        if (bad_k & seen).any():
+            return None
+        k, v = (x.masked_fill(bad_k[..., None], 0.0) for x in (k, v))
+    if not bad_q.any():
+        return q, k, v, None
+    poisoned = bad_q & visible.any(dim=3)
+    if poisoned.any() and (_is_differentiated(q, k, v) or (poisoned & ~q.isnan().any(dim=-1)).any()):
+        return None
+    return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Of rows, ``(batch, nheads, seqlen)``."""
+    return x.detach().sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool, keeps_weights: bool
+) -> Tensor:
+    """The output alone, of scores that nothing but `added` changes; it is finite where `mask` shows a pair."""
+    if keeps_weights:
+        with sdpa_kernel(SDPBackend.MATH):
             return _at_once(q, k, v, mask, added, scale)
-    can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
         return _run(q, k, v, mask, added, scale, can_plan)
     # torch's fast kernel takes one head_dim; the other one has derivatives of derivatives, which this has not.
-    q, k, v = (F.pad(x, (0, max(head_dim, head_dim_v) - x.shape[3])) for x in (q, k, v))
-    out = _run(q, k, v, mask, added, scale, can_plan)
+    out = _run(*_of_one_head_dim(q, k, v), mask, added, scale, can_plan)
     return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
 
 
+def _of_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Filled up with zeros."""
+    most = max(q.shape[3], v.shape[3])
+    q, k, v = (x if x.shape[3] == most else F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
+    return q, k, v
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool) -> Tensor:
-    """The output; `added` to the scores is finite where `mask` shows a pair."""
-    if added is None and mask.only_bands:
-        lower, upper = mask.band(q.shape[2], k.shape[2])
-        if lower is None and upper in (None, 0):
-            return _call(q, k, v, is_causal=upper is not None, scale=scale)
-    return (_in_pieces if can_plan else _at_once)(q, k, v, mask, added, scale)
+    is_causal = None if added is not None else _is_causal(mask, q, k)
+    if is_causal is not None:
+        return _call(q, k, v, is_causal=is_causal, scale=scale)
+    if not can_plan:
+        return _at_once(q, k, v, mask, added, scale)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place) -> Results:
+        return _call(q, k, v, attn_mask=of_rows, is_causal=is_causal, scale=scale), None
+
+    return _in_pieces(q, k, v, mask, added, compute, has_triangles=True)[0]
+
+
+def _is_causal(mask: Mask, q: Tensor, k: Tensor) -> bool | None:
+    """As torch's function understands it; None where the mask is another one."""
+    if not mask.only_bands:
+        return None
+    lower, upper = mask.band(q.shape[2], k.shape[2])
+    return upper is not None if lower is None and upper in (None, 0) else None
+
+
+def _with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    added: Tensor | None,
+    steps: Steps,
+    has_kernel: bool,
+    first_batch: int,
+) -> Results:
+    """The output and, if `steps` need it, lse; by torch's kernel, or with the weights written out."""
+    if has_kernel and not (added is not None and added.requires_grad):
+        head_dim_v = v.shape[3]
+
+        def by_kernel(
+            q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
+        ) -> Results:
+            def again(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Results:
+                own = of_rows
+                if is_causal:
+                    triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+                    own = _rows(triangle[None, None], None, q.dtype).added
+                return eager.attention(q, k, v, own, steps._replace(sinks=sinks), place)
+
+            return flash.attention(q, k, v, of_rows, steps.sinks, is_causal=is_causal, scale=steps.scale, eager=again)
+
+        out, lse = _in_pieces(*_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True)
+        out = out[..., :head_dim_v]
+    else:
+        # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
+        dtype = q.dtype
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+
+        def by_weights(
+            q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
+        ) -> Results:
+            batches = range(first_batch + place.batches.start, first_batch + place.batches.stop)
+            return eager.attention(q, k, v, of_rows, steps, place._replace(batches=batches))
+
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _in_pieces(q, k, v, mask, added, by_weights, has_triangles=False)
+        out = out.to(dtype)
+    if lse is not None and steps.sinks is not None:
+        lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)
+    return out, lse
 
 
 def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
@@ -94,37 +229,53 @@ def _is_transformed(*tensors: Tensor) -> bool:
     return forward_ad._current_level >= 0 or any(map(wrapped, tensors))
 
 
-def _in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float) -> Tensor:
-    """A call for each piece of the plan, which leaves out most of what the mask hides."""
+def _in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
+) -> Results:
+    """What `compute` says of each piece of the plan, which leaves out most of what the mask hides."""
     shape = pieces.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    is_causal = _is_causal(mask, q, k) if added is None and has_triangles else None
     mask = pieces.readily(mask, shape)
-    if added is not None and added.requires_grad:
+    if is_causal is not None:
+        groups = [pieces.everything(shape, "later" if is_causal else "nothing")]
+    elif added is not None and added.requires_grad:
         groups = pieces.whole(mask, shape)
     else:
-        groups = pieces.plan(mask, shape, diagonals=added is None)
+        groups = pieces.plan(mask, shape, diagonals=has_triangles and added is None)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
     bands: dict[tuple[int, int, int], _Rows] = {}
-    outs = []
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
     for (batches, piece), queries, keys, values in zip(
         parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True
     ):
         own = _part(added, batches, piece)
-        if piece.hidden in ("nothing", "later"):
-            is_causal = piece.hidden == "later"
-            outs.append(_call(queries, keys, values, attn_mask=own, is_causal=is_causal, scale=scale))
-            continue
         in_band = piece.hidden == "band"
-        shown = Mask(mask.bands) if in_band else mask
-        if in_band and own is None:  # the same of all pieces in such a place
+        if piece.hidden in ("nothing", "later"):
+            rows = _Rows(own, None)
+        elif in_band and own is None:  # the same of all pieces in such a place
             place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
             if place not in bands:
-                bands[place] = _rows(_visible(shown, batches, piece, shape), None, q.dtype)
+                bands[place] = _rows(_visible(Mask(mask.bands), batches, piece, shape), None, q.dtype)
             rows = bands[place]
         else:
+            shown = Mask(mask.bands) if in_band else mask
             rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
-        outs.append(_masked(queries, keys, values, rows, scale))
-    return paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+        if rows.empty is not None:
+            queries = queries.masked_fill(rows.empty, 0.0)
+        at = Place(batches, piece.rows, piece.keys)
+        out, lse = compute(queries, keys, values, rows.added, piece.hidden == "later", at)
+        if rows.empty is not None:
+            out = out.masked_fill(rows.empty, 0.0)
+            lse = None if lse is None else lse.masked_fill(rows.empty[..., 0], -math.inf)
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse[..., None])
+    out = paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+    if not lses:
+        return out, None
+    return out, paste(lses, boxes_q, (*q.shape[:3], 1), elsewhere=-math.inf)[..., 0].contiguous()
 
 
 def _visible(mask: Mask, batches: range, piece: pieces.Piece, shape: pieces.Shape) -> Tensor:
@@ -157,7 +308,11 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, 
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    return _masked(q, k, v, _rows(visible, added, q.dtype), scale)
+    rows = _rows(visible, added, q.dtype)
+    if rows.empty is None:
+        return _call(q, k, v, attn_mask=rows.added, scale=scale)
+    out = _call(q.masked_fill(rows.empty, 0.0), k, v, attn_mask=rows.added, scale=scale)
+    return out.masked_fill(rows.empty, 0.0)
 
 
 class _Rows(NamedTuple):
@@ -167,7 +322,7 @@ class _Rows(NamedTuple):
     gradient that it gets back makes all of its gradients exactly 0.
     """
 
-    added: Tensor  # broadcastable to the scores
+    added: Tensor | None  # broadcastable to the scores
     empty: Tensor | None  # bool, of the same shape but for one column; None: no row is
 
 
@@ -182,13 +337,6 @@ def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     if empty is not None:
         hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)
     return _Rows(torch.where(visible, added, hidden), empty)
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, rows: _Rows, scale: float) -> Tensor:
-    if rows.empty is None:
-        return _call(q, k, v, attn_mask=rows.added, scale=scale)
-    out = _call(q.masked_fill(rows.empty, 0.0), k, v, attn_mask=rows.added, scale=scale)
-    return out.masked_fill(rows.empty, 0.0)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -219,9 +367,5 @@ def _bounds(x: Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are."""
-    with torch.no_grad():
-        # A sum of what is not finite is not finite either; that of finite numbers may overflow.
-        sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
-        return math.isfinite(sum(sums)) or all(bool(torch.isfinite(x).all()) for x in tensors)
+def _sum(x: Tensor) -> float:
+    return x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, overload
 
 from torch import Tensor
 
-from fusedattn import checks, eager_packed, fused
+from fusedattn import checks, eager_packed, fused, sdpa
 from fusedattn.biases import Bias
 from fusedattn.constants import Packed
 from fusedattn.masks import Mask
@@ -136,9 +137,11 @@ def attention_varlen(
         sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     q, options = with_positive_scale(q, options)
+    lse: Tensor | None
     if backend == "triton":
         out, lse = fused.attention(q, k, v, options, deterministic=deterministic, packed=packed)
     else:
-        out, lse = eager_packed.attention(q, k, v, options, packed)
+        attend = functools.partial(sdpa.attention, return_lse=return_lse)
+        out, lse = eager_packed.attention(q, k, v, options, packed, attend=attend)
     out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    return (out, lse[0]) if return_lse and lse is not None else out

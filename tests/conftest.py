@@ -390,8 +390,8 @@ TORCH_LIMIT = {torch.float32: 6.0, torch.float16: 1.5, torch.bfloat16: 1.5}
 
 
 def torch_attention_beside_lse(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
-    """The torch backend, with lse from elsewhere: asked for it, which torch's function does not return, the backend
-    runs the reference.
+    """The torch backend by its way without lse: asked for it, which torch's function does not return, the backend
+    takes another one.
     """
     out = torch_attention(q, k, v, **options)
     return (out, reference.attention(q, k, v, **options)[1]) if return_lse else out

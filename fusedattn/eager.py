@@ -1,0 +1,147 @@
+"""Attention whose weights are written out, a few at a time, for whatever torch's function cannot do to scores.
+
+Autograd derives the gradients, of any order. :mod:`fusedattn.reference` says what is right; here, inputs are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedattn import dropout, reference
+from fusedattn.score_mod import ScoreMod
+
+# Scores in one step, which stay in a cache; and the fewest queries that are worth a product of their own.
+SCORES, LEAST_ROWS = 2**17, 64
+
+
+class Place(NamedTuple):
+    """Which batches, queries and keys of the whole attention something is of."""
+
+    batches: range
+    rows: range
+    keys: range
+
+
+class Steps(NamedTuple):
+    """What is done to scores.
+
+    Attributes:
+        scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for :func:`fusedattn.attention`.
+        needs_lse: whether lse is computed.
+    """
+
+    scale: float
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    needs_lse: bool = True
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, place: Place
+) -> tuple[Tensor, Tensor | None]:
+    """``(out, lse)``, float32 or float64; lse None where it is not needed.
+
+    Args:
+        q, k, v: as for :func:`fusedattn.attention`, those of `place`; finite, float32 or float64.
+        added: to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``, finite somewhere in each row.
+        steps: what else is done.
+        place: where q and k come from.
+    """
+    nheads, n_rows = q.shape[1:3]
+    nheads_kv, n_keys = k.shape[1:3]
+    group = nheads // nheads_kv
+    of_batch = nheads * n_rows * n_keys
+    n_batches = max(1, SCORES // of_batch)
+    # A function of scores gets all heads at once.
+    n_heads = nheads_kv if steps.score_mod is not None else max(1, min(nheads_kv, SCORES * nheads_kv // of_batch))
+    size = max(LEAST_ROWS, SCORES // (n_heads * group * n_keys))
+    q = q * (steps.scale if steps.softcap is None else steps.scale / steps.softcap)
+    batches = []
+    for b, of_batches in enumerate(_split((q, k, v), (n_batches,) * 3, dim=0)):
+        own = added if added is None or added.shape[0] == 1 else added[b * n_batches : (b + 1) * n_batches]
+        heads = []
+        for h, (queries, keys, values) in enumerate(_split(of_batches, (n_heads * group, n_heads, n_heads), dim=1)):
+            first = h * n_heads * group
+            of_heads = own if own is None or own.shape[1] == 1 else own[:, first : first + queries.shape[1]]
+            blocks = []
+            for i, rows in enumerate(queries.split(size, dim=2)):
+                start = i * size
+                on_rows = of_heads
+                if of_heads is not None and of_heads.shape[2] > 1:
+                    on_rows = of_heads[:, :, start : start + size]
+                at = Place(
+                    place.batches[b * n_batches : (b + 1) * n_batches],
+                    place.rows[start : start + size],
+                    place.keys,
+                )
+                blocks.append(_step(rows, keys, values, on_rows, steps, at, first, nheads))
+            heads.append(_joined(blocks, 2))
+        batches.append(_joined(heads, 1))
+    return _joined(batches, 0)
+
+
+Results = tuple[Tensor, Tensor | None]
+
+
+def _split(xs: Iterable[Tensor], sizes: Iterable[int], dim: int) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of these tensors that belong together."""
+    return zip(*(x.split(size, dim) for x, size in zip(xs, sizes, strict=True)), strict=True)
+
+
+def _joined(parts: list[Results], dim: int) -> Results:
+    if len(parts) == 1:
+        return parts[0]
+    outs = torch.cat([out for out, _ in parts], dim)
+    lses = [lse for _, lse in parts if lse is not None]
+    return outs, torch.cat(lses, dim) if lses else None
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, at: Place, first_head: int, nheads: int
+) -> Results:
+    """Of some of `nheads` heads, from `first_head` on; q is scaled."""
+    scores = _product(q, k.mT)
+    if steps.softcap is not None:
+        scores = torch.tanh_(scores)
+    factor = 1.0 if steps.softcap is None else steps.softcap
+    if steps.score_mod is not None:
+        rows, keys = (torch.arange(x.start, x.stop, device=q.device) for x in (at.rows, at.keys))
+        scores = scores * factor
+        scores = steps.score_mod.apply(scores, rows=rows, keys=keys, first_batch=at.batches.start).to(q.dtype)
+        factor = 1.0
+    if added is not None:
+        scores = torch.add(added, scores, alpha=factor)
+    elif factor != 1.0:
+        scores = scores * factor
+    weights = torch.softmax(scores, dim=-1)
+    heads = slice(first_head, first_head + q.shape[1])
+    if steps.dropout_p:
+        assert steps.dropout_seed is not None
+        batches, own = (torch.arange(x.start, x.stop, device=q.device) for x in (at.batches, heads))
+        streams = batches[:, None] * nheads + own
+        keep = dropout.kept(steps.dropout_seed, steps.dropout_p, streams, at.rows, at.keys)
+        weights = weights.masked_fill(~keep, 0.0)
+    out = _product(weights, v)
+    if steps.dropout_p:
+        out = out / (1.0 - steps.dropout_p)
+    if not steps.needs_lse:
+        return out, None
+    lse = reference.logsumexp(scores)
+    if steps.sinks is None:
+        return out, lse
+    sinks = steps.sinks[heads, None].to(lse.dtype)
+    return out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, where `a` may have a multiple of the heads of `b`."""
+    if a.shape[1] == b.shape[1]:
+        return a @ b
+    return (a.reshape(*b.shape[:2], -1, a.shape[3]) @ b).view(*a.shape[:3], b.shape[3])

@@ -1,0 +1,123 @@
+"""Torch's fused kernel for CPU tensors with its log-sum-exp, which torch's function does not return, and sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# The same output and lse by differentiable functions, for derivatives of derivatives.
+Eager = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    eager: Eager,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``, differentiable in q, k, v and sinks.
+
+    Args:
+        q, k, v: as for :func:`fusedattn.attention`, finite, with one head_dim for all.
+        added: to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``, finite somewhere in each row.
+        sinks: ``(nheads_q,)``, or None.
+        is_causal: query ``i`` sees keys ``j <= i``; without `added`.
+        scale: of the scores.
+        eager: the same of ``(q, k, v, sinks)``.
+    """
+    out, lse = _Flash.apply(q, k, v, sinks, added, is_causal, scale, eager)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        added: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        eager: Eager,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+        if sinks is not None:
+            without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = out * torch.exp(without - lse)[..., None].to(out.dtype)
+        ctx.is_causal, ctx.scale, ctx.eager = is_causal, scale, eager
+        ctx.save_for_backward(q, k, v, sinks, added, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, added, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = _differentiable(ctx, (q, k, v, sinks), (dout, dlse))
+            return *found, None, None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        # With lse that counts the sinks, the kernel recomputes the weights that they have left.
+        grads = _gradients(dout, dlse, q, k, v, added, out, lse, ctx.is_causal, ctx.scale)
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            into_lse = -(dout * out).sum(-1, dtype=lse.dtype)
+            into_lse = into_lse if dlse is None else into_lse + dlse
+            dsinks = (torch.exp(sinks.to(lse.dtype)[:, None] - lse) * into_lse).sum((0, 2)).to(sinks.dtype)
+        return *grads, dsinks, None, None, None, None
+
+
+def _differentiable(
+    ctx: Any, inputs: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and sinks, by functions that have gradients themselves."""
+    results = [(x, grad) for x, grad in zip(ctx.eager(*inputs), given, strict=True) if grad is not None]
+    outputs, grads = zip(*results, strict=True)
+    needed = ctx.needs_input_grad[: len(inputs)]
+    wanted = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed and x is not None]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True))
+    return tuple(next(found) if is_needed else None for is_needed in needed)
+
+
+def _gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Of q, k and v."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:  # which the backward does not know
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        dq, *others = _gradients(dout, dlse, q, k, v, added, out, lse, is_causal, scale)
+        return dq, *(x.unflatten(1, (-1, group)).sum(2, dtype=lse.dtype).to(x.dtype) for x in others)
+    if dlse is None:
+        return tuple(_backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale))
+    # The kernel takes the sum of dout * out from each derivative of a weight, and dlse is to be added to it: one more
+    # column, 1 in dout and -dlse in out, which is 0 in v.
+    dtype = lse.dtype
+    wide = [F.pad(x.to(dtype), (0, 1)) for x in (q, k, v)]
+    dout = F.pad(dout.to(dtype), (0, 1), value=1.0)
+    out = torch.cat((out.to(dtype), -dlse[..., None].to(dtype)), dim=-1)
+    added = None if added is None else added.to(dtype)
+    grads = _backward(dout, *wide, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
+    return tuple(grad[..., :-1].to(q.dtype) for grad in grads)
