@@ -63,12 +63,12 @@ def test_triton_keeps_the_same(seed, dropout_p):
     assert keep.dtype == torch.bool
     assert keep.device.type == DEVICE
     i, j = torch.arange(seqlen_q, device=DEVICE)[:, None], torch.arange(seqlen_k, device=DEVICE)
-    without = [(x & 7) + (x >> 4) * 8 for x in (i, j)]
+    row, key = ((x & 7) + (x >> 4) * 8 for x in (i, j))
     for b in range(batch):
         for h in range(nheads):
             words = torch.empty(4, 16, 32, dtype=torch.int64, device=DEVICE)
             four_words[(1,)](words, seed, (first + b) * nheads + h, N_ROWS=16, N_KEYS=32)
-            own = words[(i >> 3 & 1) * 2 + (j >> 3 & 1), *without]
+            own = words[(i >> 3 & 1) * 2 + (j >> 3 & 1), row, key]
             assert torch.equal(keep[b, h], own >= math.floor(dropout_p * 2**32))
 
 

@@ -24,7 +24,7 @@ FA_ROTARY = "fusedattn/integrations/flash_attn/layers/rotary.py"
 FA_DMASK = "fusedattn/integrations/flash_attn/dmask.py"
 KERNELS_HUB = "fusedattn/integrations/kernels_hub.py"
 WEIGHTS, SDPA_BACKEND = "fusedattn/weights.py", "fusedattn/sdpa.py"
-ATTENTION, PREPARE = "fusedattn/attention.py", "fusedattn/prepare.py"
+PREPARE = "fusedattn/prepare.py"
 
 FUSED = "tests/test_modules.py -k itself"
 sdpa, replaced = partial(integration, "torch_functions"), partial(integration, "replace_sdpa")
@@ -228,9 +228,6 @@ RELIED_ON = (
     Fault(SDPA_BACKEND, "mask = mask & boolean(added != -math.inf)", "pass", "torch backend: a row of a bias of -inf", INFINITE),
     Fault(SDPA_BACKEND, "not (highest < math.inf and", "not (-math.inf < lowest and highest < math.inf and", "torch backend: a bias of -inf by the reference", INFINITE),
     Fault(SDPA_BACKEND, "wide = torch.promote_types(q.dtype, torch.float32)", "wide = q.dtype", "torch backend: a bias of 16 bits", INFINITE),
-    Fault(ATTENTION, "(x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))", "(q, k, v)", "torch backend: lse of rounded scores", WRITTEN_OUT),
-    Fault(ATTENTION, "torch.autocast(q.device.type, enabled=False)", "torch.autocast(q.device.type, enabled=True)", "torch backend: lse of scores in the dtype of autocast", WRITTEN_OUT),
-    Fault(ATTENTION, "        out = out.to(q.dtype)\n", "", "torch backend: out in float32 beside lse", WRITTEN_OUT),
     Fault(PREPARE, " or x.dtype == torch.float64:", ":", "autocast: float64 does not stay", sdpa("autocast")),
     Fault(PREPARE, "x.to(torch.get_autocast_dtype(device))", "x.to(torch.bfloat16)", "autocast: one dtype for all", "tests/test_attention.py -k autocast"),
     Fault(PREPARE, " or not x.is_floating_point()", "", "autocast: a bool mask becomes a bias", sdpa("autocast")),

@@ -47,6 +47,8 @@ SCALES = "tests/test_attention.py -k scales"
 TORCH = "tests/test_attention.py -k torch"
 MASKING = "tests/test_masking.py"
 PIECES = "tests/test_pieces.py"
+EAGER_STEPS = "tests/test_eager.py"
+FLASH_CPU, EAGER = "fusedattn/flash.py", "fusedattn/eager.py"
 FEATURES = "tests/test_gradcheck.py -k of_a_feature"
 QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
 
@@ -149,7 +151,7 @@ DIFFERENTIATED = (
     Fault(FUSED, "replace(bias, tensor=added, relative=relative,", "replace(bias, relative=relative,", "second order: bias is a constant", SECOND_ORDER),
     Fault(FUSED, "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)", "changed = replace(options, bias=parts, score_mod=score_mod)", "second order: sinks are constants", SECOND_ORDER),
     Fault(FUSED, "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)", "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks, softcap=None)", "second order: softcap forgotten", SECOND_ORDER),
-    Fault(FUSED, "        if packed is not None:\n            return eager_packed.attention(q, k, v, changed, packed)\n", "", "second order: packed sequences are one", "tests/test_second_order.py -k packed"),
+    Fault(FUSED, "        if packed is not None:\n", "        if False:\n", "second order: packed sequences are one", "tests/test_second_order.py -k packed"),
     Fault(FUSED, "    added, relative, sinks, slopes, learned = others\n", "    relative, added, sinks, slopes, learned = others\n", "second order: bias and relative exchanged", SECOND_ORDER),
     Fault(FUSED, "product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))", "product(tuple(torch.zeros_like(inputs[i]) if i else tangents[i] for i in moving))", "jvp: along q only", "tests/test_second_order.py -k jvp"),
     Fault(FUSED, "_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_pushed(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/test_second_order.py -k jvp"),
@@ -175,7 +177,7 @@ PACKING = (
     Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
     Fault(NESTED, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
     Fault(NESTED, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),
-    Fault(EAGER_PACKED, "**vars(own), first_batch=i", "**vars(own), first_batch=0", "eager packed: sequences drop the same", PACKED),
+    Fault(EAGER_PACKED, "own, first_batch=i", "own, first_batch=0", "eager packed: sequences drop the same", PACKED),
     Fault(EAGER_PACKED, "mask.valid[:, keys]", "mask.valid[:, queries]", "eager packed: padding of the queries' tokens", PACKED),
     Fault(EAGER_PACKED, "prefix.lengths[i : i + 1]", "prefix.lengths[:1]", "eager packed: prefix of the first sequence for all", PACKED),
     Fault(EAGER_PACKED, "Documents(documents.q[:, queries], documents.k[:, keys])", "Documents(documents.q[:, queries], documents.k[:, : keys.stop - keys.start])", "eager packed: documents of the first keys for all", PACKED),
@@ -188,20 +190,20 @@ PACKING = (
 )
 
 TORCH_BACKEND = (
-    Fault(SDPA, "if lower is None and upper in (None, 0):", "if lower is None and (upper is None or upper >= 0):", "torch backend: top-left for bottom-right", TORCH),
-    Fault(SDPA, "if lower is None and upper in (None, 0):", "if upper in (None, 0):", "torch backend: the left side of a window lost", TORCH),
+    Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if lower is None and (upper is None or upper >= 0) else None", "torch backend: top-left for bottom-right", TORCH),
+    Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if upper in (None, 0) else None", "torch backend: the left side of a window lost", TORCH),
     Fault(SDPA, "return reference.large_rows(largest) is not None", "return False", "torch backend: weights by an lse without digits", FINITE),
-    Fault(SDPA, "if added is None and mask.only_bands:", "if mask.only_bands:", "bias silently off", TORCH),
+    Fault(SDPA, "is_causal = None if added is not None else _is_causal(mask, q, k)", "is_causal = _is_causal(mask, q, k)", "bias silently off", TORCH),
     Fault(SDPA, "else visible | empty", "else visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
     Fault(SDPA, "_Rows(torch.where(visible, added, hidden), empty)", "_Rows(added, empty)", "torch backend: a bias takes the place of the mask", TORCH),
-    Fault(SDPA, "return out.masked_fill(rows.empty, 0.0)", "return out", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
+    Fault(SDPA, "            out = out.masked_fill(rows.empty, 0.0)\n", "", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
     Fault(SDPA, "if in_band and own is None:", "if in_band:", "pieces: the bias of another place", PIECES),
     Fault(SDPA, "hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)", "pass", "torch backend: NaN where nothing is visible, with a bias", "tests/test_masking.py -k any_kernel"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
     Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
-    Fault(SDPA, "return math.isfinite(sum(sums)) or", "return True or", "torch backend: 0 times a hidden NaN", MASKING),
-    Fault(SDPA, "not (highest < math.inf and _finite(", "not (_finite(", "torch backend: a NaN in a bias", "tests/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
-    Fault(SDPA, "is_causal = piece.hidden == \"later\"", "is_causal = False", "pieces: a diagonal forgotten", PIECES),
+    Fault(SDPA, "and math.isfinite(_sum(q) + _sum(k) + _sum(v))", "", "torch backend: 0 times a hidden NaN", MASKING),
+    Fault(SDPA, "not (highest < math.inf and math.isfinite(", "not (math.isfinite(", "torch backend: a NaN in a bias", "tests/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
+    Fault(SDPA, "rows.added, piece.hidden == \"later\", at)", "rows.added, False, at)", "pieces: a diagonal forgotten", PIECES),
     Fault(SDPA, "piece.keys.start - piece.rows.start", "0", "pieces: the band of another place", PIECES),
     Fault(SDPA, "if mask.valid is not None and piece.hidden == \"keys\":", "if mask.valid is not None:", "pieces: nothing but padding beside padding", PIECES),
     Fault(SDPA, "or any(map(wrapped, tensors))", "", "pieces: torch.func in the midst of a plan", PIECES),
@@ -222,12 +224,33 @@ TORCH_BACKEND = (
     Fault(PLAN, "valid if mask.valid is None else mask.valid & valid", "valid", "pieces: padding lost beside a boolean of keys", PIECES),
     Fault(CUTS, "wide = torch.promote_types(dtype, torch.float32) if overlap else dtype", "wide = dtype", "cuts: sums rounded to 16 bits again and again", PIECES),
     Fault(CUTS, "own.add_(part)", "own.copy_(part)", "cuts: the last of parts that overlap", PIECES),
-    Fault(CUTS, "if overlap or not _covers(boxes, batch, seqlen) else", "if overlap else", "cuts: nothing where there is no part", PIECES),
+    Fault(CUTS, "if overlap or not _covers(boxes, batch, seqlen):", "if overlap:", "cuts: nothing where there is no part", PIECES),
     Fault(CUTS, "a[0] == b[0] and b[1] < a[2]", "a[0] == b[0] and b[1] < a[1]", "cuts: parts that overlap pass for apart", PIECES),
     Fault(SDPA, "and not options.dropout_p", "", "dropout silently off", TORCH),
-    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.score_mod, options.sinks)", "softcap silently off", TORCH),
-    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.sinks)", "score function silently off", TORCH),
-    Fault(SDPA, "(options.softcap, options.score_mod, options.sinks)", "(options.softcap, options.score_mod)", "sinks silently off", TORCH),
+    Fault(SDPA, "options.softcap is None and options.score_mod is None", "options.score_mod is None", "softcap silently off", TORCH),
+    Fault(SDPA, "options.softcap is None and options.score_mod is None", "options.softcap is None", "score function silently off", TORCH),
+    Fault(SDPA, "has_kernel and options.sinks is None", "has_kernel", "sinks silently off", TORCH),
+    Fault(SDPA, "needs_lse=return_lse or options.sinks is not None", "needs_lse=return_lse", "eager: no lse where sinks need it", TORCH),
+    Fault(SDPA, "lse.masked_fill(rows.empty[..., 0], -math.inf)", "lse", "torch backend: a number in lse where nothing is visible", TORCH),
+    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", PIECES),
+    Fault(SDPA, "lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)", "pass", "torch backend: no sink in lse where nothing is visible", TORCH),
+    Fault(SDPA, "if (bad_k & seen).any():", "if False:", "torch backend: a NaN that is seen is lost", "tests/test_masking.py"),
+    Fault(SDPA, "if poisoned.any() and (_is_differentiated(q, k, v) or ", "if poisoned.any() and (", "torch backend: a NaN of a query is lost from gradients", EAGER_STEPS),
+    Fault(SDPA, "        out = out.masked_fill(poisoned[..., None], math.nan)\n", "", "torch backend: a NaN of a query is lost", EAGER_STEPS),
+    Fault(SDPA, "range(first_batch + place.batches.start, first_batch + place.batches.stop)", "place.batches", "torch backend: sequences drop the same", PACKED),
+    Fault(FLASH_CPU, "    if dlse is None:\n        return tuple(", "    if True:\n        return tuple(", "flash: the gradient of lse is lost", TORCH),
+    Fault(FLASH_CPU, "value=1.0", "value=0.0", "flash: the gradient of lse is lost on its way", TORCH),
+    Fault(FLASH_CPU, "into_lse = into_lse if dlse is None else into_lse + dlse", "pass", "flash: sinks get nothing from lse", TORCH),
+    Fault(FLASH_CPU, "if torch.is_grad_enabled():", "if False:", "flash: derivatives of derivatives", EAGER_STEPS),
+    Fault(FLASH_CPU, "sum(2, dtype=lse.dtype).to(x.dtype)", "select(2, 0)", "flash: the gradients of one query head of a group", TORCH),
+    Fault(SDPA, "(x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))", "(q, k, v)", "torch backend: scores that are rounded", TORCH),
+    Fault(SDPA, "        out = out.to(dtype)\n", "", "torch backend: out in float32 beside lse", TORCH),
+    Fault(EAGER, "first = h * n_heads * group", "first = 0", "eager: the first heads' dropout and bias for all", EAGER_STEPS),
+    Fault(EAGER, "start = i * size", "start = 0", "eager: the first queries' dropout and bias for all", EAGER_STEPS),
+    Fault(EAGER, "place.batches[b * n_batches : (b + 1) * n_batches],", "place.batches[:n_batches],", "eager: the first batch's dropout for all", EAGER_STEPS),
+    Fault(EAGER, "out = out / (1.0 - steps.dropout_p)", "pass", "eager: what dropout keeps does not grow", EAGER_STEPS),
+    Fault(EAGER, "        factor = 1.0\n", "", "eager: a soft-cap after a function of scores", EAGER_STEPS),
+    Fault(EAGER, "alpha=factor", "alpha=1.0", "eager: a soft-cap of 1 beside a mask", EAGER_STEPS),
 )
 # fmt: on
 

@@ -144,7 +144,7 @@ DROP = (
     Fault(DROPOUT, "stream = place.sequence * nheads + place.head", "stream = place.sequence", "dropout: heads draw the same", DROPPED),
     Fault(DROPOUT, "tl.where(rows & 8 != 0,", "tl.where(keys & 8 != 0,", "dropout: two words of a counter for four pairs", DROPPED),
     Fault(DROPOUT, "(index >> 4 << 3)", "(index >> 3 << 3)", "dropout: a counter for each pair in the kernels", DROPPED),
-    Fault(DROPOUT, "zero, 10\n", "zero, 7\n", "dropout: Philox of 7 rounds in the kernels", DROPPED),
+    Fault(DROPOUT, "zero, 10)", "zero, 7)", "dropout: Philox of 7 rounds in the kernels", DROPPED),
     Fault(DROPOUT, "(word ^ 0x80000000).to(tl.int32, bitcast=True)", "word.to(tl.int32, bitcast=True)", "dropout: words from 2^31 on are negative", DROPPED),
     Fault(DROPOUT, "int(dropout_p * 2**32) - 2**31", "int(dropout_p * 2**31) - 2**31", "dropout: half as many are dropped", DROPPED),
     Fault(DROPOUT, "1.0 / (1.0 - dropout_p))", "1.0 / dropout_p)", "dropout: divided by the share that is dropped", DROPPED),
