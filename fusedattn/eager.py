@@ -136,8 +136,9 @@ def _step(
     lse = reference.logsumexp(scores)
     if steps.sinks is None:
         return out, lse
-    sinks = steps.sinks[heads, None].to(lse.dtype)
-    return out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+    # Not by the sigmoid of their difference: in its derivative, the weight of a sink would be 1 less almost 1.
+    whole = torch.logaddexp(lse, steps.sinks[heads, None].to(lse.dtype))
+    return out * torch.exp(lse - whole)[..., None], whole
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
