@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import math
 from typing import Any
 
@@ -142,15 +144,26 @@ def test_rotation_of_keys_in_place():
     )
 
 
-def test_a_leaf_is_changed_in_place():
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (functools.partial(apply_rotary_emb, inplace=True), (2, 7, 3, 8)),
+        (apply_rotary_emb_qkv_, (2, 7, 3, 4, 8)),
+        (functools.partial(apply_rotary_emb_qkv_, num_heads_q=4), (2, 7, 8, 8)),
+        (apply_rotary_emb_kv_, (2, 7, 2, 4, 8)),
+    ],
+    ids=["x", "qkv", "grouped qkv", "kv"],
+)
+def test_a_leaf_is_changed_in_place(function, shape):
     """Its gradient is that of the values before."""
     cos, sin = tables()
-    x = torch.randn(2, 7, 3, 8, **EXACT, requires_grad=True)
+    x = torch.randn(shape, **EXACT, requires_grad=True)
     before = x.detach().clone().requires_grad_()
-    dout = torch.randn(2, 7, 3, 8, **EXACT)
-    expected = apply_rotary_emb(before, cos, sin)
-    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    dout = torch.randn(shape, **EXACT)
+    expected = function(before * 1.0, cos, sin)
+    out = function(x, cos, sin)
     assert out.data_ptr() == x.data_ptr()
+    assert not torch.equal(x, before)
     assert torch.equal(x, expected)
     assert torch.equal(out, expected)
     (out * dout).sum().backward()

@@ -47,9 +47,11 @@ def apply_rotary_emb(
     rotated = _rotated("x", x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         return rotated
-    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-        return _IntoLeaf.apply(rotated, x)  # type: ignore[no-untyped-call]
-    return x.copy_(rotated)
+    return _IntoLeaf.apply(rotated, x) if _is_differentiated_leaf(x) else x.copy_(rotated)  # type: ignore[no-untyped-call]
+
+
+def _is_differentiated_leaf(x: Tensor) -> bool:
+    return x.is_leaf and x.requires_grad and torch.is_grad_enabled()
 
 
 class _IntoLeaf(torch.autograd.Function):
@@ -85,7 +87,7 @@ def apply_rotary_emb_qkv_(
         num_heads_q: needed for a `qkv` of four dimensions.
 
     Returns:
-        `qkv`.
+        `qkv`; of a leaf that requires grad, its memory.
     """
     if isinstance(qkv, Tensor) and qkv.dim() == 4:
         if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
@@ -94,16 +96,16 @@ def apply_rotary_emb_qkv_(
                 "heads that leave as many heads for keys as for values"
             )
         num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
+        heads_q: int | slice
+        heads_k: int | slice
+        heads_q, heads_k = slice(num_heads_q), slice(num_heads_q, num_heads_q + num_heads_k)
     else:
         check_shape("qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)", 3)
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        heads_q, heads_k = 0, 1
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    rotated_q = _rotated("qkv", q, cos, sin, interleaved, seqlen_offsets)
-    rotated_k = _rotated("qkv", k, cos_k, sin_k, interleaved, seqlen_offsets)
-    q.copy_(rotated_q)
-    k.copy_(rotated_k)
-    return qkv
+    rotated_q = _rotated("qkv", qkv[:, :, heads_q], cos, sin, interleaved, seqlen_offsets)
+    rotated_k = _rotated("qkv", qkv[:, :, heads_k], cos_k, sin_k, interleaved, seqlen_offsets)
+    return _with_parts(qkv, (heads_q, rotated_q), (heads_k, rotated_k))
 
 
 def apply_rotary_emb_kv_(
@@ -115,12 +117,19 @@ def apply_rotary_emb_kv_(
         kv: ``(batch, seqlen, 2, nheads, head_dim)``.
 
     Returns:
-        `kv`.
+        `kv`; of a leaf that requires grad, its memory.
     """
     check_shape("kv", kv, "(batch, seqlen, 2, nheads, head_dim)", 2)
-    k = kv[:, :, 0]
-    k.copy_(_rotated("kv", k, cos, sin, interleaved, seqlen_offsets))
-    return kv
+    return _with_parts(kv, (0, _rotated("kv", kv[:, :, 0], cos, sin, interleaved, seqlen_offsets)))
+
+
+def _with_parts(x: Tensor, *parts: tuple[int | slice, Tensor]) -> Tensor:
+    """``x`` with some heads overwritten, in place."""
+    is_leaf = _is_differentiated_leaf(x)
+    whole = x.clone() if is_leaf else x
+    for heads, part in parts:
+        whole[:, :, heads].copy_(part)
+    return _IntoLeaf.apply(whole, x) if is_leaf else whole  # type: ignore[no-untyped-call]
 
 
 def _rotated(
