@@ -1,0 +1,1 @@
+"""Test suites of PyTorch and FlashAttention, run against the drop-ins of this package."""

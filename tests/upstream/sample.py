@@ -1,0 +1,53 @@
+"""A sample of the cases of FlashAttention's tests that is the same every time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+LONGEST = 256  # tokens of a sequence
+Case = TypeVar("Case")
+
+
+def limited(parametrize: Callable[..., Any], longest: int = LONGEST) -> Callable[..., Any]:
+    """``pytest.mark.parametrize`` without lengths beyond `longest`; all of them where none is shorter."""
+
+    def of_short(names: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        values = list(values)
+        if "seqlen" in str(names) and "seqlen_offsets" not in str(names):
+            short = [value for value in values if _longest(value) <= longest]
+            values = short or values[:1]
+        return parametrize(names, values, *args, **kwargs)
+
+    return of_short
+
+
+def _longest(value: Any) -> int:
+    return max(value) if isinstance(value, tuple) else value
+
+
+def sampled(items: list[pytest.Item], per_function: int) -> list[pytest.Item]:
+    """As many of the cases of each test, at even distances."""
+    by_function: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_function[item.nodeid.partition("[")[0]].append(item)
+    return [case for cases in by_function.values() for case in _spread(cases, per_function)]
+
+
+def _spread(cases: list[Case], n: int) -> list[Case]:
+    """At distances that share no divisor with the number of cases, so that all values of each parameter are met."""
+    if len(cases) <= n:
+        return cases
+    step = int(len(cases) * 0.6180339887)  # far from all small fractions
+    while _divisor(step, len(cases)) != 1:
+        step += 1
+    return [cases[i] for i in sorted(i * step % len(cases) for i in range(n))]
+
+
+def _divisor(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
