@@ -79,9 +79,9 @@ def works(n: int, k: Tensor, v: Tensor) -> Iterator[tuple[str, Work]]:
     """Every row of the table for `n` tokens, by name."""
     dtype, at = k.dtype, torch.arange(n)[None]
     causal = masks.causal().dense(n, n)
-    padding = masks.padding(at < torch.tensor([[n], [n // 2]]))
-    valid = padding.dense(n, n)
-    poisoned = k.masked_fill(~valid.mT, math.nan), v.masked_fill(~valid.mT, math.nan)
+    valid = at < torch.tensor([[n], [n // 2]])
+    padding, lost = masks.padding(valid), ~valid[:, None, :, None]
+    poisoned = k.masked_fill(lost, math.nan), v.masked_fill(lost, math.nan)
     random_pairs = (torch.rand(n, n) < 0.5) | torch.eye(n, dtype=torch.bool)
     random_scores = torch.rand(BATCH, NHEADS, n, n) < 0.5
     block = max(16, n // 16)
