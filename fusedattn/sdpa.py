@@ -60,7 +60,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     q, k, poisoned = rotated_q, rotated_k, None
     # torch's function multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
     if readable and not (highest < math.inf and math.isfinite(_sum(q) + _sum(k) + _sum(v))):
-        cleaned = _cleaned(q, k, v, mask) if highest < math.inf else None
+        cleaned = _cleaned(q, k, v, mask, _is_differentiated(*given)) if highest < math.inf else None
         if cleaned is None:
             return _by_reference(*unrotated, options, return_lse, first_batch)
         q, k, v, poisoned = cleaned
@@ -92,7 +92,9 @@ def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse:
     return out.to(q.dtype), lse if return_lse else None
 
 
-def _cleaned(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+def _cleaned(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_differentiated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
     """q, k and v with 0 for what is not finite, and the queries whose results are NaN, ``(batch, nheads, seqlen_q)``.
 
     None where more than that has to be known: a query sees a key or value that is not finite, or has an Inf itself, or
@@ -111,7 +113,7 @@ def _cleaned(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tenso
     if not bad_q.any():
         return q, k, v, None
     poisoned = bad_q & pieces.some(visible, 3)
-    if poisoned.any() and (_is_differentiated(q, k, v) or (poisoned & ~q.isnan().any(dim=-1)).any()):
+    if poisoned.any() and (is_differentiated or (poisoned & ~q.isnan().any(dim=-1)).any()):
         return None
     return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
 

@@ -172,6 +172,16 @@ def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
     torch.testing.assert_close(grads, wanted, equal_nan=True)
 
 
+def test_a_nan_of_a_query_shows_in_the_gradient_of_sinks():
+    """Alone, where q, k and v get none."""
+    q, k, v = qkv()
+    q[1, 2, 3] = torch.nan
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    out = attention(q, k, v, sinks=sinks, backend="torch")
+    (grad,) = torch.autograd.grad(out.sum(), sinks)
+    assert grad.isnan().tolist() == [False, False, True, False]
+
+
 def test_lse_of_queries_that_no_piece_has(monkeypatch):
     """``-inf``, beside pieces that leave them out."""
     monkeypatch.setattr(pieces, "FEW", 0)
