@@ -129,7 +129,7 @@ def measure() -> Iterator[dict[str, Any]]:
             for name, work in works(n, k, v):
                 row: dict[str, Any] = {"work": name, "dtype": str(dtype).removeprefix("torch."), "seqlen": n}
                 for direction in ("forward", "forward and backward"):
-                    runs = dict(_runs(work, q, k, v, dout if direction != "forward" else None))
+                    runs = dict(contestants(work, q, k, v, dout if direction != "forward" else None))
                     for run in runs.values():
                         run()()  # warms up
                     samples, failures = interleaved(runs, stopwatch, ROUNDS, random.Random(0), Budget())
@@ -141,7 +141,7 @@ def measure() -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _runs(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> Iterator[tuple[str, SetUp]]:
+def contestants(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> Iterator[tuple[str, SetUp]]:
     """What is timed, by name; with the backward if there is a `dout`."""
     mine = (q, *(work.poisoned or (k, v)))
 
@@ -149,13 +149,13 @@ def _runs(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> I
         result = attention(*x, **work.options, backend="torch")
         return result if isinstance(result, Tensor) else result[0]
 
-    contestants: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, Any]]] = {
+    called: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, Any]]] = {
         "fusedattn": (ours, mine, {}),
         "eager": (eager, (q, k, v), work.eager),
     }
     if work.sdpa is not None:
-        contestants["sdpa"] = (F.scaled_dot_product_attention, (q, k, v), work.sdpa)
-    for name, (function, given, options) in contestants.items():
+        called["sdpa"] = (F.scaled_dot_product_attention, (q, k, v), work.sdpa)
+    for name, (function, given, options) in called.items():
         leaves = [x.detach().clone().requires_grad_(dout is not None) for x in given]
 
         def run(function: Any = function, leaves: Any = leaves, options: Any = options) -> None:
