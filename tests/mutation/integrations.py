@@ -200,7 +200,7 @@ FLASH_ATTN = (
     Fault(FA_PACKING, "token, right=True)", "token)", "flash_attn: a sequence begins with the last token of another", flash_layers("packed")),
     Fault(FA_PADDING, "packed | (unused_mask != 0)", "packed & (unused_mask != 0)", "flash_attn: unused tokens alone are packed", flash_layers("unused")),
     Fault(FA_PADDING, "packed = packed | (unused_mask != 0)\n", "packed = packed | (unused_mask != 0)\n        used_lengths = packed.sum(dim=1, dtype=torch.int32)\n", "flash_attn: unused tokens are counted", flash_layers("unused")),
-    Fault(FA_ROTARY, "_with_parts(qkv, (heads_q, rotated_q), (heads_k, rotated_k))", "_with_parts(qkv, (heads_q, rotated_q))", "flash_attn: keys of a qkv are not rotated", flash_layers("a_leaf")),
+    Fault(FA_ROTARY, "_with_parts(qkv, (heads_q, rotated_q), (heads_k, rotated_k))", "_with_parts(qkv, (heads_q, rotated_q))", "flash_attn: keys of a qkv are not rotated", flash_layers("stacked")),
     Fault(FA_ROTARY, "        return grad, None\n", "        return 2 * grad, None\n", "flash_attn: gradient of a leaf that is rotated in place", flash_layers("a_leaf")),
     Fault(FA_ROTARY, "    if not inplace:\n        return rotated\n", "", "flash_attn: rotated in place unasked", flash_layers("test_rotation")),
     Fault(FA_ROTARY, "    rotated_k = _rotated(\"qkv\", qkv[:, :, heads_k], cos_k, sin_k, interleaved, seqlen_offsets)\n", "    qkv[:, :, heads_q].copy_(rotated_q)\n    rotated_k = _rotated(\"qkv\", qkv[:, :, heads_k], cos_k, sin_k, interleaved, seqlen_offsets)\n", "flash_attn: queries are overwritten before keys are refused", flash_layers("before_anything")),
