@@ -52,7 +52,8 @@ def keep_mask(
     device = seed.device
     batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None]
     streams = batches * nheads + torch.arange(nheads, device=device)
-    if rows is None and keys is None:
+    # Under a compiler a range would fix the lengths.
+    if rows is None and keys is None and not torch.compiler.is_compiling():
         return kept(seed, dropout_p, streams, range(seqlen_q), range(seqlen_k))
     i, j = indices.select(seqlen_q, rows, device)[:, None], indices.select(seqlen_k, keys, device)
     words = _words(seed, streams, _group(i), _group(j))

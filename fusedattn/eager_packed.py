@@ -42,9 +42,13 @@ def attention(
     outs, lses = [], []
     for i in range(packed.n_sequences):
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
+        mask = _mask_of(options.mask, i, queries, keys)
+        if mask.function is not None:  # which may ask for the number of the sequence
+            lengths = (queries.stop - queries.start, keys.stop - keys.start)
+            mask = Mask(allowed=mask.dense(*lengths, batch=1, nheads=q.shape[1], first_batch=i, device=q.device))
         own = replace(
             options,
-            mask=_mask_of(options.mask, i, queries, keys, q.shape[1], q.device),
+            mask=mask,
             bias=None if options.bias is None else _bias_of(options.bias, i, queries, keys),
             rope=None if options.rope is None else _rope_of(options.rope, queries, keys),
         )
@@ -62,14 +66,14 @@ def attention(
     return out, torch.cat(lses, dim=2)
 
 
-def _mask_of(mask: Mask, i: int, queries: slice, keys: slice, nheads: int, device: torch.device) -> Mask:
-    """That of sequence `i`; a function, which may ask for this number, is written out."""
+def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
+    """That of sequence `i`."""
     lengths = (queries.stop - queries.start, keys.stop - keys.start)
     layout, documents, prefix = mask.layout, mask.documents, mask.prefix
     if layout is not None:
         blocks = (-(-lengths[0] // layout.block_q), -(-lengths[1] // layout.block_k))
         layout = Layout(_pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
-    own = replace(
+    return replace(
         mask,
         valid=None if mask.valid is None else mask.valid[:, keys],
         allowed=None if mask.allowed is None else _pairs_of(mask.allowed, i, *lengths),
@@ -77,9 +81,6 @@ def _mask_of(mask: Mask, i: int, queries: slice, keys: slice, nheads: int, devic
         documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
         layout=layout,
     )
-    if own.function is None:
-        return own
-    return Mask(allowed=own.dense(*lengths, batch=1, nheads=nheads, first_batch=i, device=device))
 
 
 def _bias_of(bias: Bias, i: int, queries: slice, keys: slice) -> Bias:
