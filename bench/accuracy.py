@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.page import with_block
+from bench.page import table_of, with_block
 from fusedattn.cli.outcome import number, percent
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -33,18 +32,15 @@ def figures(report: dict[str, Any]) -> str:
     dtypes = list(dict.fromkeys(row["dtype"] for row in report["features"]))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     parts = [f"{report['how']}, {report['device']}; {versions}."]
-    parts.append(_table(["all cases", *dtypes], ([f["name"], *(_summary(f, d) for d in dtypes)] for f in functions)))
+    parts.append(
+        table_of([["all cases", *dtypes], *([f["name"], *(_summary(f, d) for d in dtypes)] for f in functions)])
+    )
     for dtype in dtypes:
         by_case = {f["name"]: {row["case"]: row for row in f["features"] if row["dtype"] == dtype} for f in functions}
         names = list(by_case)
         rows = ([case, *(_cell(by_case[name][case]) for name in names)] for case in by_case["fusedattn"])
-        parts += [f"### {dtype}", _table(["case", *names], rows)]
+        parts += [f"### {dtype}", table_of([["case", *names], *rows])]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _summary(function: dict[str, Any], dtype: str) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.page import with_block
+from bench.page import table_of, with_block
 from bench.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
 from fusedattn import attention, biases, masks
 from fusedattn.cli.machine import versions
@@ -31,8 +31,6 @@ PAGE, RESULTS = DOCS / "cpu.md", DOCS / "results" / "cpu.json"
 BATCH, NHEADS, HEAD_DIM = 2, 8, 64
 LENGTHS = {torch.float32: (64, 256, 1024), torch.bfloat16: (256,)}
 ROUNDS = Rounds(least=5, most=60, seconds=3.0)
-
-Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Work(NamedTuple):
@@ -183,12 +181,10 @@ def table(report: dict[str, Any]) -> str:
         rows.setdefault(row["work"], {})[row["dtype"], row["seqlen"]] = row
     columns = list(dict.fromkeys((row["dtype"], row["seqlen"]) for row in report["rows"]))
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [["work", *(f"{dtype}, {n} tokens" for dtype, n in columns)], ["---"] * (len(columns) + 1)]
-    lines += [[name, *(_cell(by_column[column]) for column in columns)] for name, by_column in rows.items()]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return (
-        f"{packages}; {report['batch']} batches, {report['nheads']} heads, head_dim {report['head_dim']}.\n\n{text}\n"
-    )
+    head = ["work", *(f"{dtype}, {n} tokens" for dtype, n in columns)]
+    lines = ([name, *(_cell(by_column[column]) for column in columns)] for name, by_column in rows.items())
+    size = f"{report['batch']} batches, {report['nheads']} heads, head_dim {report['head_dim']}"
+    return f"{packages}; {size}.\n\n{table_of([head, *lines])}\n"
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """A page of the documentation that has places for generated figures, between two comments each."""
 
 import re
+from collections.abc import Iterable, Sequence
 
 
 def with_block(page: str, figures: str, source: str = "") -> str:
@@ -17,3 +18,9 @@ def with_block(page: str, figures: str, source: str = "") -> str:
             "allowed is one"
         )
     return place.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)
+
+
+def table_of(rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, whose head is the first of the rows."""
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))

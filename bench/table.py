@@ -6,11 +6,11 @@ What a GPU measured goes into the tables of both; what a CPU measured, only unde
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench import goals, results
-from bench.page import with_block
+from bench.page import table_of, with_block
 from bench.results import Report
 from bench.terminal import goal_cells, milliseconds, number, reasons
 
@@ -53,12 +53,12 @@ def full(report: Report) -> str:
     found = list(goals.verdicts(report))
     if any(verdict.n_found for verdict in found):
         head = ["goal", "at least", "lowest", "results", "reached", "where lowest"]
-        parts += ["#### Goals", _lines([head, *(list(goal_cells(verdict)) for verdict in found)])]
+        parts += ["#### Goals", table_of([head, *(list(goal_cells(verdict)) for verdict in found)])]
     for (suite, page), panels in results.by_page(report).items():
         parts.append(f"#### {suite}: {page}")
         for panel, rows in panels.items():
             parts.append(f"{panel}, {rows[0]['unit']} (time)")
-            parts.append(_lines(_panel(rows)))
+            parts.append(table_of(_panel(rows)))
         notes = reasons([row for rows in panels.values() for row in rows])
         parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     return "\n\n".join(parts) + "\n"
@@ -89,12 +89,7 @@ def short(report: Report) -> str:
         ours, theirs = (f"{number(c['rate'])} {row['unit']}" if "rate" in c else "–" for c in (own, peer))
         theirs += f", {row['best_peer']}" if row["best_peer"] else ""
         lines.append([row["name"], ours, theirs, _times(row["speedup"]), _percent(row["of_ceiling"])])
-    return f"{results.headline(report)}.\n\n{_lines(lines)}\n"
-
-
-def _lines(rows: Iterable[list[str]]) -> str:
-    head, *body = rows
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
+    return f"{results.headline(report)}.\n\n{table_of(lines)}\n"
 
 
 def _times(speedup: float | None) -> str:

@@ -73,14 +73,11 @@ def kept(seed: Tensor, dropout_p: float, streams: Tensor, rows: range, keys: ran
     """
     (i, skipped_rows), (j, skipped_keys) = (_groups(x, seed.device) for x in (rows, keys))
     words = _words(seed, streams, i[:, None], j)
-    # (..., i // 16, i // 8 % 2, i % 8, j // 16, j // 8 % 2, j % 8)
-    found = torch.empty(
-        *streams.shape, len(i) // _APART, 2, _APART, len(j) // _APART, 2, _APART, dtype=torch.bool, device=seed.device
-    )
     threshold = int(dropout_p * 2**32)
-    for n, word in enumerate(words):
-        found[..., n // 2, :, :, n % 2, :] = (word >= threshold).unflatten(-1, (-1, _APART)).unflatten(-3, (-1, _APART))
-    found = found.flatten(-3).flatten(-4, -2)
+    # (..., i // 16, i % 8, j // 16, j % 8) each
+    a, b, c, d = ((word >= threshold).unflatten(-1, (-1, _APART)).unflatten(-3, (-1, _APART)) for word in words)
+    even, odd = (torch.stack(pair, dim=-2).flatten(-3) for pair in ((a, b), (c, d)))
+    found = torch.stack((even, odd), dim=-3).flatten(-4, -2)
     return found[..., skipped_rows : skipped_rows + len(rows), skipped_keys : skipped_keys + len(keys)]
 
 
@@ -108,8 +105,8 @@ def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
         # The low 64 bits of a product are right although it overflows int64. Its high word stays above the low one,
         # and the copies of its sign above its high word, until they are cut off.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((second >> 32) ^ c1 ^ k0).bitwise_and_(_WORD)
-        c2 = ((first >> 32) ^ c3 ^ k1).bitwise_and_(_WORD)
+        c0 = ((second >> 32) ^ c1 ^ k0) & _WORD
+        c2 = ((first >> 32) ^ c3 ^ k1) & _WORD
         c1, c3 = second, first
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD

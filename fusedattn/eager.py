@@ -65,22 +65,18 @@ def attention(
     q = q * (steps.scale if steps.softcap is None else steps.scale / steps.softcap)
     batches = []
     for b, of_batches in enumerate(_split((q, k, v), (n_batches,) * 3, dim=0)):
-        own = added if added is None or added.shape[0] == 1 else added[b * n_batches : (b + 1) * n_batches]
-        heads = []
+        own, heads = _narrowed(added, 0, b * n_batches, n_batches), []
         for h, (queries, keys, values) in enumerate(_split(of_batches, (n_heads * group, n_heads, n_heads), dim=1)):
             first = h * n_heads * group
-            of_heads = own if own is None or own.shape[1] == 1 else own[:, first : first + queries.shape[1]]
-            blocks = []
+            of_heads, blocks = _narrowed(own, 1, first, queries.shape[1]), []
             for i, rows in enumerate(queries.split(size, dim=2)):
                 start = i * size
-                on_rows = of_heads
-                if of_heads is not None and of_heads.shape[2] > 1:
-                    on_rows = of_heads[:, :, start : start + size]
                 at = Place(
                     place.batches[b * n_batches : (b + 1) * n_batches],
                     place.rows[start : start + size],
                     place.keys,
                 )
+                on_rows = _narrowed(of_heads, 2, start, size)
                 blocks.append(_step(rows, keys, values, on_rows, steps, at, first, nheads))
             heads.append(_joined(blocks, 2))
         batches.append(_joined(heads, 1))
@@ -93,6 +89,13 @@ Results = tuple[Tensor, Tensor | None]
 def _split(xs: Iterable[Tensor], sizes: Iterable[int], dim: int) -> Iterator[tuple[Tensor, ...]]:
     """Parts of these tensors that belong together."""
     return zip(*(x.split(size, dim) for x, size in zip(xs, sizes, strict=True)), strict=True)
+
+
+def _narrowed(added: Tensor | None, dim: int, start: int, size: int) -> Tensor | None:
+    """`size` indices of a dimension, or what is left of it; all of one that is broadcast."""
+    if added is None or added.shape[dim] == 1:
+        return added
+    return added.narrow(dim, start, min(size, added.shape[dim] - start))
 
 
 def _joined(parts: list[Results], dim: int) -> Results:

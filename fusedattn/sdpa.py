@@ -40,27 +40,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
         return _by_reference(q, k, v, options, return_lse, first_batch)
     rope, bias, mask = options.rope, options.bias, options.mask
-    rotated_q, rotated_k = (q, k) if rope is None else rope.rotate(q, k)
-    # In float32 at least, as in 16 bits a large negative bias would become -inf.
-    wide = torch.promote_types(q.dtype, torch.float32)
-    added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=wide)
-    given = [q, k, v, *(x for x in (added, options.sinks, options.dropout_seed) if x is not None)]
-    if options.score_mod is not None:
-        given += options.score_mod.tensors().values()
+    given = [q, k, v, *(x for x in (options.sinks, options.dropout_seed) if x is not None)]
+    for value in (bias, options.score_mod):
+        given += [] if value is None else value.tensors().values()
     readable = all(map(reference.is_readable, (*given, *mask.tensors().values())))
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
         return _by_reference(q, k, v, options, return_lse, first_batch)
+    # In float32 at least, as in 16 bits a large negative bias would become -inf.
+    added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32))
     lowest = highest = 0.0
     if added is not None:
         lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
         if lowest == -math.inf:
             mask = mask & boolean(added != -math.inf)
-    unrotated = q, k, v
-    q, k, poisoned = rotated_q, rotated_k, None
+    unrotated, poisoned = (q, k, v), None
+    q, k = (q, k) if rope is None else rope.rotate(q, k)
     # torch's function multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if readable and not (highest < math.inf and math.isfinite(_sum(q) + _sum(k) + _sum(v))):
-        cleaned = _cleaned(q, k, v, mask, _is_differentiated(*given)) if highest < math.inf else None
+    if readable and not (highest < math.inf and math.isfinite(sum(_sums(x, None).item() for x in (q, k, v)))):
+        cleaned = _cleaned(q, k, v, mask, _is_differentiated(q, k, *given)) if highest < math.inf else None
         if cleaned is None:
             return _by_reference(*unrotated, options, return_lse, first_batch)
         q, k, v, poisoned = cleaned
@@ -85,11 +83,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
 
 
 def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, first_batch: int) -> Results:
-    # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
-    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        return reference.attention(q, k, v, **vars(options), first_batch=first_batch)[:2]
+
+    out, lse = _widened(compute, q, k, v)
+    return out, lse if return_lse else None
+
+
+def _widened(compute: Callable[[Tensor, Tensor, Tensor], Results], q: Tensor, k: Tensor, v: Tensor) -> Results:
+    """What `compute` says of q, k and v in float32 at least; out in the dtype of q.
+
+    Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
+    """
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, _ = reference.attention(*wide, **vars(options), first_batch=first_batch)
-    return out.to(q.dtype), lse if return_lse else None
+        out, lse = compute(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)))
+    return out.to(q.dtype), lse
 
 
 def _cleaned(
@@ -101,7 +109,7 @@ def _cleaned(
     a NaN that gradients are to show.
     """
     # A sum of what is not finite is not finite either; that of finite numbers may overflow.
-    bad_q, bad_k = ~_sums(q).isfinite(), ~(_sums(k) + _sums(v)).isfinite()
+    bad_q, bad_k = ~_sums(q, -1).isfinite(), ~(_sums(k, -1) + _sums(v, -1)).isfinite()
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if bad_k.any():
         seen = pieces.some(visible, 2)  # (batch or 1, nheads or 1, seqlen_k)
@@ -118,9 +126,9 @@ def _cleaned(
     return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
 
 
-def _sums(x: Tensor) -> Tensor:
-    """Of rows, ``(batch, nheads, seqlen)``."""
-    return x.detach().sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+def _sums(x: Tensor, dim: int | None) -> Tensor:
+    """Over a dimension, or of everything; in float32 at least."""
+    return x.detach().sum(dim=dim, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _plain(
@@ -151,11 +159,16 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
         return _call(q, k, v, is_causal=is_causal, scale=scale)
     if not can_plan:
         return _at_once(q, k, v, mask, added, scale)
+    return _in_pieces(q, k, v, mask, added, _by_function(scale), has_triangles=True)[0]
+
+
+def _by_function(scale: float) -> Compute:
+    """torch's function, which returns no lse."""
 
     def compute(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place) -> Results:
         return _call(q, k, v, attn_mask=of_rows, is_causal=is_causal, scale=scale), None
 
-    return _in_pieces(q, k, v, mask, added, compute, has_triangles=True)[0]
+    return compute
 
 
 def _is_causal(mask: Mask, q: Tensor, k: Tensor) -> bool | None:
@@ -188,16 +201,14 @@ def _with_lse(
                 if is_causal:
                     triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
                     own = _rows(triangle[None, None], None, q.dtype).added
-                return eager.attention(q, k, v, own, steps._replace(sinks=sinks), place)
+                of_sinks = steps._replace(sinks=sinks)
+                return _widened(lambda q, k, v: eager.attention(q, k, v, own, of_sinks, place), q, k, v)
 
             return flash.attention(q, k, v, of_rows, steps.sinks, is_causal=is_causal, scale=steps.scale, eager=again)
 
         out, lse = _in_pieces(*_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True)
         out = out[..., :head_dim_v]
     else:
-        # Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
-        dtype = q.dtype
-        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
 
         def by_weights(
             q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
@@ -205,9 +216,10 @@ def _with_lse(
             batches = range(first_batch + place.batches.start, first_batch + place.batches.stop)
             return eager.attention(q, k, v, of_rows, steps, place._replace(batches=batches))
 
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = _in_pieces(q, k, v, mask, added, by_weights, has_triangles=False)
-        out = out.to(dtype)
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Results:
+            return _in_pieces(q, k, v, mask, added, by_weights, has_triangles=False)
+
+        out, lse = _widened(compute, q, k, v)
     if lse is not None and steps.sinks is not None:
         lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)
     return out, lse
@@ -264,13 +276,8 @@ def _in_pieces(
         else:
             shown = Mask(mask.bands) if in_band else mask
             rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
-        if rows.empty is not None:
-            queries = queries.masked_fill(rows.empty, 0.0)
         at = Place(batches, piece.rows, piece.keys)
-        out, lse = compute(queries, keys, values, rows.added, piece.hidden == "later", at)
-        if rows.empty is not None:
-            out = out.masked_fill(rows.empty, 0.0)
-            lse = None if lse is None else lse.masked_fill(rows.empty[..., 0], -math.inf)
+        out, lse = _masked(queries, keys, values, rows, piece.hidden == "later", at, compute)
         outs.append(out)
         if lse is not None:
             lses.append(lse[..., None])
@@ -310,11 +317,8 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, 
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    rows = _rows(visible, added, q.dtype)
-    if rows.empty is None:
-        return _call(q, k, v, attn_mask=rows.added, scale=scale)
-    out = _call(q.masked_fill(rows.empty, 0.0), k, v, attn_mask=rows.added, scale=scale)
-    return out.masked_fill(rows.empty, 0.0)
+    everything = Place(range(q.shape[0]), range(q.shape[2]), range(k.shape[2]))
+    return _masked(q, k, v, _rows(visible, added, q.dtype), False, everything, _by_function(scale))[0]
 
 
 class _Rows(NamedTuple):
@@ -340,6 +344,15 @@ def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     if empty is not None:
         hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)
     return _Rows(torch.where(visible, added, hidden), empty)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, rows: _Rows, is_causal: bool, place: Place, compute: Compute) -> Results:
+    """What `compute` says, with out 0 and lse ``-inf`` of the rows that see nothing."""
+    if rows.empty is None:
+        return compute(q, k, v, rows.added, is_causal, place)
+    out, lse = compute(q.masked_fill(rows.empty, 0.0), k, v, rows.added, is_causal, place)
+    lse = None if lse is None else lse.masked_fill(rows.empty[..., 0], -math.inf)
+    return out.masked_fill(rows.empty, 0.0), lse
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -368,7 +381,3 @@ def _bounds(x: Tensor) -> tuple[float, float]:
     """The least and the greatest value; NaN if there is one."""
     low, high = torch.aminmax(x.detach())
     return low.item(), high.item()
-
-
-def _sum(x: Tensor) -> float:
-    return x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()

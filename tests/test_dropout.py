@@ -135,6 +135,13 @@ def test_a_weight_is_dropped_below_the_threshold_alone():
     assert not keep_mask((word + 1) / 2**32, 1, 1, 2, 3, **of_part).item()
 
 
+def test_seeds_that_are_mapped():
+    """As ``torch.vmap(..., randomness="different")`` draws them."""
+    seeds = torch.tensor([[1234567890123], [5]])
+    got = torch.vmap(lambda seed: dropout.keep_mask(seed, 0.4, 2, 3, 27, 39))(seeds)
+    assert torch.equal(got, torch.stack([dropout.keep_mask(seed, 0.4, 2, 3, 27, 39) for seed in seeds]))
+
+
 def test_seeds():
     torch.manual_seed(3)
     first, second = dropout.draw_seed("cpu"), dropout.draw_seed("cpu")

@@ -227,7 +227,7 @@ RELIED_ON = (
     Fault(WEIGHTS, "enabled=False", "enabled=True", "weights: scores in the dtype of autocast", WRITTEN_OUT),
     Fault(WEIGHTS, "    elif dropout_p:\n", "    elif False:\n", "weights: dropout without a seed is ignored", WRITTEN_OUT),
     Fault(SDPA_BACKEND, "mask = mask & boolean(added != -math.inf)", "pass", "torch backend: a row of a bias of -inf", INFINITE),
-    Fault(SDPA_BACKEND, "wide = torch.promote_types(q.dtype, torch.float32)", "wide = q.dtype", "torch backend: a bias of 16 bits", INFINITE),
+    Fault(SDPA_BACKEND, "dtype=torch.promote_types(q.dtype, torch.float32))\n    lowest", "dtype=q.dtype)\n    lowest", "torch backend: a bias of 16 bits", INFINITE),
     Fault(PREPARE, " or x.dtype == torch.float64:", ":", "autocast: float64 does not stay", sdpa("autocast")),
     Fault(PREPARE, "x.to(torch.get_autocast_dtype(device))", "x.to(torch.bfloat16)", "autocast: one dtype for all", "tests/test_attention.py -k autocast"),
     Fault(PREPARE, " or not x.is_floating_point()", "", "autocast: a bool mask becomes a bias", sdpa("autocast")),

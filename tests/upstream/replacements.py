@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -74,13 +74,10 @@ def fused_modules(served: Served) -> Iterator[None]:
     attend = FusedMultiheadAttention._attend
     patches = [mock.patch.object(kind, "__call__", fusing(kind.__call__)) for kind in MODULES]
     patches.append(mock.patch.object(FusedMultiheadAttention, "_attend", served.counting(attend)))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 @contextmanager
@@ -98,13 +95,10 @@ def functions_of_flash_attn(served: Served) -> Iterator[None]:
         for name, function in vars(module).items()
         if any(function is original for original in originals)
     ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 REPLACEMENTS: dict[str, Callable[[Served], AbstractContextManager[None]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -42,12 +43,6 @@ def _spread(cases: list[Case], n: int) -> list[Case]:
     if len(cases) <= n:
         return cases
     step = int(len(cases) * 0.6180339887)  # far from all small fractions
-    while _divisor(step, len(cases)) != 1:
+    while math.gcd(step, len(cases)) != 1:
         step += 1
     return [cases[i] for i in sorted(i * step % len(cases) for i in range(n))]
-
-
-def _divisor(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
