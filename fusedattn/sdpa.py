@@ -6,9 +6,10 @@ behind a mask, and whatever else happens to scores. Gradients are torch's own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,13 @@ from fusedattn.reference import LARGE
 
 Results = tuple[Tensor, Tensor | None]
 
-# (out, lse) of q, k and v, what is added to their scores, whether only keys up to the query's own are seen, and place.
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, Place], Results]
+
+class Compute(Protocol):
+    """``(out, lse)`` of a piece: what is added to its scores, and whether query ``i`` sees only keys ``j <= i``."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
+    ) -> Results: ...
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, first_batch: int = 0) -> Results:
@@ -159,16 +165,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
         return _call(q, k, v, is_causal=is_causal, scale=scale)
     if not can_plan:
         return _at_once(q, k, v, mask, added, scale)
-    return _in_pieces(q, k, v, mask, added, _by_function(scale), has_triangles=True)[0]
 
-
-def _by_function(scale: float) -> Compute:
-    """torch's function, which returns no lse."""
-
-    def compute(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place) -> Results:
+    def by_function(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place) -> Results:
         return _call(q, k, v, attn_mask=of_rows, is_causal=is_causal, scale=scale), None
 
-    return compute
+    return _in_pieces(q, k, v, mask, added, by_function, has_triangles=True)[0]
 
 
 def _is_causal(mask: Mask, q: Tensor, k: Tensor) -> bool | None:
@@ -277,7 +278,10 @@ def _in_pieces(
             shown = Mask(mask.bands) if in_band else mask
             rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
         at = Place(batches, piece.rows, piece.keys)
-        out, lse = _masked(queries, keys, values, rows, piece.hidden == "later", at, compute)
+        run = functools.partial(
+            compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", place=at
+        )
+        out, lse = _masked(queries, rows, run)
         outs.append(out)
         if lse is not None:
             lses.append(lse[..., None])
@@ -317,8 +321,8 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, 
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    everything = Place(range(q.shape[0]), range(q.shape[2]), range(k.shape[2]))
-    return _masked(q, k, v, _rows(visible, added, q.dtype), False, everything, _by_function(scale))[0]
+    rows = _rows(visible, added, q.dtype)
+    return _masked(q, rows, lambda q: (_call(q, k, v, attn_mask=rows.added, scale=scale), None))[0]
 
 
 class _Rows(NamedTuple):
@@ -346,11 +350,11 @@ def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     return _Rows(torch.where(visible, added, hidden), empty)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, rows: _Rows, is_causal: bool, place: Place, compute: Compute) -> Results:
-    """What `compute` says, with out 0 and lse ``-inf`` of the rows that see nothing."""
+def _masked(q: Tensor, rows: _Rows, compute: Callable[[Tensor], Results]) -> Results:
+    """What `compute` says of q, with out 0 and lse ``-inf`` of the rows that see nothing."""
     if rows.empty is None:
-        return compute(q, k, v, rows.added, is_causal, place)
-    out, lse = compute(q.masked_fill(rows.empty, 0.0), k, v, rows.added, is_causal, place)
+        return compute(q)
+    out, lse = compute(q.masked_fill(rows.empty, 0.0))
     lse = None if lse is None else lse.masked_fill(rows.empty[..., 0], -math.inf)
     return out.masked_fill(rows.empty, 0.0), lse
 

@@ -203,7 +203,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
     Fault(SDPA, "and math.isfinite(sum(_sums(x, None).item() for x in (q, k, v)))", "", "torch backend: 0 times a hidden NaN", MASKING),
     Fault(SDPA, "not (highest < math.inf and math.isfinite(", "not (math.isfinite(", "torch backend: a NaN in a bias", "tests/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
-    Fault(SDPA, "rows, piece.hidden == \"later\", at, compute)", "rows, False, at, compute)", "pieces: a diagonal forgotten", PIECES),
+    Fault(SDPA, "is_causal=piece.hidden == \"later\"", "is_causal=False", "pieces: a diagonal forgotten", PIECES),
     Fault(SDPA, "piece.keys.start - piece.rows.start", "0", "pieces: the band of another place", PIECES),
     Fault(SDPA, "if mask.valid is not None and piece.hidden == \"keys\":", "if mask.valid is not None:", "pieces: nothing but padding beside padding", PIECES),
     Fault(SDPA, "or any(map(wrapped, tensors))", "", "pieces: torch.func in the midst of a plan", PIECES),
