@@ -79,6 +79,15 @@ PROBLEMS = {
         poison=(("bias", "-inf", "some rows"), ("v", "nan", "hidden")),
         strided_constants=True,
     ),
+    "sinks of NaN where nothing is visible": Problem(
+        replace(SMALL, sinks=True), rows="all empty", poison=(("sinks", "nan", "all"),), dlse=False
+    ),
+    "a sink of NaN beside hidden keys": Problem(
+        replace(SMALL, sinks=True, padding="uneven", boolean="full"), poison=(("sinks", "nan", "one element"),)
+    ),
+    "an infinite sink beside hidden keys": Problem(
+        replace(SMALL, sinks=True, padding="uneven", boolean="full"), poison=(("sinks", "inf", "one element"),)
+    ),
     "a NaN in a bias where nothing is visible": Problem(
         replace(HALF, bias="full", relative="per_query", causal="bottom_right", bias_dtype=torch.float32),
         layouts={"bias": "transposed"},
