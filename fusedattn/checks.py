@@ -171,15 +171,17 @@ def check_rope(rope: Rope, q: Tensor, k: Tensor, packed: Packed | None = None) -
     """Raise TypeError or ValueError unless the tables and positions fit the shapes and lie on the device of q."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: got {type(rope).__name__}, allowed are fusedattn.Rope and None")
-    rope.check_shapes(q.shape[0], q.shape[2], k.shape[2], q.shape[3])
+    batch, _, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    rope.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
     if packed is None:
-        rope.check_lengths(q.shape[2], k.shape[2])
+        rope.check_lengths(seqlen_q, seqlen_k)
     elif q.device.type == "cpu" and not torch.compiler.is_compiling():
         lengths_q, lengths_k = (x.diff().tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
         for length_q, length_k in zip(lengths_q, lengths_k, strict=True):
             rope.check_lengths(length_q, length_k)
-    for name in ("cos", "sin", "positions_q", "positions_k"):
-        x = getattr(rope, name)
+    # sin lies where cos does.
+    for name, x in (("cos", rope.cos), ("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
         if x is not None and x.device != q.device:
             raise ValueError(f"rope.{name}: got device {x.device}, allowed is the device of q, {q.device}")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
@@ -110,6 +112,13 @@ class Constants:
         return in_tensors or layout is not None or bool(self.functions.mask)
 
     @property
+    def numbers(self) -> Hashable:
+        """Of those without arguments of functions: what besides the tensors decides about launches."""
+        if self.tensors is NO_TENSORS:  # as `_of_numbers` makes them
+            return self
+        return self.sizes, self.functions, self.scale, self.softcap, self.dropout_p
+
+    @property
     def changes_scores(self) -> bool:
         """Whether scores are capped, or a function of the user's changes them."""
         return bool(self.softcap or self.functions.score)
@@ -172,11 +181,16 @@ class Options:
     def constants(self, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None) -> Constants:
         """What of them gets no gradient, and what else the operators take."""
         mask, rope, score_mod = self.mask, self.rope, self.score_mod
-        if mask.only_bands and rope is None and score_mod is None and not self.dropout_p and packed is None:
-            return Constants(
-                NO_TENSORS, _sizes_of(mask.bands, deterministic), (), (), NO_FUNCTIONS, self.scale, self.softcap or 0.0,
-                0.0, keep_rest,
-            )  # fmt: skip
+        by_numbers = mask.only_bands and score_mod is None and not self.dropout_p and packed is None
+        if by_numbers and not torch.compiler.is_compiling():  # which would trace what is behind the cache
+            interleaved = rope is not None and rope.interleaved
+            found = _of_numbers(mask.bands, interleaved, deterministic, self.scale, self.softcap or 0.0, keep_rest)
+            if rope is None:
+                return found
+            tables = ConstantTensors(
+                cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k
+            )
+            return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_rest)
         tensors = ConstantTensors(
             valid=mask.valid,
             allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
@@ -218,6 +232,15 @@ class Options:
             dropout_p=self.dropout_p,
             keep_rest=keep_rest,
         )
+
+
+@lru_cache(maxsize=256)
+def _of_numbers(
+    bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_rest: bool
+) -> Constants:
+    """Of a call that has no tensor besides what gets gradients: the same object for the same numbers."""
+    sizes = _sizes_of(bands, deterministic)._replace(interleaved=int(interleaved))
+    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_rest)
 
 
 def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:

@@ -34,6 +34,7 @@ from fusedattn.kernels.replay import recorded
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
+from fusedattn.kernels.start import watched
 from fusedattn.kernels.tile import Call
 
 
@@ -313,27 +314,33 @@ def _again(
 
     What decides about launches is in the key: everything but the contents of tensors.
     """
-    if INTERPRETED.value or not MOST_REPLAYS or constants.mask_args or constants.score_args:
+    if INTERPRETED.value or not MOST_REPLAYS or constants.mask_args or constants.score_args or watched():
         call(inputs, constants, found)
         return
-    given = (*found, *inputs) if constants.tensors is NO_TENSORS else (*found, *inputs, *constants.tensors)
-    present = [x for x in given if x is not None]
+    given = inputs if constants.tensors is NO_TENSORS else (*inputs, *constants.tensors)
+    present: list[Tensor] = []
+    kinds: list[Hashable] = []
+    for x in found:  # whose shapes follow from those of the inputs
+        kinds.append(x is None)
+        if x is not None:
+            present.append(x)
+    for x in given:
+        if x is None:
+            kinds.append(None)
+        else:
+            present.append(x)
+            kinds.append((x.dtype, x.shape, x.stride()))
     addresses = [x.data_ptr() for x in present]
     key = (
         call,
         present[0].device,
-        constants.sizes,
-        constants.functions,
-        constants.scale,
-        constants.softcap,
-        constants.dropout_p,
+        constants.numbers,
         _precision(present[0].dtype),
         torch.are_deterministic_algorithms_enabled(),
         configs.lookup,  # which a trial of other configs replaces
         configs.lookup_few_queries,
-        tuple([x is None for x in found]),  # their shapes follow from those of the inputs
-        tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in given[len(found) :]]),
-        tuple([x % SPECIALIZED for x in addresses]),
+        *kinds,
+        _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),
         None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),
     )
     known = _replays.get(key)
@@ -348,6 +355,14 @@ def _again(
         known.run(present, addresses)
         return
     call(inputs, constants, found)
+
+
+def _all_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are multiples of what Triton compiles another kernel for, as nearly always."""
+    bits = 0
+    for x in addresses:
+        bits |= x
+    return bits % SPECIALIZED == 0
 
 
 def _of_nothing(

@@ -135,11 +135,14 @@ def _is_seen(tensors: Sequence[Tensor | None]) -> bool:
         return True
     if transforming() or torch._C._autograd._profiler_enabled():
         return True
-    present = [x for x in tensors if x is not None]
-    plain = _plain_keys(present[0].device)
-    for x in present:
-        if not (type(x) is Tensor or type(x) is Parameter) or torch._C._dispatch_keys(x).raw_repr() not in plain:
-            return True
+    plain = None
+    for x in tensors:
+        if x is not None:
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return True
+            plain = plain or _plain_keys(x.device)
+            if torch._C._dispatch_keys(x).raw_repr() not in plain:
+                return True
     return False
 
 

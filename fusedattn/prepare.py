@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusedattn import checks
 from fusedattn.biases import Bias, as_bias
@@ -16,7 +18,7 @@ from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
-from fusedattn.support import Backend, default_backend, reasons_of
+from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
 
 def checked(
@@ -44,7 +46,14 @@ def checked(
     """
     mask, bias = as_mask(mask), as_bias(bias)
     checks.check_backend(backend)
-    checks.check_qkv(q, k, v)
+    kind = _kind(q, k, v, scale, backend)
+    known = None if kind is None else _known.get(kind)
+    is_new = known is None
+    if known is None:
+        checks.check_qkv(q, k, v)
+        if scale is not None:
+            checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+        known = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), backend or default_backend(q.device)
     checks.check_mask(mask, q, k, packed)
     if rope is not None:
         checks.check_rope(rope, q, k, packed)
@@ -54,28 +63,56 @@ def checked(
         checks.check_score_mod(score_mod, q)
     if sinks is not None:
         checks.check_sinks(sinks, q)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    else:
-        checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     if softcap is not None:
         checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
+        softcap = float(softcap)
     if dropout_p != 0.0 or type(dropout_p) is not float:
         checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
         checks.check_dropout_seed(dropout_seed, q)
     checks.check_deterministic(deterministic)
-    backend = backend or default_backend(q.device)
-    reasons = reasons_of(q, k, v, mask, score_mod, backend)
-    if reasons:
-        raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))
+    scale, backend = known
+    if is_new or mask.function is not None or score_mod is not None:
+        reasons = reasons_of(q, k, v, mask, score_mod, backend)
+        if reasons:
+            raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))
+    if is_new and kind is not None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[kind] = known
     # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.
     if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
         rope.check_positions()
     if dropout_p and dropout_seed is None:
         dropout_seed = draw_seed(q.device)
-    cap = None if softcap is None else float(softcap)
-    return Options(mask, rope, bias, float(scale), cap, score_mod, sinks, float(dropout_p), dropout_seed), backend
+    return Options(mask, rope, bias, scale, softcap, score_mod, sinks, float(dropout_p), dropout_seed), backend
+
+
+MOST_KNOWN = 256
+_known: dict[Hashable, tuple[float, Backend]] = {}  # the scale and backend of each kind that a backend can run
+
+
+def _kind(q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend | None) -> Hashable:
+    """What decides whether q, k, v and the scale pass, and by which backend; None where it is more than that.
+
+    A short call takes longer to check than to look up.
+    """
+    if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return None
+    if scale is not None and type(scale) is not float:
+        return None
+    return (
+        scale,
+        backend or default_backend(q.device),
+        q.is_cuda or interpreting(),
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        *(q.device, q.dtype, q.shape, q.stride()),
+        *(k.device, k.dtype, k.shape, k.stride()),
+        *(v.device, v.dtype, v.shape, v.stride()),
+    )
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 # The smallest normal float32 number: kernels get the scale in float32, where GPUs may take smaller ones for 0.

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels import replay
 from fusedattn.kernels.primitives import Heads
+from fusedattn.kernels.start import start_of, watched
 
 SPECIALIZED = 16  # Triton compiles another kernel for addresses, in bytes, and whole numbers that are multiples of it
 
@@ -52,10 +53,11 @@ def launch(
     """Launch a kernel on the current device; `known` is one of the arguments and its kind."""
     kernel, grid = constants.kernel, (n_programs, 1, 1)
     # Whoever looks at launches does so where Triton starts them all.
-    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks:
+    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks or watched():
         kernel[grid](*arguments, *numbers, **constants.named)
         return
-    device = triton.runtime.driver.active.get_current_device()
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
     of_known = known[0]
     key = (device, None in numbers, *[known[1] if x is of_known else kind_of(x) for x in arguments])
     compiled = constants.compiled.get(key)
@@ -66,7 +68,8 @@ def launch(
     else:
         in_order = (*arguments, *numbers, *constants.in_order)
         replay.note(compiled, grid, in_order)
-        compiled[grid](*in_order)
+        start, before = start_of(compiled)
+        start(*grid, driver.get_current_stream(device), *before, *in_order)
 
 
 def kind_of(x: Any) -> Hashable:

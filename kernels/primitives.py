@@ -294,8 +294,8 @@ def split_poison(x, ACC: tl.constexpr):
 @triton.jit
 def _power_below(near, dtype: tl.constexpr):
     """The power of two that float32 values, rounded to a 16-bit `dtype`, lie at or above."""
-    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14; those of bfloat16 are out of any use.
-    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-100
+    # Below the normal numbers of a dtype neighbours are as far apart as at the least of these.
+    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-126
     return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
 
 
@@ -311,7 +311,8 @@ def encode_rest(exact, rounded):
     near = widen(rounded, tl.float32)
     # One over a power of two, by its exponent.
     power = _power_below(near, rounded.dtype).to(tl.int32, bitcast=True)
-    steps = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype))
+    # Not by both factors at once, whose product may be too large.
+    steps = (exact - near) * (0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype)
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
     return tl.floor(steps + 0.5).to(tl.int8)
 

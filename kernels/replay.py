@@ -17,6 +17,8 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedattn.kernels.start import start_of
+
 ALIGNMENT = 256  # bytes, of scratch tensors: that of memory that an allocator gives
 
 
@@ -87,7 +89,7 @@ class Replay:
         for x in made:
             places[x.data_ptr()] = f"scratch + {self.n_bytes}", f"Address(scratch + {self.n_bytes})"
             self.n_bytes += -(-x.numel() * x.itemsize // ALIGNMENT) * ALIGNMENT
-        self.steps = [(compiled[grid], _filling(arguments, places)) for compiled, grid, arguments in launches]
+        self.steps = [_step(compiled, grid, arguments, places) for compiled, grid, arguments in launches]
 
     def run(self, given: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """Launch all; the tensors, and their addresses, of those shapes, strides, dtypes and alignment."""
@@ -95,30 +97,34 @@ class Replay:
         scratch = 0 if made is None else made.data_ptr()
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        for launch, fill in self.steps:
-            launch(*fill(given, addresses, scratch), stream=stream)
+        for step in self.steps:
+            step(given, addresses, scratch, stream)
 
 
 _Places = dict[int, tuple[str, str]]
 
 
-def _filling(arguments: tuple[Any, ...], places: _Places) -> Callable[..., tuple[Any, ...]]:
-    """What makes the arguments of a launch from tensors: an expression in which their addresses alone are left open."""
-    constants: dict[str, Any] = {}
-    expression = _elements(arguments, places, constants)
-    parameters = ", ".join(("given", "addresses", "scratch", *(f"{name}={name}" for name in constants)))
-    return eval(f"lambda {parameters}: {expression}", {**constants, "tiles": _tiles, "Address": _Address})
+def _step(
+    compiled: CompiledKernel, grid: tuple[int, int, int], arguments: tuple[Any, ...], places: _Places
+) -> Callable[..., object]:
+    """A launch, as a function of (given, addresses, scratch, stream), in which nothing else is left to look up."""
+    start, before = start_of(compiled)
+    constants: dict[str, Any] = {"start": start}
+    passed = ["*" + _named(grid, constants), "stream", "*" + _named(before, constants)]
+    passed += _elements(arguments, places, constants)
+    parameters = ", ".join(("given", "addresses", "scratch", "stream", *(f"{name}={name}" for name in constants)))
+    return eval(f"lambda {parameters}: start({', '.join(passed)})", {**constants, "Address": _Address})
 
 
-def _elements(values: tuple[Any, ...], places: _Places, constants: dict[str, Any]) -> str:
-    """The expression of a tuple: what depends on no tensor is added as it stands, in stretches."""
+def _elements(values: tuple[Any, ...], places: _Places, constants: dict[str, Any]) -> list[str]:
+    """The expressions of values in a row: what depends on no tensor stands there as it is, in stretches."""
     parts = []
     for depends, stretch in itertools.groupby(values, _has_tensor):
         if depends:
             parts += [_expression(x, places, constants) for x in stretch]
         else:
             parts.append("*" + _named(tuple(stretch), constants))
-    return "(" + "".join(f"{part}, " for part in parts) + ")"
+    return parts
 
 
 def _expression(value: Any, places: _Places, constants: dict[str, Any]) -> str:
@@ -126,8 +132,9 @@ def _expression(value: Any, places: _Places, constants: dict[str, Any]) -> str:
         return _place(value, places)[0]
     if isinstance(value, TensorDescriptor):
         attributes = {name: x for name, x in vars(value).items() if name != "base"}
-        return f"tiles({_place(value.base, places)[1]}, {_named(attributes, constants)})"
-    return _elements(value, places, constants)
+        of_place = type("TilesOfPlace", (_Tiles,), attributes)
+        return f"{_named(of_place, constants)}({_place(value.base, places)[1]})"
+    return f"({', '.join(_elements(value, places, constants))},)"
 
 
 def _named(value: Any, constants: dict[str, Any]) -> str:
@@ -155,9 +162,8 @@ class _Address(int):
         return self
 
 
-def _tiles(base: torch.Tensor | _Address, attributes: dict[str, Any]) -> TensorDescriptor:
-    """The descriptor with these `attributes` of what lies at the address of `base`."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(attributes)
-    made.base = base
-    return made
+class _Tiles(TensorDescriptor):  # type: ignore[misc]
+    """A descriptor of which the address alone is open: the rest is an attribute of a class of its own."""
+
+    def __init__(self, base: torch.Tensor | _Address) -> None:
+        self.base = base

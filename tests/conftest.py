@@ -28,7 +28,7 @@ elif "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
 else:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from fusedattn import attention, reference, testing
+from fusedattn import attention, prepare, reference, testing
 from fusedattn.cli.interpreter import quicken
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
@@ -78,6 +78,13 @@ OPTIONAL = (
     "setuptools",
     "transformers",
 )
+
+
+@pytest.fixture(autouse=True)
+def _checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call like one before it does not see what a test has replaced in its checks."""
+    monkeypatch.setattr(prepare, "_known", {})
+
 
 if INTERPRETING:
     quicken()

@@ -85,8 +85,13 @@ class _Stand(CompiledKernel):
     def __init__(self, key: Any, types: tuple[Any, ...], launches: Launches) -> None:
         self.key, self.types, self.launches = key, types, launches
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *arguments, stream=0: self.launches.note(self, grid, arguments)
+        self.function = self.packed_metadata = None
+
+    @property
+    def run(self) -> Callable[..., None]:
+        return lambda x, y, z, stream, function, metadata, of_launch, enter, leave, *arguments: self.launches.note(
+            self, (x, y, z), arguments
+        )
 
 
 @contextmanager

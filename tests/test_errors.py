@@ -291,6 +291,7 @@ def assert_message(error: BaseException, contains: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, backend):
     changes, error, contains = WRONG[name]
+    attention(**good(), backend=backend)  # it is remembered that this passed
     with pytest.raises(error) as caught:
         attention(**{**good(), "backend": backend, **changes})
     assert_message(caught.value, contains)
@@ -330,6 +331,7 @@ def test_what_is_not_supported(name, backend):
     """All reasons at once, the same that not_supported_reasons lists."""
     changes, refuse, contains = NOT_SUPPORTED[name]
     call = {**good(), "backend": backend, **changes}
+    attention(**good(), backend=backend)  # it is remembered that this runs
     reasons = not_supported_reasons(**call)
     if backend not in refuse and name != "everything":
         assert reasons == []

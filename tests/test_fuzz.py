@@ -39,6 +39,11 @@ PROBLEMS = {
         magnitudes={"q": 100.0, "k": 1e-40, "v": 1e-40},
         dlse=False,
     ),
+    "denormal values and a large gradient, 16 bits": Problem(
+        replace(HALF, nheads_q=1, seqlen_q=1, seqlen_k=2, head_dim=1),
+        magnitudes={"v": 1e-40, "dout": 1e4},
+        dlse=False,
+    ),
     "nothing visible": Problem(HALF, rows="all empty", poison=(("v", "inf", "hidden"), ("q", "nan", "hidden"))),
     "no queries": Problem(replace(SMALL, seqlen_q=0)),
     "everything overlaps": Problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 from tests.test_codegen import compiling
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNEL: Any = {(1, 1, 1): None}  # what is not launched
+KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # what is not launched
 
 
 def test_what_is_launched_again(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_every_launch_goes_through_the_launcher() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
         ]
-        assert path.name in ("launcher.py", "replay.py") or not launches, (path.name, launches)
+        assert path.name in ("launcher.py", "start.py") or not launches, (path.name, launches)
 
 
 def test_constants_have_the_launch_options() -> None:
@@ -83,14 +82,16 @@ def test_replays_of_other_tensors() -> None:
     """Addresses in the places of tensors; scratch tensors lie apart; the stream is the current one of each time."""
     launched: list[Any] = []
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return lambda *arguments, stream: launched.append((stream, arguments))
+    def run(x: int, y: int, z: int, stream: int, *given: Any) -> None:
+        assert (x, y, z, *given[:5]) == (4, 1, 1, "function", "metadata", None, None, None)
+        launched.append((stream, given[5:]))
+
+    kernel: Any = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
     def call(x: torch.Tensor) -> None:
         for _ in range(2):
             made = replay.scratch(x, (3,), torch.float32)
-            replay.note(Kernel(), (1, 1, 1), (x, (7, made), None))  # type: ignore[arg-type]
+            replay.note(kernel, (4, 1, 1), (x, (7, made), None))
 
     first, then = torch.zeros(2, 64).unbind()
     found = replay.recorded(lambda: call(first), [first])

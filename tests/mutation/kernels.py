@@ -174,6 +174,7 @@ BACKWARD = (
     Fault(BWD, "HEAD_DIM_V, EDGE, BLOCK_DV)", "HEAD_DIM, EDGE, BLOCK_DV)", "dk, dv: dout as wide as q in boundary blocks", WIDTHS, nth=0),
     Fault(BWD, "HEAD_DIM_V, BLOCK_M, BLOCK_DV)", "HEAD_DIM, BLOCK_M, BLOCK_DV)", "dq: dout as wide as q", WIDTHS, nth=0),
     Fault(BWD, "HEAD_DIM_V, BLOCK_N, BLOCK_DV)", "HEAD_DIM, BLOCK_N, BLOCK_DV)", "dk, dv: values as wide as keys", WIDTHS, nth=0),
+    Fault(PRIMITIVES, "2.0**-14 if dtype == tl.float16 else 2.0**-126", "2.0**-14 if dtype == tl.float16 else 2.0**-100", "rest: none of denormal outputs", "tests/test_fuzz.py -k denormal"),
     Fault(ROWS, "        out_tile = decode_rest(out_tile, rest_tile)\n", "", "delta: from the rounded out", COMMON),
     Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, 16 bits", HALVES, nth=0),
     Fault(ROWS, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "delta: sign of dlse, float32", GRADIENTS, nth=1),

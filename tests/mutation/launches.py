@@ -2,8 +2,9 @@
 
 from tests.mutation.fault import Fault
 
-LAUNCHER, REPLAY = "kernels/launcher.py", "kernels/replay.py"
+LAUNCHER, REPLAY, START = "kernels/launcher.py", "kernels/replay.py", "kernels/start.py"
 LAUNCHING, OPS = "fusedattn/launching.py", "fusedattn/ops.py"
+CONSTANTS, PREPARE = "fusedattn/constants.py", "fusedattn/prepare.py"
 TESTS = "tests/test_launcher.py"
 
 FAULTS = (
@@ -12,11 +13,17 @@ FAULTS = (
     Fault(LAUNCHER, "    return x.dtype, x.data_ptr() % SPECIALIZED == 0\n", "    return x.dtype\n", "launches: rows of any alignment by one kernel", TESTS),
     Fault(REPLAY, 'f"scratch + {self.n_bytes}"', '"scratch"', "replays: scratch tensors at one address", TESTS),
     Fault(REPLAY, "        raise _UnknownTensorError\n", '        return "0", "0"\n', "replays: of a tensor that nobody knows of", TESTS),
-    Fault(REPLAY, "launch(*fill(given, addresses, scratch), stream=stream)", "launch(*fill(given, addresses, scratch), stream=0)", "replays: on the default stream", TESTS),
-    Fault(LAUNCHING, "        constants.scale,\n", "", "replays: with the scale of another call", TESTS),
-    Fault(LAUNCHING, "        constants.sizes,\n", "", "replays: with the bounds of another call", TESTS),
+    Fault(REPLAY, "step(given, addresses, scratch, stream)", "step(given, addresses, scratch, 0)", "replays: on the default stream", TESTS),
+    Fault(CONSTANTS, "return self.sizes, self.functions, self.scale, ", "return self.sizes, self.functions, ", "replays: with the scale of another call", TESTS),
+    Fault(CONSTANTS, "return self.sizes, self.functions, ", "return self.functions, ", "replays: with the bounds of another call", TESTS),
+    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(frozenset(), interleaved, ", "numbers: those of a call without bands for all", "tests/test_attention.py"),
+    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(mask.bands, False, ", "numbers: pairs of features of the other kind", "tests/test_rope.py"),
     Fault(LAUNCHING, "(x.dtype, x.shape, x.stride())", "(x.dtype, x.shape)", "replays: with the strides of another call", TESTS),
-    Fault(LAUNCHING, "        tuple([x % SPECIALIZED for x in addresses]),\n", "", "replays: at addresses of another alignment", TESTS),
+    Fault(LAUNCHING, "        _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),\n", "", "replays: at addresses of another alignment", TESTS),
     Fault(LAUNCHING, "        None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),\n", "", "replays: of one tensor for several", TESTS),
-    Fault(OPS, " or torch._C._dispatch_keys(x).raw_repr() not in plain", "", "operators: not called for tensors of a transform", "tests/test_dispatch.py -k transforms"),
+    Fault(PREPARE, "        *(k.device, k.dtype, k.shape, k.stride()),\n", "", "checks: not done again for another k", "tests/test_errors.py -k wrong_arguments"),
+    Fault(PREPARE, "        q.is_cuda or interpreting(),\n", "", "checks: of what was interpreted, for what is not", "tests/test_errors.py -k without_the_interpreter"),
+    Fault(PREPARE, "if is_new or mask.function is not None or score_mod is not None:", "if is_new:", "checks: functions of a known kind of call not looked at", "tests/test_errors.py -k not_supported"),
+    Fault(START, "    return bool(\n", "    return False and bool(\n", "launches: hooks of Triton passed by", "tests/test_host_time.py -k hooks"),
+    Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/test_dispatch.py -k transforms"),
 )  # fmt: skip
