@@ -299,29 +299,36 @@ def _power_below(near, dtype: tl.constexpr):
     return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
 
 
-@triton.jit
-def _steps_of(dtype: tl.constexpr):
-    """How many steps of a rest, of which 127 lead to the next value of `dtype`, lead to twice a power of two."""
-    return 127.0 * 2.0**10 if dtype == tl.float16 else 127.0 * 2.0**7
+# A rest counts steps, of which 127 lead to the next value. From a power of two to twice it there are 2^7 values of
+# bfloat16, or 2^10 of float16: these 127 / 128 of 2^14 steps, or of 2^17.
+_STEPS = tl.constexpr(127.0 / 128.0)
+
+
+@triton.constexpr_function
+def _parts_of(dtype):
+    """The steps from a power of two to twice it, but for the factor _STEPS."""
+    return 2.0**17 if dtype == tl.float16 else 2.0**14
 
 
 @triton.jit
 def encode_rest(exact, rounded):
     """int8 that tells how far the float32 tile `exact` lies from `rounded`, at most one unit in the last place."""
     near = widen(rounded, tl.float32)
-    # One over a power of two, by its exponent.
+    # One over a power of two, by its exponent. Of the smallest it is so large that times PARTS it would be infinite.
     power = _power_below(near, rounded.dtype).to(tl.int32, bitcast=True)
-    # Not by both factors at once, whose product may be too large.
-    steps = (exact - near) * (0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype)
-    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
-    return tl.floor(steps + 0.5).to(tl.int8)
+    distance = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _STEPS)
+    PARTS: tl.constexpr = _parts_of(rounded.dtype)
+    MOST: tl.constexpr = 127.0 / PARTS
+    distance = tl.where(distance == distance, tl.minimum(tl.maximum(distance, -MOST), MOST), 0.0)
+    return tl.floor(distance * PARTS + 0.5).to(tl.int8)
 
 
 @triton.jit
 def decode_rest(rounded, rest):
     """What encode_rest was given, in float32, to about 8 bits more than `rounded` has."""
     near = widen(rounded, tl.float32)
-    return near + rest.to(tl.float32) * (_power_below(near, rounded.dtype) * (1.0 / _steps_of(rounded.dtype)))
+    step = _power_below(near, rounded.dtype) * (1.0 / (_STEPS * _parts_of(rounded.dtype)))
+    return near + rest.to(tl.float32) * step
 
 
 def heads(x: torch.Tensor) -> Heads:
