@@ -161,9 +161,10 @@ class _Band(NamedTuple):
         part = self._narrowed(whole)
         if part is None:
             return ()
-        if part.hidden == "later" or not any(self._hidden_from(part)):
-            return (part,)
         rows = part.rows
+        is_small = self.nheads * len(rows) * len(part.keys) <= FEW
+        if is_small or part.hidden == "later" or not any(self._hidden_from(part)):
+            return (part,)
         found: list[tuple[Piece, ...]] = [(part,)]
         for size in BLOCKS:
             starts = range(rows.start, rows.stop, size)
