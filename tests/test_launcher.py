@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from fusedattn import launching, testing
-from fusedattn.kernels import replay
+from fusedattn.kernels import replay, start
 from fusedattn.kernels.launcher import LAUNCH_OPTIONS, Constants
 from fusedattn.kernels.rope import _rope
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
@@ -105,6 +106,19 @@ def test_replays_of_other_tensors() -> None:
     (_, (a, (seven, scratch), nothing)), (_, (_, (_, other), _)), *_ = launched
     assert (a, seven, nothing) == (then.data_ptr(), 7, None)
     assert other - scratch == replay.ALIGNMENT
+
+
+def test_a_release_of_triton_that_nobody_has_looked_at_is_asked_in_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            return lambda *arguments, stream: launched.append((grid, stream, arguments))
+
+    monkeypatch.setattr(start, "_KNOWN", False)
+    begin, before = start.start_of(Kernel())
+    begin(4, 1, 1, 7, *before, "x")
+    assert launched == [((4, 1, 1), 7, ("x",))]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="replays are of compiled kernels")
