@@ -30,7 +30,7 @@ def main() -> int:
     except AssertionError as error:
         print(f"broken: {error}", file=sys.stderr)
         return 1
-    print("holds" if fits else "holds; the numbers overflow, so they were not compared")
+    print("holds" if fits else "holds; the numbers overflow, or hang on one rounding, and were not compared")
     return 0
 
 

@@ -44,6 +44,25 @@ PROBLEMS = {
         magnitudes={"v": 1e-40, "dout": 1e4},
         dlse=False,
     ),
+    "scores of 100,000, of which the rounding of a rotation chooses the largest": Problem(
+        Case(
+            batch=1,
+            nheads_q=1,
+            nheads_kv=1,
+            seqlen_q=64,
+            seqlen_k=33,
+            head_dim=40,
+            dtype=torch.bfloat16,
+            boolean="full",
+            rope="half",
+            rotary_dim=24,
+            rope_tables="per_batch",
+            scale=-0.3,
+            seed=4022,
+        ),
+        magnitudes={"q": 100.0, "k": 100.0},
+        dlse=False,
+    ),
     "nothing visible": Problem(HALF, rows="all empty", poison=(("v", "inf", "hidden"), ("q", "nan", "hidden"))),
     "no queries": Problem(replace(SMALL, seqlen_q=0)),
     "everything overlaps": Problem(
@@ -150,6 +169,14 @@ PROBLEMS = {
         strided_constants=True,
     ),
 }
+
+
+def test_what_cannot_be_compared_with_the_truth():
+    """Rotations of ordinary size can, and large scores without a rotation."""
+    chosen = PROBLEMS["scores of 100,000, of which the rounding of a rotation chooses the largest"]
+    assert contract.rounding_decides(chosen.inputs(DEVICE))
+    ordinary = (replace(chosen, magnitudes={}), Problem(replace(HALF, rope="half")), PROBLEMS["scores of 1e4"])
+    assert not any(contract.rounding_decides(problem.inputs(DEVICE)) for problem in ordinary)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
