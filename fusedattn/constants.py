@@ -181,9 +181,10 @@ class Options:
     def constants(self, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None) -> Constants:
         """What of them gets no gradient, and what else the operators take."""
         mask, rope, score_mod = self.mask, self.rope, self.score_mod
-        by_numbers = mask.only_bands and score_mod is None and not self.dropout_p and packed is None
-        if by_numbers and not torch.compiler.is_compiling():  # which would trace what is behind the cache
-            interleaved = rope is not None and rope.interleaved
+        # A compiler would trace what is behind the cache, and take all that is looked at for an input.
+        has_tensors = not mask.only_bands or score_mod is not None or packed is not None
+        if not torch.compiler.is_compiling() and not has_tensors and not self.dropout_p:
+            interleaved = rope is not None and bool(rope.interleaved)
             found = _of_numbers(mask.bands, interleaved, deterministic, self.scale, self.softcap or 0.0, keep_rest)
             if rope is None:
                 return found

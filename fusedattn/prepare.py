@@ -99,7 +99,10 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend
     """
     if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
-    if scale is not None and type(scale) is not float:
+    # Sizes may be symbols, or tensors.
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return None
+    if not (scale is None or type(scale) is float) or not (backend is None or type(backend) is str):
         return None
     return (
         scale,

@@ -53,7 +53,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
         return _by_reference(q, k, v, options, return_lse, first_batch)
-    if can_plan and options.sinks is not None and options.sinks.isnan().any():  # which no weight of 0 would contain
+    if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # no weight of 0 contains them
         return _by_reference(q, k, v, options, return_lse, first_batch)
     # In float32 at least, as in 16 bits a large negative bias would become -inf.
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32))

@@ -81,7 +81,8 @@ def store_results(
         sink = tl.load(sinks_ptr + rows.heads).to(ACC)
         m_new = tl.maximum(m_i, sink)
         alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)
+        # Without a sink either, as below.
+        l_i = tl.where(m_new == float("-inf"), 1.0, l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT))
         acc = acc * alpha[:, None]
         w_i = w_i * alpha
         c_i = c_i * alpha

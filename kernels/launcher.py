@@ -54,6 +54,7 @@ def launch(
     kernel, grid = constants.kernel, (n_programs, 1, 1)
     # Whoever looks at launches does so where Triton starts them all.
     if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks or watched():
+        replay.give_up()
         kernel[grid](*arguments, *numbers, **constants.named)
         return
     driver = triton.runtime.driver.active
@@ -62,6 +63,7 @@ def launch(
     key = (device, None in numbers, *[known[1] if x is of_known else kind_of(x) for x in arguments])
     compiled = constants.compiled.get(key)
     if compiled is None:
+        replay.give_up()  # it would not have this launch
         compiled = kernel.run(*arguments, *numbers, grid=grid, warmup=False, **constants.named)
         if isinstance(compiled, CompiledKernel):
             constants.compiled[key] = compiled

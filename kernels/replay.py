@@ -90,6 +90,7 @@ class Replay:
             places[x.data_ptr()] = f"scratch + {self.n_bytes}", f"Address(scratch + {self.n_bytes})"
             self.n_bytes += -(-x.numel() * x.itemsize // ALIGNMENT) * ALIGNMENT
         self.steps = [_step(compiled, grid, arguments, places) for compiled, grid, arguments in launches]
+        self.kernels = [compiled for compiled, *_ in launches]  # Triton 3.9 unloads those that nobody holds
 
     def run(self, given: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """Launch all; the tensors, and their addresses, of those shapes, strides, dtypes and alignment."""

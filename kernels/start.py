@@ -6,6 +6,7 @@ from typing import Any
 
 import triton
 from triton.compiler import CompiledKernel
+from triton.knobs import HookChain
 
 # Releases whose own launches call CompiledKernel.run with these arguments; others are asked by their public way.
 _KNOWN = (3, 6) <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 10)
@@ -25,8 +26,9 @@ def start_of(compiled: CompiledKernel) -> tuple[Callable[..., object], tuple[Any
 def watched() -> bool:
     """Whether somebody has asked Triton to be told of every launch, as profilers do."""
     runtime = triton.knobs.runtime
-    # A chain of hooks, which may be empty, or, if somebody has replaced it, a hook.
-    return bool(
-        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-    )
+    return _is_hook(runtime.launch_enter_hook) or _is_hook(runtime.launch_exit_hook)
+
+
+def _is_hook(hook: Any) -> bool:
+    """Whether that calls anything: a chain of hooks, which may be empty, or what somebody has put in its place."""
+    return bool(hook.calls) if type(hook) is HookChain else hook is not None

@@ -197,6 +197,20 @@ def of_one_kind(launches: Launches) -> tuple[int, int]:
     return replayed, total
 
 
+def partly_compiled(launches: Launches, kernel: str) -> None:
+    """A call that finds a kernel not yet compiled, as beside a thread that compiles it, is not done again in part."""
+    inputs = make_inputs(PLAIN)
+    forget()
+    expected = launched(launches, inputs, backward=True)
+    for x in gc.get_objects():
+        if type(x) is launcher.Constants and x.kernel.__name__ == kernel:
+            x.compiled.clear()
+    for _ in range(2):  # the first one is recorded
+        found = launched(launches, inputs, backward=True)
+        if found != expected:
+            raise AssertionError(f"{kernel}: launched {len(found)}, of {len(expected)}")
+
+
 PLAIN = Case(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64, causal="bottom_right", rope="half", dtype=torch.bfloat16)
 
 
@@ -266,4 +280,6 @@ if __name__ == "__main__":
     with hopper() as launches:
         replayed, total = of_one_kind(launches)
         of_other_kinds(launches)
+        for kernel in ("_rope", "attention_fwd", "attention_bwd_rows", "attention_bwd_dq"):
+            partly_compiled(launches, kernel)
     print(f"{replayed} of {total} calls replayed")

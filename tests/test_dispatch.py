@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedattn
 from fusedattn import Rope, attention, fused, launching, masks, plain, reference
@@ -201,6 +202,17 @@ def test_autograd_only_where_there_is_a_gradient(monkeypatch, no_launch):
     out = attention(q, k, v, backend="triton")
     torch.autograd.grad(out.sum(), q, create_graph=True)
     assert applied == ["DirectAttention", "DirectAttention", "AttentionBackward"]
+
+
+def test_sizes_that_are_symbols():
+    """What a tracer makes under a transform has the type of an ordinary tensor."""
+    x = torch.randn(3, 2, 2, 8, 16)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.vmap(lambda x: attention(x, x, x, mask=masks.causal(), backend="torch"))(x)
+
+    traced = make_fx(function, tracing_mode="symbolic")(x)
+    torch.testing.assert_close(traced(x), function(x))
 
 
 @interpreted

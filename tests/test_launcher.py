@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import triton
+from triton.knobs import HookChain
 
 from fusedattn import launching, testing
 from fusedattn.kernels import replay, start
@@ -106,6 +108,22 @@ def test_replays_of_other_tensors() -> None:
     (_, (a, (seven, scratch), nothing)), (_, (_, (_, other), _)), *_ = launched
     assert (a, seven, nothing) == (then.data_ptr(), 7, None)
     assert other - scratch == replay.ALIGNMENT
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_is_told_of_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Chains of hooks, unless they are empty, and whatever has been put in the place of one."""
+
+    class Counter:
+        calls = 0
+
+    chain = HookChain()  # type: ignore[var-annotated]
+    for hook, is_told in ((None, False), (chain, False), (Counter(), True), (print, True)):
+        monkeypatch.setattr(triton.knobs.runtime, name, hook)
+        assert start.watched() == is_told
+    chain.add(print)
+    monkeypatch.setattr(triton.knobs.runtime, name, chain)
+    assert start.watched()
 
 
 def test_a_release_of_triton_that_nobody_has_looked_at_is_asked_in_public(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,19 @@ def test_rows_that_see_nothing(kind, dtype, backend):
     assert out.isfinite().all()
 
 
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_a_sink_of_nothing_where_nothing_is_visible(seqlen_q, dtype, backend):
+    """One of -inf is none: lse is -inf there, and all gradients are 0."""
+    inputs = testing.make_inputs(Case(seqlen_q=seqlen_q, seqlen_k=33, sinks=True, dtype=dtype), DEVICE)
+    inputs = replace(inputs, mask=masks.boolean(torch.zeros(33, dtype=torch.bool, device=DEVICE)))
+    inputs = inputs.with_leaves(inputs.leaves | {"sinks": torch.full_like(inputs.sinks, -math.inf)})
+    results = testing.run(functools.partial(attention, backend=backend), replace(inputs, dlse=inputs.dlse * 0))
+    assert (results.pop("lse") == -math.inf).all()
+    assert all((x == 0).all() for x in results.values())
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
 def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with_bias):

@@ -24,6 +24,8 @@ FAULTS = (
     Fault(PREPARE, "        *(k.device, k.dtype, k.shape, k.stride()),\n", "", "checks: not done again for another k", "tests/test_errors.py -k wrong_arguments"),
     Fault(PREPARE, "        q.is_cuda or interpreting(),\n", "", "checks: of what was interpreted, for what is not", "tests/test_errors.py -k without_the_interpreter"),
     Fault(PREPARE, "if is_new or mask.function is not None or score_mod is not None:", "if is_new:", "checks: functions of a known kind of call not looked at", "tests/test_errors.py -k not_supported"),
-    Fault(START, "    return bool(\n", "    return False and bool(\n", "launches: hooks of Triton passed by", "tests/test_host_time.py -k hooks"),
+    Fault(LAUNCHER, "        replay.give_up()  # it would not have this launch\n", "", "replays: of the launches that had been compiled before", TESTS),
+    Fault(PREPARE, "if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():", "if False:", "checks: sizes that are symbols looked up", "tests/test_dispatch.py -k symbols"),
+    Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/test_host_time.py -k hooks"),
     Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/test_dispatch.py -k transforms"),
 )  # fmt: skip

@@ -123,7 +123,8 @@ DISTANCES = (
 )
 
 SINK = (
-    Fault(EPILOGUE, "l_i = l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT)", "l_i = l_i * alpha", "sinks: no part of the sum", SINKS),
+    Fault(EPILOGUE, "tl.where(m_new == float(\"-inf\"), 1.0, l_i * alpha", "tl.where(False, 1.0, l_i * alpha", "sinks: lse of no key and no sink", "tests/test_masking.py -k sink_of_nothing"),
+    Fault(EPILOGUE, "l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT))", "l_i * alpha)", "sinks: no part of the sum", SINKS),
     Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
     Fault(EPILOGUE, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
