@@ -294,41 +294,33 @@ def split_poison(x, ACC: tl.constexpr):
 @triton.jit
 def _power_below(near, dtype: tl.constexpr):
     """The power of two that float32 values, rounded to a 16-bit `dtype`, lie at or above."""
-    # Below the normal numbers of a dtype neighbours are as far apart as at the least of these.
-    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-126
+    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14; those of bfloat16 are out of any use.
+    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-100
     return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
 
 
-# A rest counts steps, of which 127 lead to the next value. From a power of two to twice it there are 2^7 values of
-# bfloat16, or 2^10 of float16: these 127 / 128 of 2^14 steps, or of 2^17.
-_STEPS = tl.constexpr(127.0 / 128.0)
-
-
-@triton.constexpr_function
-def _parts_of(dtype):
-    """The steps from a power of two to twice it, but for the factor _STEPS."""
-    return 2.0**17 if dtype == tl.float16 else 2.0**14
+@triton.jit
+def _steps_of(dtype: tl.constexpr):
+    """How many steps of a rest, of which 127 lead to the next value of `dtype`, lead to twice a power of two."""
+    return 127.0 * 2.0**10 if dtype == tl.float16 else 127.0 * 2.0**7
 
 
 @triton.jit
 def encode_rest(exact, rounded):
     """int8 that tells how far the float32 tile `exact` lies from `rounded`, at most one unit in the last place."""
     near = widen(rounded, tl.float32)
-    # One over a power of two, by its exponent. Of the smallest it is so large that times PARTS it would be infinite.
+    # One over a power of two, by its exponent.
     power = _power_below(near, rounded.dtype).to(tl.int32, bitcast=True)
-    distance = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _STEPS)
-    PARTS: tl.constexpr = _parts_of(rounded.dtype)
-    MOST: tl.constexpr = 127.0 / PARTS
-    distance = tl.where(distance == distance, tl.minimum(tl.maximum(distance, -MOST), MOST), 0.0)
-    return tl.floor(distance * PARTS + 0.5).to(tl.int8)
+    steps = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype))
+    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
+    return tl.floor(steps + 0.5).to(tl.int8)
 
 
 @triton.jit
 def decode_rest(rounded, rest):
     """What encode_rest was given, in float32, to about 8 bits more than `rounded` has."""
     near = widen(rounded, tl.float32)
-    step = _power_below(near, rounded.dtype) * (1.0 / (_STEPS * _parts_of(rounded.dtype)))
-    return near + rest.to(tl.float32) * step
+    return near + rest.to(tl.float32) * (_power_below(near, rounded.dtype) * (1.0 / _steps_of(rounded.dtype)))
 
 
 def heads(x: torch.Tensor) -> Heads:
