@@ -114,7 +114,7 @@ def test_what_a_short_call_costs(causal):
     assert ratio(ours, direct, 200, 1.3) <= 1.3
 
 
-# Work of bench.cpu, and the time that is the goal, as a part of what the faster one of torch's function and eager takes.
+# Work of bench.cpu, and the goal: its time as a part of what the faster one of torch's function and eager takes.
 # Processors differ: NaN in padding took 1.18 on one and 1.36 to 1.48 on another, by the same code.
 PROCESSORS = 1.2
 BESIDE_BOTH = {
