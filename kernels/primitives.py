@@ -294,8 +294,9 @@ def split_poison(x, ACC: tl.constexpr):
 @triton.jit
 def _power_below(near, dtype: tl.constexpr):
     """The power of two that float32 values, rounded to a 16-bit `dtype`, lie at or above."""
-    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14; those of bfloat16 are out of any use.
-    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-100
+    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14. Those of bfloat16 begin at 2^-126;
+    # float32 can hold a step of a rest and its inverse down to 2^-112 (decision 0005).
+    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-112
     return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
 
 

@@ -39,6 +39,9 @@ PROBLEMS = {
         magnitudes={"q": 100.0, "k": 1e-40, "v": 1e-40},
         dlse=False,
     ),
+    "values of 1e-36 in bfloat16": Problem(
+        replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-36, "dout": 1e4}, dlse=False
+    ),
     "scores of 100,000, of which the rounding of a rotation chooses the largest": Problem(
         Case(
             batch=1,
@@ -170,8 +173,21 @@ def test_what_cannot_be_compared_with_the_truth():
     """Rotations of ordinary size can, and large scores without a rotation."""
     chosen = PROBLEMS["scores of 100,000, of which the rounding of a rotation chooses the largest"]
     assert contract.rounding_decides(chosen.inputs(DEVICE))
+    tiny = Problem(replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-40, "dout": 1e4}, dlse=False)
+    assert _residual_is_lost(tiny)
+    kept = (
+        replace(tiny, magnitudes={"v": 1e-36}),
+        replace(tiny, magnitudes={"v": 0.0}),
+        replace(tiny, case=replace(tiny.case, dtype=torch.float32)),
+    )
+    assert not any(map(_residual_is_lost, kept))
     ordinary = (replace(chosen, magnitudes={}), Problem(replace(HALF, rope="half")), PROBLEMS["scores of 1e4"])
     assert not any(contract.rounding_decides(problem.inputs(DEVICE)) for problem in ordinary)
+
+
+def _residual_is_lost(problem):
+    inputs = problem.inputs(DEVICE)
+    return contract.residual_is_lost(inputs, testing.golden(inputs))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
