@@ -7,6 +7,7 @@ directly to skip what is hidden, are tested against it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -259,6 +260,7 @@ class Mask:
         first_batch: int = 0,
         lengths: tuple[Tensor, Tensor] | None = None,
         device: torch.device | str | None = None,
+        expand: bool = True,
     ) -> Tensor:
         """The bool tensor that defines this mask, ``(batch or 1, nheads_q or 1, seqlen_q, seqlen_k)``.
 
@@ -271,6 +273,8 @@ class Mask:
             lengths: of the queries and of the keys of each batch, int ``(batch,)``, where the batches have lengths of
                 their own, at most ``seqlen_q`` and ``seqlen_k``; alignments are theirs. What lies behind is not hidden.
             device: that of the mask's tensors by default, or torch's default.
+            expand: with False, the result may be of one query or one key where the mask depends on neither, and may
+                share memory with a tensor of this mask.
 
         Raises:
             NotImplementedError: the mask has a function that came without ``eager=``.
@@ -285,30 +289,35 @@ class Mask:
         q_index = indices.select(seqlen_q, rows, device)
         k_index = indices.select(seqlen_k, keys, device)
         i, j = q_index[:, None], k_index
-        dense = torch.ones(1, 1, q_index.shape[0], k_index.shape[0], dtype=torch.bool, device=device)
-        shift = seqlen_k - seqlen_q if lengths is None else (lengths[1] - lengths[0])[:, None, None, None]
-        diagonal = {"bottom_right": i + shift, "top_left": i}
+        shifts: dict[str, Any] = {"bottom_right": seqlen_k - seqlen_q, "top_left": 0}
+        if lengths is not None:
+            shifts["bottom_right"] = (lengths[1] - lengths[0])[:, None, None, None]
+        allowed: list[Tensor] = []
         for band in self.bands:
             if band.left is not None:
-                dense = dense & (j >= diagonal[band.align] - band.left)
+                allowed.append(j >= i + (shifts[band.align] - band.left))
             if band.right is not None:
-                dense = dense & (j <= diagonal[band.align] + band.right)
-        if self.valid is not None:
-            dense = dense & indices.part_of(self.valid[:, None, None, :], None, keys)
-        if self.allowed is not None:
-            dense = dense & indices.part_of(self.allowed, rows, keys)
+                allowed.append(j <= i + (shifts[band.align] + band.right))
         if self.prefix is not None:
-            behind = j <= diagonal[self.prefix.align]
-            dense = dense & (behind | (j < self.prefix.lengths[:, None, None, None]))
+            behind = j <= i + shifts[self.prefix.align]
+            allowed.append(behind | (j < self.prefix.lengths[:, None, None, None]))
         if self.documents is not None:
             ids_q = indices.part_of(self.documents.q[:, None, :, None], rows, None)
             ids_k = indices.part_of(self.documents.k[:, None, None, :], None, keys)
-            dense = dense & (ids_q == ids_k)
+            allowed.append(ids_q == ids_k)
+        is_expanded = bool(allowed)  # each of these has all queries and keys, of the others none need have
         if self.layout is not None:
-            dense = dense & self.layout.dense(q_index, k_index)
+            allowed.append(self.layout.dense(q_index, k_index))
+        if self.valid is not None:
+            allowed.append(indices.part_of(self.valid[:, None, None, :], None, keys))
+        if self.allowed is not None:
+            allowed.append(indices.part_of(self.allowed, rows, keys))
         if self.function is not None:
-            dense = dense & self.function.dense(batch, nheads, q_index, k_index, first_batch)
-        return dense
+            allowed.append(self.function.dense(batch, nheads, q_index, k_index, first_batch))
+        if not allowed or (expand and not is_expanded):
+            allowed.append(torch.ones(len(q_index), len(k_index), dtype=torch.bool, device=device))
+        dense = functools.reduce(torch.bitwise_and, allowed)
+        return dense[(None,) * (4 - dense.dim())]
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, under the name that its user gave it by."""

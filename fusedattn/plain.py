@@ -1,7 +1,4 @@
-"""Calls that torch's function answers as they are, recognised by few attributes.
-
-Of a short call the time goes into what happens around the work.
-"""
+"""Calls that torch's function answers as they are, recognised by few attributes: a short call is mostly overhead."""
 
 from __future__ import annotations
 
@@ -11,17 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn.checks import DTYPES
+from fusedattn import sdpa
+from fusedattn.checks import DTYPES, check_mask
 from fusedattn.masks import Mask
+from fusedattn.pieces import FEW
 from fusedattn.support import Backend, default_backend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backend: Backend | None) -> Tensor | None:
     """The output of :func:`fusedattn.attention` with these arguments alone, or None: it must then look closer.
 
-    What is answered here passes every check, for CPU tensors with data, finite values, and a mask that torch has.
+    What is answered here passes every check, for CPU tensors with data, finite values, and a mask that torch has, or
+    so few scores that they are one call.
+
+    Raises:
+        ValueError: the mask does not fit.
     """
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    if not (mask is None or isinstance(mask, Mask)):
         return None
     if (backend or default_backend(q.device)) != "torch" or _intercepted():
         return None
@@ -34,21 +39,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
     batch_k, nheads_kv, seqlen_k, head_dim_k = k.shape
     if batch_k != batch or nheads_kv != nheads_q or head_dim_k != head_dim:
         return None
-    if not (_in_rows(q, head_dim) and _in_rows(k, head_dim) and _in_rows(v, head_dim)):
+    if not all(x.is_contiguous() or _in_rows(x) for x in (q, k, v)):
         return None
-    is_causal = False
-    if mask is not None:
-        if not (isinstance(mask, Mask) and mask.only_bands):
-            return None
-        lower, upper = mask.band(seqlen_q, seqlen_k)
-        if lower is not None or upper not in (None, 0):
-            return None
-        is_causal = upper is not None
+    is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no word for it
+    if mask is not None and is_causal is None and not _is_short(mask, batch * nheads_q, seqlen_q, seqlen_k):
+        return None
     # Torch's kernel multiplies by 0 what it hides, and loses a NaN in q.
     with torch._C._AutoDispatchBelowAutograd():  # a sum that is finite has finite terms
         if not (math.isfinite(q.sum()) and math.isfinite(k.sum()) and math.isfinite(v.sum())):
             return None
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    if mask is None or is_causal is not None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=bool(is_causal))
+    check_mask(mask, q, k)
+    return sdpa.at_once(q, k, v, mask, None, None)
+
+
+def _is_short(mask: Mask, nheads: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a plan is not worth its time, and the mask made of tensors that can be read; `nheads` of all batches."""
+    if nheads * seqlen_q * seqlen_k > FEW or mask.function is not None:
+        return False
+    if mask.only_bands:  # of many keys, a window may leave few to a query
+        return seqlen_q >= seqlen_k
+    return all(type(x) is Tensor and x.is_cpu for x in mask.tensors().values())
 
 
 def _intercepted() -> bool:
@@ -60,9 +72,7 @@ def _intercepted() -> bool:
     )
 
 
-def _in_rows(x: Tensor, head_dim: int) -> bool:
-    """Whether rows are contiguous and lie beside each other, as in a contiguous tensor or transposed heads."""
-    if x.is_contiguous():
-        return True
+def _in_rows(x: Tensor) -> bool:
+    """Whether rows are contiguous and lie beside each other, as with transposed heads."""
     *strides, last = x.stride()
-    return last == 1 and min(strides) >= head_dim
+    return last == 1 and min(strides) >= x.shape[3]

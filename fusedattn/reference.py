@@ -152,15 +152,18 @@ def large_rows(lse: Tensor) -> Tensor | None:
     return None if is_readable(large) and not large.any() else large
 
 
-def is_readable(x: Tensor) -> bool:
-    """Whether Python can branch on values of ``x``: not under a compiler or tracer, in ``torch.func.vmap``, without."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta:
+def is_readable(*tensors: Tensor) -> bool:
+    """Whether Python can branch on values: not under a compiler or tracer, in ``torch.func.vmap``, or without data."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
+    for x in tensors:
+        if x.is_meta:
             return False
-        x = functorch.get_unwrapped(x)
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                return False
+            x = functorch.get_unwrapped(x)
     return True
 
 

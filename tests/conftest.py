@@ -310,15 +310,18 @@ def assert_results_accurate(
     assert_ratios(bad, what, limit)
 
 
-def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
+def sum_of_terms(inputs: testing.Inputs, least_scale: float = 0.0) -> dict[str, Tensor]:
     """For each result, the sum of the absolute values of what is added up in it, or a bound; in float64.
 
     An error of one unit in the last place in the scores changes a weight by that times the size of the terms of the
-    scores, which is a factor of everything.
+    scores, which is a factor of everything. With a scale of at least `least_scale` in the gradients of q and k.
     """
     x = inputs.to(torch.float64)
     group, seqlen_k = x.q.shape[1] // x.k.shape[1], x.k.shape[2]
     _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
+    # Weights below the normal numbers may count as 0, as on a GPU.
+    computed = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32))
+    weights = weights.clamp(min=computed.tiny / computed.eps).masked_fill(~x.visible(), 0.0)
     kept = testing.keep_factor(x)
     v, dout, dlse = x.v.abs().repeat_interleave(group, 1), x.dout.abs(), x.dlse.abs()[..., None]
 
@@ -332,7 +335,7 @@ def sum_of_terms(inputs: testing.Inputs) -> dict[str, Tensor]:
     average = (weights * dp).sum(-1, keepdim=True) + dlse
     dscores = weights * (dp + average) * factor  # of the scores as the softmax gets them
     dproducts = steepness * dscores
-    scale = abs(q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    scale = max(least_scale, abs(q.shape[-1] ** -0.5 if x.scale is None else x.scale))
 
     def grouped(y: Tensor) -> Tensor:
         return y.unflatten(1, (-1, group)).sum(2)

@@ -342,7 +342,9 @@ def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:
     """
     # A large bias or sink decides alone, in the softmax, and is in no sum behind it.
     leaves = {name: x.clamp(-1e3, 1e3) if name in ADDED else x for name, x in clean.leaves.items()}
-    largest = max((x.max().item() for x in sum_of_terms(clean.with_leaves(leaves)).values() if x.numel()), default=0.0)
+    # Kernels multiply dq and dk by the scale after they have added them up.
+    sums = sum_of_terms(clean.with_leaves(leaves), least_scale=1.0)
+    largest = max((x.max().item() for x in sums.values() if x.numel()), default=0.0)
     if not largest <= torch.finfo(clean.q.dtype).max / 16:
         return False
     if not all(bool((eager[name].isfinite() | ~truth[name].isfinite()).all()) for name in truth):
@@ -354,7 +356,7 @@ def residual_is_lost(inputs: Inputs, truth: Results) -> bool:
     """Whether out is too small for what its rounding takes to be kept, so that delta misses it (decision 0005)."""
     if inputs.q.dtype != torch.bfloat16 or truth["out"].numel() == 0:
         return False
-    return 0 < truth["out"].abs().max() < torch.finfo(torch.bfloat16).tiny
+    return 0.0 < truth["out"].abs().max().item() < torch.finfo(torch.bfloat16).tiny
 
 
 def rounding_decides(inputs: Inputs) -> bool:

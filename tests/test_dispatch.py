@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedattn
-from fusedattn import Rope, attention, fused, launching, masks, plain, reference
+from fusedattn import Rope, attention, case_functions, fused, launching, masks, plain, reference
 from fusedattn.kernels import attention_bwd_rows, problem
 from tests.conftest import INTERPRETING
 
@@ -317,21 +317,65 @@ def test_what_needs_a_closer_look_is_no_plain_call(change):
     expect_no_plain_answer(*change(*qkv(2, 4, 8, 8)))
 
 
+LONG = 300  # more scores than one call is worth
+MASKS = {
+    "window": lambda n: masks.window(2, 0),
+    "open window": lambda n: masks.window(None, 1),
+    "causal window": lambda n: masks.causal() & masks.window(3, None),
+    "padding": lambda n: masks.padding(torch.arange(n) < torch.tensor([[n], [n // 2]])),
+    "all padding": lambda n: masks.padding(torch.arange(n) < torch.tensor([[0], [1]])),
+    "causal padding": lambda n: masks.causal() & masks.padding(torch.arange(n) >= torch.tensor([[n // 2], [1]])),
+    "boolean": lambda n: masks.boolean(torch.arange(n) % 3 == 0),
+    "pairs": lambda n: masks.boolean(torch.rand(4, n, n) < 0.2),
+    "prefix": lambda n: masks.prefix_lm(torch.tensor([1, n])),
+    "documents": lambda n: masks.documents(torch.arange(n).expand(2, -1) // 3),
+    "blocks": lambda n: masks.block_sparse(torch.tensor([[True]]), LONG),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_few_scores_is_a_plain_call(name):
+    q, k, v = (x.requires_grad_() for x in qkv(2, 4, 8, 8))
+    mask = MASKS[name](8)
+    out = plain.attention(q, k, v, mask, "torch")
+    assert out is not None
+    golden = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = reference.attention(*golden, mask=mask)[0]
+    torch.testing.assert_close(out.double(), expected, rtol=0.0, atol=1e-5)
+    assert (out[~mask.dense(8, 8).any(-1).expand(2, 4, 8)] == 0).all()
+    found = torch.autograd.grad(out.sum(), (q, k, v))
+    for x, y in zip(found, torch.autograd.grad(expected.sum(), golden), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_many_scores_is_no_plain_call(name):
+    expect_no_plain_answer(*qkv(2, 4, LONG, 8), MASKS[name](LONG))
+
+
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.window(2, 0),
-        masks.window(None, 1),
-        masks.causal() & masks.window(3, None),
-        masks.padding(torch.ones(2, 8, dtype=torch.bool)),
-        masks.causal() & masks.padding(torch.ones(2, 8, dtype=torch.bool)),
         torch.ones(8, 8, dtype=torch.bool),
         torch.ones(8, 8),
         "causal",
+        masks.function(case_functions._sees, lambda b, h, i, j, args: i >= j, (torch.ones(8), 2)),
+        masks.padding(torch.ones(2, 8, dtype=torch.bool, device="meta")),
     ],
 )
 def test_other_masks_are_no_plain_call(mask):
     expect_no_plain_answer(*qkv(2, 4, 8, 8), mask)
+
+
+def test_a_window_of_few_queries_is_no_plain_call():
+    """It may leave them few of the keys."""
+    (q, _, _), (_, k, v) = qkv(2, 4, 1, 8), qkv(2, 4, 8, 8)
+    expect_no_plain_answer(q, k, v, masks.window(2, 0))
+
+
+def test_a_short_mask_that_does_not_fit():
+    with pytest.raises(ValueError, match="padding"):
+        attention(*qkv(2, 4, 8, 8), mask=masks.padding(torch.ones(2, 7, dtype=torch.bool)), backend="torch")
 
 
 def test_other_circumstances_are_no_plain_call(monkeypatch):

@@ -39,6 +39,27 @@ PROBLEMS = {
         magnitudes={"q": 100.0, "k": 1e-40, "v": 1e-40},
         dlse=False,
     ),
+    "gradients that overflow before a scale of 0": Problem(
+        replace(SMALL, nheads_q=1, seqlen_q=1, seqlen_k=1, head_dim=1, scale=0.0),
+        magnitudes={"q": 1e-40, "k": 1e30, "dlse": 1e30},
+    ),
+    "weights below the normal numbers": Problem(
+        replace(
+            SMALL,
+            nheads_q=1,
+            seqlen_q=97,
+            seqlen_k=38,
+            head_dim=24,
+            causal="bottom_right",
+            boolean="broadcast",
+            rope="half",
+            rotary_dim=10,
+            scale=1.0,
+            seed=2063,
+        ),
+        magnitudes={"q": 100.0},
+        dlse=False,
+    ),
     "values of 1e-36 in bfloat16": Problem(
         replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-36, "dout": 1e4}, dlse=False
     ),

@@ -85,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     "varlen": {"prepare", "fused", "eager_packed", "sdpa", "support", "checks", *VALUES},
     "attention": {"nested", "prepare", "plain", "fused", "support", "checks", "sdpa", *VALUES},
     "prepare": {"support", "checks", *VALUES},
-    "plain": {"support", "checks", *VALUES},
+    "plain": {"support", "checks", "pieces", "sdpa", *VALUES},
     "fused": {"ops", "eager_packed", "reference", *VALUES},
     "ops": {"launching", "results", *VALUES},
     "launching": {"results", *VALUES, "kernels"},
