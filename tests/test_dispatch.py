@@ -329,7 +329,7 @@ MASKS = {
     "pairs": lambda n: masks.boolean(torch.rand(4, n, n) < 0.2),
     "prefix": lambda n: masks.prefix_lm(torch.tensor([1, n])),
     "documents": lambda n: masks.documents(torch.arange(n).expand(2, -1) // 3),
-    "blocks": lambda n: masks.block_sparse(torch.tensor([[True]]), LONG),
+    "blocks": lambda n: masks.block_sparse(torch.tensor([[True]]), 304),
 }
 
 
@@ -373,7 +373,7 @@ def test_a_window_of_few_queries_is_no_plain_call():
     expect_no_plain_answer(q, k, v, masks.window(2, 0))
 
 
-def test_a_short_mask_that_does_not_fit():
+def test_a_plain_call_with_a_mask_that_does_not_fit():
     with pytest.raises(ValueError, match="padding"):
         attention(*qkv(2, 4, 8, 8), mask=masks.padding(torch.ones(2, 7, dtype=torch.bool)), backend="torch")
 
