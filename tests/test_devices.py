@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedattn.kernels import devices
+from fusedattn.kernels import configs, devices
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,15 @@ def test_amd(monkeypatch):
     name = "gfx1100"
     with pytest.raises(NotImplementedError, match="device: got gfx1100, allowed are gfx942 and gfx950"):
         devices._gpu_arch.__wrapped__(0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+def test_backward_whose_tiles_exceed_shared_memory(arch):
+    """In float32 above head_dim 256, on the GPUs that have the least of it."""
+    missing = [
+        (head_dim, dtype)
+        for head_dim in (64, 256, 264, 512)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        if not configs.has_backward(arch, head_dim, dtype)
+    ]
+    assert missing == ([(264, torch.float32), (512, torch.float32)] if arch == "sm_86" else [])

@@ -113,7 +113,7 @@ OPERATION = (
     Fault(PREPARE, "if dropout_p and dropout_seed is None:", "if dropout_seed is None and dropout_p > 0.99:", "dropout: no seed drawn", "tests/test_compile.py -k checkpointing"),
     Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/test_codegen.py"),
     Fault(CONFIGS, "self.dense.smaller())", "self.dense)", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
-    Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_codegen.py"),
+    Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_devices.py"),
     Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
     Fault(DEVICES, "capability in ((8, 0), (8, 7))", "capability >= (8, 0)", "consumer GPUs with the shared memory of others", "tests/test_devices.py"),
     Fault(DEVICES, "if properties.major in (10, 11):", "if properties.major >= 10:", "consumer Blackwell with the tiles of data centers", "tests/test_devices.py"),
