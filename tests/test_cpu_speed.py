@@ -115,16 +115,15 @@ def test_what_a_short_call_costs(causal):
 
 
 # Work of bench.cpu, and the goal: its time as a part of what the faster one of torch's function and eager takes.
-# Processors differ: NaN in padding took 1.18 on one and 1.36 to 1.48 on another, by the same code.
-PROCESSORS = 1.2
+# Processors differ: on one that takes 1.31 and 2.09 for them, two have a fifth more.
 BESIDE_BOTH = {
     "a random mask of each head": 1.3,
-    "block_sparse, a quarter visible": 1.3,
+    "block_sparse, a quarter visible": 1.3 * 1.2,
     "NaN in padding": 1.3,
     "return_lse, causal": 1.3,
     "soft-cap, causal": 1.3,
     "sinks": 1.3,
-    "dropout": 2.0,
+    "dropout": 2.0 * 1.2,
 }
 
 
@@ -135,7 +134,7 @@ def test_beside_torch_and_eager(name, backward):
     work = dict(cpu.works(256, k, v))[name]
     runs = {x: run() for x, run in cpu.contestants(work, q, k, v, dout if backward else None)}
     ours = runs.pop("fusedattn")
-    bound = BESIDE_BOTH[name] * PROCESSORS
+    bound = BESIDE_BOTH[name]
     assert max(ratio(ours, other, 9, bound) for other in runs.values()) <= bound
 
 
