@@ -1,4 +1,7 @@
-"""Calls that torch's function answers as they are, recognised by few attributes: a short call is mostly overhead."""
+"""Calls that torch's function answers as they are, or with a mask of few scores, recognised by few attributes.
+
+The shorter a call, the more of its time goes into checks.
+"""
 
 from __future__ import annotations
 
