@@ -315,7 +315,7 @@ class Mask:
         if self.function is not None:
             allowed.append(self.function.dense(batch, nheads, q_index, k_index, first_batch))
         if not allowed or (expand and not is_expanded):
-            allowed.append(torch.ones(len(q_index), len(k_index), dtype=torch.bool, device=device))
+            allowed.append(torch.ones(q_index.shape[0], k_index.shape[0], dtype=torch.bool, device=device))
         dense = functools.reduce(torch.bitwise_and, allowed)
         return dense[(None,) * (4 - dense.dim())]
 
