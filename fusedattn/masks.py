@@ -21,7 +21,7 @@ CausalAlign = Literal["bottom_right", "top_left"]
 
 Part = TypeVar("Part")
 
-_ALIGNMENTS = ("bottom_right", "top_left")
+_ALIGNMENTS: tuple[CausalAlign, ...] = ("bottom_right", "top_left")
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Mask:
         q_index = indices.select(seqlen_q, rows, device)
         k_index = indices.select(seqlen_k, keys, device)
         i, j = q_index[:, None], k_index
-        shifts: dict[str, Any] = {"bottom_right": seqlen_k - seqlen_q, "top_left": 0}
+        shifts: dict[str, Any] = {align: _shift(align, seqlen_q, seqlen_k) for align in _ALIGNMENTS}
         if lengths is not None:
             shifts["bottom_right"] = (lengths[1] - lengths[0])[:, None, None, None]
         allowed: list[Tensor] = []
