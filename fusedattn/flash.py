@@ -37,8 +37,20 @@ def attention(
         scale: of the scores.
         eager: the same of ``(q, k, v, sinks)``.
     """
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))):
+        return _results(q, k, v, sinks, added, is_causal, scale)
     out, lse = _Flash.apply(q, k, v, sinks, added, is_causal, scale, eager)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def _results(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, added: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+    if sinks is None:
+        return out, lse
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * torch.exp(lse - with_sinks)[..., None].to(out.dtype), with_sinks
 
 
 class _Flash(torch.autograd.Function):
@@ -55,10 +67,7 @@ class _Flash(torch.autograd.Function):
         eager: Eager,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
-        if sinks is not None:
-            without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out = out * torch.exp(without - lse)[..., None].to(out.dtype)
+        out, lse = _results(q, k, v, sinks, added, is_causal, scale)
         ctx.is_causal, ctx.scale, ctx.eager = is_causal, scale, eager
         ctx.save_for_backward(q, k, v, sinks, added, out, lse)
         return out, lse

@@ -86,15 +86,11 @@ def readily(mask: Mask, shape: Shape) -> Mask:
     return Mask(allowed=mask.dense(shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads))
 
 
-def whole(mask: Mask, shape: Shape) -> list[Group]:
-    """All scores at once."""
-    of_keys = mask.valid is not None and replace(mask, valid=None).is_full
-    return [everything(shape, "keys" if of_keys else "pairs")]
-
-
-def everything(shape: Shape, hidden: Hidden) -> Group:
-    """All batches, in one piece."""
-    return Group(range(shape.batch), (Piece(range(shape.seqlen_q), range(shape.seqlen_k), hidden),))
+def is_short(mask: Mask, shape: Shape) -> bool:
+    """Whether one call of everything takes less time than a plan."""
+    if mask.only_bands and shape.seqlen_q < shape.seqlen_k:  # a window may leave few of many keys to a query
+        return False
+    return shape.batch * shape.nheads * shape.seqlen_q * shape.seqlen_k <= FEW
 
 
 def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
@@ -104,12 +100,11 @@ def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
     """
     batches, rows, keys = range(shape.batch), range(shape.seqlen_q), range(shape.seqlen_k)
     band = _Band(*mask.band(len(rows), len(keys)), "band", shape.nheads, diagonals)
-    at_once = whole(mask, shape)
+    of_keys = mask.valid is not None and replace(mask, valid=None).is_full
+    at_once = [Group(batches, (Piece(rows, keys, "keys" if of_keys else "pairs"),))]
     if mask.only_bands:
         found = band._replace(nheads=shape.batch * shape.nheads).pieces(Piece(rows, keys, "nothing"))
         return [Group(batches, found)] if found else at_once
-    if shape.batch * shape.nheads * len(rows) * len(keys) <= FEW:
-        return at_once
     plans = [at_once]
     if mask.allowed is not None:
         entries = [_blocks(visible) for visible in mask.allowed]

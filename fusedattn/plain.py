@@ -5,16 +5,13 @@ The shorter a call, the more of its time goes into checks.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn import sdpa
+from fusedattn import pieces, sdpa
 from fusedattn.checks import DTYPES, check_mask
 from fusedattn.masks import Mask
-from fusedattn.pieces import FEW
 from fusedattn.support import Backend, default_backend
 
 
@@ -45,24 +42,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
     if not all(x.is_contiguous() or _in_rows(x) for x in (q, k, v)):
         return None
     is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no word for it
-    if mask is not None and is_causal is None and not _is_short(mask, batch * nheads_q, seqlen_q, seqlen_k):
-        return None
-    # Torch's kernel multiplies by 0 what it hides, and loses a NaN in q.
-    with torch._C._AutoDispatchBelowAutograd():  # a sum that is finite has finite terms
-        if not (math.isfinite(q.sum()) and math.isfinite(k.sum()) and math.isfinite(v.sum())):
+    if mask is not None and is_causal is None:
+        is_short = pieces.is_short(mask, pieces.Shape(batch, nheads_q, seqlen_q, seqlen_k))
+        if not is_short or mask.function is not None or not _in_memory(mask):
             return None
+    # Torch's kernel multiplies by 0 what it hides, and loses a NaN in q.
+    if not sdpa.is_finite(q, k, v):
+        return None
     if mask is None or is_causal is not None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=bool(is_causal))
     check_mask(mask, q, k)
     return sdpa.at_once(q, k, v, mask, None, None)
 
 
-def _is_short(mask: Mask, nheads: int, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a plan is not worth its time, and the mask made of tensors that can be read; `nheads` of all batches."""
-    if nheads * seqlen_q * seqlen_k > FEW or mask.function is not None:
-        return False
-    if mask.only_bands:  # of many keys, a window may leave few to a query
-        return seqlen_q >= seqlen_k
+def _in_memory(mask: Mask) -> bool:
     return all(type(x) is Tensor and x.is_cpu for x in mask.tensors().values())
 
 

@@ -65,7 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     unrotated, poisoned = (q, k, v), None
     q, k = (q, k) if rope is None else rope.rotate(q, k)
     # torch's function multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if readable and not (highest < math.inf and math.isfinite(sum(_sums(x, None).item() for x in (q, k, v)))):
+    if readable and not (highest < math.inf and is_finite(q, k, v)):
         cleaned = _cleaned(q, k, v, mask, _is_differentiated(q, k, *given)) if highest < math.inf else None
         if cleaned is None:
             return _by_reference(*unrotated, options, return_lse, first_batch)
@@ -116,8 +116,7 @@ def _cleaned(
     None where more than that has to be known: a query sees a key or value that is not finite, or has an Inf itself, or
     a NaN that gradients are to show.
     """
-    # A sum of what is not finite is not finite either; that of finite numbers may overflow.
-    bad_q, bad_k = ~_sums(q, -1).isfinite(), ~(_sums(k, -1) + _sums(v, -1)).isfinite()
+    bad_k = ~(_row_sums(k) + _row_sums(v)).isfinite()
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if bad_k.any():
         seen = pieces.some(visible, 2)  # (batch or 1, nheads or 1, seqlen_k)
@@ -128,17 +127,27 @@ def _cleaned(
         lost = bad_k.flatten().nonzero()[:, 0]
         # A third of the time of masked_fill.
         k, v = (x.reshape(-1, x.shape[3]).index_fill(0, lost, 0.0).view_as(x) for x in (k, v))
-    if not bad_q.any():
+    if is_finite(q):
         return q, k, v, None
+    bad_q = ~_row_sums(q).isfinite()
     poisoned = bad_q & pieces.some(visible, 3)
     if poisoned.any() and (is_differentiated or (poisoned & ~q.isnan().any(dim=-1)).any()):
         return None
     return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
 
 
-def _sums(x: Tensor, dim: int | None) -> Tensor:
-    """Over a dimension, or of everything; in float32 at least."""
-    return x.detach().sum(dim=dim, dtype=torch.promote_types(x.dtype, torch.float32))
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite; False as well where their sum overflows float32."""
+
+    def has_finite_sum(x: Tensor) -> bool:
+        return math.isfinite(x.sum()) or (x.dtype == torch.float16 and math.isfinite(x.sum(dtype=torch.float32)))
+
+    return all(has_finite_sum(x.detach()) for x in tensors)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Finite where the row is, or nearly: a sum in float32 may overflow."""
+    return x.detach().sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _plain(
@@ -253,14 +262,14 @@ def _in_pieces(
 ) -> Results:
     """What `compute` says of each piece of the plan, which leaves out most of what the mask hides."""
     shape = pieces.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    as_torch = is_causal(mask, q, k) if added is None and has_triangles else None
+    as_torch = is_causal(mask, q, k)
+    has_triangles = has_triangles and added is None
+    if as_torch is False or (as_torch and has_triangles):
+        return _whole(q, k, v, None, added, compute, is_causal=as_torch)
+    if (added is not None and added.requires_grad) or pieces.is_short(mask, shape):
+        return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
     mask = pieces.readily(mask, shape)
-    if as_torch is not None:
-        groups = [pieces.everything(shape, "later" if as_torch else "nothing")]
-    elif added is not None and added.requires_grad:
-        groups = pieces.whole(mask, shape)
-    else:
-        groups = pieces.plan(mask, shape, diagonals=has_triangles and added is None)
+    groups = pieces.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
     bands: dict[tuple[int, int, int], _Rows] = {}
@@ -295,6 +304,11 @@ def _in_pieces(
     return out, paste(lses, boxes_q, (*q.shape[:3], 1), elsewhere=-math.inf)[..., 0].contiguous()
 
 
+def _everywhere(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """Bool, broadcastable to the scores."""
+    return mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
+
+
 def _visible(mask: Mask, batches: range, piece: pieces.Piece, shape: pieces.Shape) -> Tensor:
     """Bool, broadcastable to the scores of a piece."""
     rows, keys = _slice(piece.rows), _slice(piece.keys)
@@ -316,9 +330,27 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    added: Tensor | None,
+    compute: Compute,
+    *,
+    is_causal: bool = False,
+) -> Results:
+    """What `compute` says of all at once; nothing is hidden where `visible` is None, but by `is_causal`."""
+    rows = _Rows(added, None) if visible is None else _rows(visible, added, q.dtype)
+    place = Place(range(q.shape[0]), range(q.shape[2]), range(k.shape[2]))
+    run = functools.partial(compute, k=k, v=v, of_rows=rows.added, is_causal=is_causal, place=place)
+    out, lse = _masked(q, rows, run)
+    return out, None if lse is None else lse.contiguous()
+
+
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float | None) -> Tensor:
     """The output alone, in one call, without looking at the mask; finite inputs, or they are no numbers to read."""
-    visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
+    visible = _everywhere(mask, q, k)
     if not reference.is_readable(q):
         # Keys hidden from every query, at least, are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
@@ -375,6 +407,8 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 def rows_overlap(x: Tensor) -> bool:
     """Whether rows of ``x``, ``(..., head_dim)``, share some of their memory, but not all of it."""
+    if x.is_contiguous():
+        return False
     return any(size > 1 and 0 < stride < x.shape[3] for size, stride in zip(x.shape[:3], x.stride(), strict=False))
 
 

@@ -179,6 +179,18 @@ def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
     torch.testing.assert_close(grads, wanted, equal_nan=True)
 
 
+@pytest.mark.parametrize("alone", range(4), ids=["q", "k", "v", "sinks"])
+def test_one_gradient_alone_is_that_beside_the_others(alone):
+    x = (*qkv(torch.float32), torch.randn(H))
+
+    def grads(*leaves: int) -> tuple[Tensor, ...]:
+        q, k, v, sinks = (x[i].clone().requires_grad_(i in leaves) for i in range(4))
+        out, lse = attention(q, k, v, sinks=sinks, return_lse=True, backend="torch")
+        return torch.autograd.grad(out.sum() + lse.sin().sum(), [(q, k, v, sinks)[i] for i in leaves])
+
+    torch.testing.assert_close(grads(alone)[0], grads(0, 1, 2, 3)[alone], rtol=0, atol=0)
+
+
 def test_a_nan_of_a_query_shows_in_the_gradient_of_sinks():
     """Alone, where q, k and v get none."""
     q, k, v = qkv()
