@@ -254,6 +254,7 @@ def _check_nested(
         what
         for what, is_wrong in (
             ("query, key and value that are not one tensor", not (query is key and key is value)),
+            (f"{query.dim()} dimensions", query.dim() != 3),  # 1 where there is no sequence in it
             ("another layout than torch.strided", any(x.layout != torch.strided for x in (query, key, value))),
             ("batch_first=False", not module.batch_first),
             ("kdim or vdim", module.in_proj_weight is None),
@@ -267,7 +268,8 @@ def _check_nested(
     if wrong:
         raise NotImplementedError(
             f"query, key, value: got nested tensors with {'; '.join(wrong)}; allowed is one strided nested tensor "
-            "as all three, in a module with batch_first=True, with need_weights=False and without masks"
+            "(batch, seqlen, embed_dim) as all three, in a module with batch_first=True, with need_weights=False and "
+            "without masks"
         )
 
 

@@ -463,6 +463,10 @@ def test_nested_tensors_that_are_refused():
         module(x, x, X, key_padding_mask=torch.zeros(2, 5), attn_mask=torch.zeros(5, 5))
     with pytest.raises(NotImplementedError, match=r"another layout than torch\.strided;"):
         module(jagged, jagged, jagged, need_weights=False)
+    for wrong, dimensions in (([], 1), ([torch.zeros(2, 5, 4)], 4)):
+        y = torch.nested.nested_tensor(wrong)
+        with pytest.raises(NotImplementedError, match=f"with {dimensions} dimensions; allowed"):
+            module(y, y, y, need_weights=False)
     module = fuse(nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True, kdim=8, vdim=8), backend="torch")
     with pytest.raises(NotImplementedError, match="batch_first=False; kdim or vdim; bias_k or add_zero_attn;"):
         module(x, x, x, need_weights=False)

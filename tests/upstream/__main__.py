@@ -54,7 +54,8 @@ def run(suite: Suite, checkout: Path, replacement: str, sample: int) -> Results:
         }
         shutil.copy(os.devnull, Path(folder) / "pytest.ini")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-W", "ignore", "-p", "tests.upstream.plugin"]
-        command += ["-p", "no:cacheprovider", "-c", f"{folder}/pytest.ini", "--rootdir", str(tests.parent), str(tests)]
+        command += ["-p", "no:cacheprovider", "--noconftest", "-c", f"{folder}/pytest.ini"]
+        command += ["--rootdir", str(tests.parent), str(tests)]
         command += ["-k", suite.keywords] if suite.keywords else []
         done = subprocess.run(command, env=environment, cwd=folder, timeout=LIMIT, capture_output=True, text=True)
         if not out.exists():
