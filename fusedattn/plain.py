@@ -47,7 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         if not is_short or mask.function is not None or not _in_memory(mask):
             return None
     # Torch's kernel multiplies by 0 what it hides, and loses a NaN in q.
-    if not sdpa.is_finite(q, k, v):
+    if not sdpa.is_finite(k, v, q):
         return None
     if mask is None or is_causal is not None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=bool(is_causal))

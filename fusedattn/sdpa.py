@@ -65,7 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     unrotated, poisoned = (q, k, v), None
     q, k = (q, k) if rope is None else rope.rotate(q, k)
     # torch's function multiplies 0 by a masked NaN, and its CPU kernel makes 0 of a NaN in q.
-    if readable and not (highest < math.inf and is_finite(q, k, v)):
+    if readable and not (highest < math.inf and is_finite(k, v, q)):
         cleaned = _cleaned(q, k, v, mask, _is_differentiated(q, k, *given)) if highest < math.inf else None
         if cleaned is None:
             return _by_reference(*unrotated, options, return_lse, first_batch)

@@ -54,8 +54,8 @@ QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
 
 # fmt: off
 OPERATION = (
-    Fault(PLAIN, "sdpa.is_finite(q, k, v)", "sdpa.is_finite(k, v)", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
-    Fault(PLAIN, "sdpa.is_finite(q, k, v)", "sdpa.is_finite(q, k)", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
+    Fault(PLAIN, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, v)", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
+    Fault(PLAIN, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, q)", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
     Fault(PLAIN, '!= "torch" or _intercepted():', '!= "torch":', "plain calls under autocast and in vmap", PLAIN_CALLS),
     Fault(PLAIN, "last == 1 and min(strides) >= x.shape[3]", "last == 1", "plain calls: rows that overlap", PLAIN_CALLS),
     Fault(PLAIN, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
@@ -206,7 +206,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)", "pass", "torch backend: NaN where nothing is visible, with a bias", "tests/test_masking.py -k any_kernel"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
     Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
-    Fault(SDPA, "and is_finite(q, k, v))", ")", "torch backend: 0 times a hidden NaN", MASKING),
+    Fault(SDPA, "and is_finite(k, v, q))", ")", "torch backend: 0 times a hidden NaN", MASKING),
     Fault(SDPA, "not (highest < math.inf and is_finite(", "not (is_finite(", "torch backend: a NaN in a bias", "tests/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
     Fault(SDPA, "is_causal=piece.hidden == \"later\"", "is_causal=False", "pieces: a diagonal forgotten", PIECES),
     Fault(SDPA, "piece.keys.start - piece.rows.start", "0", "pieces: the band of another place", PIECES),
