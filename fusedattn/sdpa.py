@@ -138,11 +138,13 @@ def _cleaned(
 
 def is_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are finite; False as well where their sum overflows float32."""
-
-    def has_finite_sum(x: Tensor) -> bool:
-        return math.isfinite(x.sum()) or (x.dtype == torch.float16 and math.isfinite(x.sum(dtype=torch.float32)))
-
-    return all(has_finite_sum(x.detach()) for x in tensors)
+    for x in map(Tensor.detach, tensors):
+        has_finite_sum = math.isfinite(x.sum())
+        if not has_finite_sum and x.dtype == torch.float16:
+            has_finite_sum = math.isfinite(x.sum(dtype=torch.float32))
+        if not has_finite_sum:
+            return False
+    return True
 
 
 def _row_sums(x: Tensor) -> Tensor:
