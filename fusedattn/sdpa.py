@@ -139,10 +139,9 @@ def _cleaned(
 def is_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are finite; False as well where their sum overflows float32."""
     for x in map(Tensor.detach, tensors):
-        has_finite_sum = math.isfinite(x.sum())
-        if not has_finite_sum and x.dtype == torch.float16:
-            has_finite_sum = math.isfinite(x.sum(dtype=torch.float32))
-        if not has_finite_sum:
+        if math.isfinite(x.sum()):
+            continue
+        if x.dtype != torch.float16 or not math.isfinite(x.sum(dtype=torch.float32)):
             return False
     return True
 
