@@ -28,8 +28,9 @@ test-integrations: .venv/.test ## run the tests beside torch.nn, transformers an
 
 # The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels.
 PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0
-INTERPRETED := $(addprefix tests/test_,attention.py biases.py learned.py fuzz.py masking.py decode.py varlen.py rope.py \
-    weights.py interpreter.py reference.py gradcheck.py one_pass.py float64.py determinism.py) \
+INTERPRETED := $(addprefix tests/public/test_,attention.py biases.py learned.py fuzz.py masking.py varlen.py rope.py \
+    weights.py reference.py gradcheck.py float64.py determinism.py) \
+    $(addprefix tests/kernels/test_,decode.py interpreter.py one_pass.py) \
     $(addprefix tests/integrations/test_,torch_functions.py replace_sdpa.py)
 test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests under each of PAIRS of torch and Triton (gigabytes)
 	@status=0; \
@@ -45,9 +46,9 @@ OLDEST_TRITON ?= 3.6.0
 test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed .triton/$(OLDEST_TRITON)/.installed ## run a choice of them under NEWEST_TRITON and OLDEST_TRITON, with the torch of .venv
 	@status=0; \
 	PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \
-	    tests/test_biases.py tests/test_learned.py tests/test_interpreter.py tests/test_gradcheck.py tests/test_ones.py \
+	    $(addprefix tests/public/test_,biases.py learned.py gradcheck.py ones.py) tests/kernels/test_interpreter.py \
 	    -k "not of_a_pair" $(ARGS) || status=1; \
-	PYTHONPATH=.triton/$(OLDEST_TRITON) $(VENV_PYTHON) -m pytest --maxfail=0 tests/test_ones.py || status=1; \
+	PYTHONPATH=.triton/$(OLDEST_TRITON) $(VENV_PYTHON) -m pytest --maxfail=0 tests/public/test_ones.py || status=1; \
 	exit $$status
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy
@@ -72,13 +73,13 @@ codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels fo
 
 N ?= 1000
 fuzz: .venv/.test ## check the kernels on N new problems, hostile ones among them
-	@$(VENV_PYTHON) -W ignore -m tests.fuzz $(N)
+	@$(VENV_PYTHON) -W ignore -m tests.tools.fuzz $(N)
 
 mutants: .venv/.test ## plant faults in the code, and see whether the tests notice
 	@$(VENV_PYTHON) -m tests.mutation $(ARGS)
 
 soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
-	@$(VENV_PYTHON) -m tests.soak $(ARGS)
+	@$(VENV_PYTHON) -m tests.tools.soak $(ARGS)
 
 # What a machine with a GPU need not compile. The name of a kernel depends on Triton's files, one of which is another
 # for each version of Python.
@@ -98,7 +99,7 @@ gpu: gpu-check ## on a machine with a GPU: tests by WORKERS=4 processes, then ti
 	@"$(PYTHON)" -m bench run $(ARGS)
 
 sanitize: gpu-check ## on a machine with an NVIDIA GPU: memcheck, racecheck, initcheck, synccheck; installs nothing
-	@"$(PYTHON)" -m tests.sanitize
+	@"$(PYTHON)" -m tests.tools.sanitize
 
 bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench/results/, e.g. ARGS="--budget 600"
 	@"$(PYTHON)" -m bench run $(ARGS)

@@ -63,14 +63,19 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 # Packages without which a command has nothing to do.
 NEEDED = {"plot": ("matplotlib",), **dict.fromkeys(("tune", "first", "prebuilt"), ("triton",))}
 
-MODULES = {"prebuilt": "bench.first.archive"}
+# The others are modules of bench with the name of the command.
+MODULES = {
+    "prebuilt": "bench.first.archive",
+    "tune": "bench.tuning.tune",
+    **{name: f"bench.report.{name}" for name in ("plot", "table", "compare")},
+}
 
 _TOGETHER = "several are of runs of one commit on one machine"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """``options.run(options)`` runs the command."""
-    from bench.suites import SUITES
+    from bench.work.suites import SUITES
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition(": ")[2])
     commands = parser.add_subparsers(dest="command", title="commands", required=True)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.page import table_of, with_block
-from fusedattn.cli.outcome import number, percent
+from bench.report.page import table_of, with_block
+from fusedattn.cli.check.outcome import number, percent
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RESULTS = DOCS / "accuracy.md", DOCS / "results" / "accuracy.json"

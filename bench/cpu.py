@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.page import table_of, with_block
-from bench.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.report.page import table_of, with_block
 from fusedattn import attention, biases, masks
 from fusedattn.cli.machine import versions
 

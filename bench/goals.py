@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.results import Report
-from bench.work import OWN, Place
+from bench.report.results import Report
+from bench.work.work import OWN, Place
 
 Figure = Callable[[Report], float | None]
 

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import torch
 
-from bench import ceilings, environment, functions, goals, results, suites, terminal
-from bench.gate import Gate
-from bench.measuring import measure
-from bench.results import Report
-from bench.terminal import Console
-from bench.timing import Budget, OutOfTimeError, Rounds
-from bench.work import Work
+from bench import goals
+from bench.measuring import ceilings, environment
+from bench.measuring.gate import Gate
+from bench.measuring.measure import measure
+from bench.measuring.timing import Budget, OutOfTimeError, Rounds
+from bench.report import results, terminal
+from bench.report.results import Report
+from bench.report.terminal import Console
+from bench.work import functions, suites
+from bench.work.work import Work
 from fusedattn.cli import machine
 from fusedattn.cli.errors import CommandError
-from fusedattn.peers import FLEX_COMPILATIONS, Peer
 from fusedattn.support import interpreting
+from fusedattn.testing.peers import FLEX_COMPILATIONS, Peer
 
 QUICK = Rounds(least=3, most=5, seconds=0.2)
 

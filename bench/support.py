@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.page import with_block
+from bench.report.page import with_block
 from fusedattn.support import FEATURES
 
 README = Path(__file__).parents[1] / "README.md"

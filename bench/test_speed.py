@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench import functions, suites
-from bench.attention_work import AttentionWork
-from bench.timing import synchronize
-from bench.work import OWN, Work
+from bench.measuring.timing import synchronize
+from bench.work import functions, suites
+from bench.work.attention import AttentionWork
+from bench.work.work import OWN, Work
 
 pytest.importorskip("pytest_benchmark")
 

@@ -6,7 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from fusedattn import fused, nested, plain, sdpa
+from fusedattn.backends.torch import fast_path, sdpa
+from fusedattn.backends.triton import autograd
 from fusedattn.biases import Bias
 from fusedattn.checks import unknown_argument
 from fusedattn.masks import Mask
@@ -14,6 +15,7 @@ from fusedattn.prepare import autocast, checked, with_positive_scale
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend
+from fusedattn.varlen import any_nested, nested_attention
 
 
 @overload
@@ -147,8 +149,8 @@ def attention(
     """
     if others:
         raise unknown_argument("attention", others)
-    if nested.among(q, k, v):
-        return nested.attention(
+    if any_nested(q, k, v):
+        return nested_attention(
             q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
             dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
             backend=backend,
@@ -156,7 +158,7 @@ def attention(
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
     plainly = plainly and score_mod is None and sinks is None and not return_lse and type(deterministic) is bool
     if plainly and type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None:
-        answer = plain.attention(q, k, v, mask, backend)
+        answer = fast_path.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
     q, k, v = autocast(q, k, v)
@@ -167,7 +169,7 @@ def attention(
     q, options = with_positive_scale(q, options)
     results: tuple[Tensor, Tensor | None]
     if backend == "triton":
-        results = fused.attention(q, k, v, options, deterministic=deterministic)
+        results = autograd.attention(q, k, v, options, deterministic=deterministic)
     else:
         results = sdpa.attention(q, k, v, options, return_lse=return_lse)
     out, lse = results

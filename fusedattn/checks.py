@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
-from fusedattn.constants import Packed
 from fusedattn.masks import Mask
+from fusedattn.options import Packed
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from fusedattn.checks import check_backend, check_deterministic
 from fusedattn.integrations import torch_nn
+from fusedattn.integrations.modules import FusedScaledDotProductAttention
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
-from fusedattn.modules import FusedScaledDotProductAttention
 from fusedattn.support import Backend
 from fusedattn.transformer import ScaledDotProductAttention
 

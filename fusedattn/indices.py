@@ -14,9 +14,14 @@ def select(seqlen: int, part: Tensor | slice | None, device: torch.device | str 
     return index if part is None else index[part]
 
 
+def four_dimensional(x: Tensor) -> Tensor:
+    """``x`` with leading dimensions of 1."""
+    return x[(None,) * (4 - x.dim())]
+
+
 def part_of(x: Tensor, rows: Tensor | slice | None, keys: Tensor | slice | None) -> Tensor:
     """The part of ``x``, broadcastable to the scores; four dimensions, of which those of size 1 stay."""
-    x = x[(None,) * (4 - x.dim())]
+    x = four_dimensional(x)
     if rows is not None and x.shape[2] != 1:
         x = x[:, :, rows]
     if keys is not None and x.shape[3] != 1:

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from fusedattn import checks
 from fusedattn.biases import Bias, as_bias
-from fusedattn.constants import Options, Packed
 from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask, as_mask
+from fusedattn.options import Options, Packed
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of

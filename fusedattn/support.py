@@ -34,7 +34,7 @@ class Feature:
     torch: str = "yes"
 
 
-# Each runs forward and backward, in any combination with the others; tests/test_support.py calls every one.
+# Each runs forward and backward, in any combination with the others; tests/public/test_support.py calls every one.
 FEATURES = (
     Feature("self and cross attention, any lengths, zero among them", "`seqlen_q != seqlen_k`"),
     Feature("grouped-query and multi-query attention", "`nheads_q % nheads_kv == 0`"),

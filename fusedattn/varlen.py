@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
-from fusedattn import checks, eager_packed, fused, sdpa
+from fusedattn import checks, reference_varlen
+from fusedattn.backends.torch import sdpa
+from fusedattn.backends.triton import autograd
 from fusedattn.biases import Bias
-from fusedattn.constants import Packed
 from fusedattn.masks import Mask
+from fusedattn.options import Packed
 from fusedattn.prepare import autocast, checked, with_positive_scale
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -139,9 +142,52 @@ def attention_varlen(
     q, options = with_positive_scale(q, options)
     lse: Tensor | None
     if backend == "triton":
-        out, lse = fused.attention(q, k, v, options, deterministic=deterministic, packed=packed)
+        out, lse = autograd.attention(q, k, v, options, deterministic=deterministic, packed=packed)
     else:
         attend = functools.partial(sdpa.attention, return_lse=return_lse)
-        out, lse = eager_packed.attention(q, k, v, options, packed, attend=attend)
+        out, lse = reference_varlen.attention(q, k, v, options, packed, attend=attend)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse and lse is not None else out
+
+
+def any_nested(*tensors: Tensor) -> bool:
+    """Whether any of them is nested."""
+    for x in tensors:  # noqa: SIM110  (of every call, and a generator takes longer)
+        if isinstance(x, Tensor) and x.is_nested:
+            return True
+    return False
+
+
+def nested_attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`fusedattn.attention` of nested tensors ``(batch, nheads, seqlen, head_dim)``, ragged in seqlen.
+
+    Raises:
+        ValueError: some are dense, or of another layout, or ragged elsewhere.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_nested:
+            raise ValueError(f"{name}: got a dense tensor, allowed is a nested one, as q is" if name != "q" else
+                             "q: got a dense tensor, allowed is a nested one, as k and v are")  # fmt: skip
+        if x.layout != torch.jagged:
+            raise ValueError(f"{name}: got the layout {x.layout}, allowed is torch.jagged")
+        if x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
+            raise ValueError(
+                f"{name}: got a nested tensor of shape {tuple(x.shape)}, allowed is (batch, nheads, seqlen, head_dim), "
+                "ragged in seqlen and without gaps"
+            )
+    offsets_q, offsets_k = q.offsets(), k.offsets()
+    packed: list[Any] = [x.transpose(1, 2).values() for x in (q, k, v)]
+    longest_q, longest_k = _longest(q), _longest(k)
+    packed += [offsets_q.to(torch.int32), offsets_k.to(torch.int32), longest_q, longest_k]
+    out, lse = attention_varlen(*packed, return_lse=True, **options)
+    out, lse = (
+        torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
+        for x in (out, lse.transpose(0, 1))
+    )
+    return (out, lse) if return_lse else out
+
+
+def _longest(x: Any) -> int | None:
+    """The longest length in a nested tensor; None where a compiler would have to read the lengths to know."""
+    longest: int | None = x._maybe_max_seqlen if torch.compiler.is_compiling() else x._get_max_seqlen()
+    return longest

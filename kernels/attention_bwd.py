@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fusedattn.kernels import dq_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.dq_sum import add_dq, add_rows
@@ -50,11 +51,10 @@ from fusedattn.kernels.primitives import (
     split_poison,
     store_tile,
 )
-from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base, with_head
 from fusedattn.kernels.softmax import load_softmax
-from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
+from fusedattn.kernels.weights import NOT_SPECIALIZED, drop, tile_weights
 
 
 @triton.jit

@@ -20,14 +20,14 @@ import triton.language as tl
 
 from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.tile import NOT_SPECIALIZED
+from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 PARTS = 8  # programs that share the sum over queries, or over keys
 

@@ -17,14 +17,14 @@ import triton.language as tl
 
 from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import Sums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
 from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import score_gradient
 from fusedattn.kernels.scores import capped, distance_of
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.tile import NOT_SPECIALIZED
+from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_entries"])

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.accurate import divide, fused
+from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
     accumulator,
@@ -32,10 +33,9 @@ from fusedattn.kernels.primitives import (
     program_tile,
     row_dot,
 )
-from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, is_exact
-from fusedattn.kernels.tile import NOT_SPECIALIZED, drop, tile_weights
+from fusedattn.kernels.weights import NOT_SPECIALIZED, drop, tile_weights
 
 BLOCK_M = 32
 

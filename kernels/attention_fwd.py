@@ -16,7 +16,7 @@ walks over the key blocks that the tile may see. What happens to scores on the w
 
 Where there are few queries a program owns those of several heads, which share a KV head (kernels/grouped.py), and only
 a part of their keys, whose sums kernels/combine.py brings together; the grid is then
-``(splits * parts of a group * nheads_kv * sequences,)``. Which of all this a call is: kernels/tiling.py.
+``(splits * parts of a group * nheads_kv * sequences,)``. Which of all this a call is: kernels/grid.py.
 """
 
 import torch
@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import combine, launcher
+from fusedattn.kernels.call import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, store_nothing, store_partials, store_results
+from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped import grouped_program, load_rows, row_offsets, rows_of, with_rows
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import (
@@ -41,13 +43,11 @@ from fusedattn.kernels.primitives import (
     round_to,
     split_poison,
 )
-from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.softmax import exp_scaled, softmax_update
-from fusedattn.kernels.tile import NOT_SPECIALIZED, kept_only
-from fusedattn.kernels.tiling import tiling_of
+from fusedattn.kernels.weights import NOT_SPECIALIZED, kept_only
 
 
 @triton.jit

@@ -27,17 +27,17 @@ import triton.language as tl
 
 from fusedattn.kernels import attention_fwd, guard, replay
 from fusedattn.kernels.attention_fwd import add_values, weights
+from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, is_describable, tiles_of
 from fusedattn.kernels.epilogue import Results, store_results
+from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.primitives import dot, head_base, heads, program_tile
-from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rope import rotated
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.tile import NOT_SPECIALIZED
-from fusedattn.kernels.tiling import tiling_of
+from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
+from fusedattn.kernels.call import Problem
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
 from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.primitives import accumulator, block_d, heads, program_tile
-from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels import launcher
+from fusedattn.kernels.call import Problem
 from fusedattn.kernels.configs import Style, rope_rows
 from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.kernels.primitives import (
@@ -29,7 +30,6 @@ from fusedattn.kernels.primitives import (
     program_tile,
     store_tile,
 )
-from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base
 

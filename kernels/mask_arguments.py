@@ -1,17 +1,17 @@
 """From the tensors of a mask to what the kernels read, by torch functions on the device: nothing waits for the host."""
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.key_range import key_range
+from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.masking import UNBOUNDED, DocumentArguments, LayoutArguments, MaskArguments
 from fusedattn.kernels.pairs import pairs
-from fusedattn.kernels.sequences import Sequences, Shape
+from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
 _SWITCH = {False: tl.constexpr(False), True: tl.constexpr(True)}
 
@@ -187,3 +187,49 @@ def _lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each row, how many are True, and their indices, followed by the others."""
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     return counts, (~blocks).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32).contiguous()
+
+
+RANGE_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k"])
+def _key_range(valid_ptr, key_range_ptr, sequences, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
+    """One program per sequence: reduce ``valid`` to (first visible, last visible + 1, no gaps)."""
+    sequence = tl.program_id(0)
+    place = place_of(sequences, sequence, 0, seqlen_q, seqlen_k)
+    row = valid_ptr + place.key_base
+    first = place.seqlen_k
+    stop = 0
+    count = 0
+    for start in range(0, place.seqlen_k, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        seen = tl.load(row + offs, mask=offs < place.seqlen_k, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, offs, place.seqlen_k), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(seen, offs + 1, 0), 0))
+        count += tl.sum(seen.to(tl.int32), 0)
+    base = key_range_ptr + sequence.to(tl.int64) * 3
+    tl.store(base, tl.minimum(first, stop))  # nothing visible: the empty range [0, 0)
+    tl.store(base + 1, stop)
+    tl.store(base + 2, (count == stop - first).to(tl.int32))
+
+
+def key_range(valid: torch.Tensor, sequences: Sequences, shape: Shape) -> torch.Tensor:
+    """The visible range of each sequence.
+
+    Args:
+        valid: uint8 ``(batch, seqlen_k)``, contiguous.
+        sequences, shape: of the attention.
+
+    Returns:
+        int32 ``(n_sequences, 3)``: first visible key, last visible key + 1, and 1 where there is no gap between.
+    """
+    out = replay.scratch(valid, (shape.n_sequences, 3), torch.int32)
+    launcher.launch(
+        _key_range_constants(), shape.n_sequences, (valid, out, sequences), (shape.seqlen_q, shape.seqlen_k)
+    )
+    return out
+
+
+@lru_cache
+def _key_range_constants() -> launcher.Constants:
+    return launcher.Constants(_key_range, BLOCK=RANGE_BLOCK, num_warps=4)

@@ -56,7 +56,8 @@ class LayoutArguments(NamedTuple):
 class MaskArguments(NamedTuple):
     """A mask as the kernels read it; what is None, or False, masks nothing.
 
-    `key_range_ptr` has what :mod:`fusedattn.kernels.key_range` made of `valid_ptr`, which is ``(batch, seqlen_k)``.
+    `key_range_ptr` has what :func:`fusedattn.kernels.mask_arguments.key_range` made of `valid_ptr`, which is
+    ``(batch, seqlen_k)``.
     `prefix_ptr`, ``(sequences,)``, goes with the diagonal that ends at the last key (PREFIX_AT_END) or starts at the
     first. BY_PAIR: only :func:`visible` knows what a block shows, so that none counts as full. MAY_HIDE_ROWS: a query
     may see nothing for another reason than that it comes before all keys. FUNCTION comes last: docs/decisions/0007.

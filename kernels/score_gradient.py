@@ -12,7 +12,7 @@ from fusedattn.kernels.masking import load_key_visible, visible
 from fusedattn.kernels.primitives import dot_in_pieces, head_base
 from fusedattn.kernels.sequences import row_base
 from fusedattn.kernels.softmax import load_softmax
-from fusedattn.kernels.tile import drop, tile_weights
+from fusedattn.kernels.weights import drop, tile_weights
 
 
 @triton.jit

@@ -93,7 +93,7 @@ else:
     @pytest.fixture(autouse=True)
     def _launched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         """A call that is replayed does not see what a test has replaced on the way to its launches."""
-        from fusedattn import launching
+        from fusedattn.backends.triton import launching
 
         monkeypatch.setattr(launching, "MOST_REPLAYS", 0)
 
@@ -376,7 +376,7 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
         terms = terms + 2.0 * scores.abs()
         steepness *= 2.0
     if x.score_mod is not None:
-        from fusedattn.case_functions import STEEPEST
+        from fusedattn.testing.triton_functions import STEEPEST
 
         changed = x.score_mod.apply(scores)
         terms = STEEPEST * terms + changed.abs() + (changed - scores).abs() + 1.0

@@ -13,13 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from bench.codegen.disassembly import Instruction
 from bench.codegen.loops import order_of
 from bench.codegen.registers import product_of, read, written
-
-if TYPE_CHECKING:
-    from bench.codegen.machine_code import Instruction
 
 # Branches whose targets are in registers. Nothing that Triton writes becomes one.
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")

@@ -24,9 +24,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import ones
-from fusedattn import Rope, attention, attention_varlen, biases, case_functions, masks, support
-from fusedattn.kernels import configs, devices, guard, problem
+from fusedattn import Rope, attention, attention_varlen, biases, masks, support
+from fusedattn.kernels import call as kernel_call
+from fusedattn.kernels import configs, devices, guard
 from fusedattn.masks import Mask
+from fusedattn.testing import triton_functions
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -227,7 +229,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(devices, "arch_of", lambda device: arch),
-        patch.object(problem, "multiprocessors", lambda device: 1),
+        patch.object(kernel_call, "multiprocessors", lambda device: 1),
         patch.object(guard, "knows", lambda device: True),
         patch.object(guard, "accepts", lambda key, compiled: True),
         patch.object(support, "_triton_reasons", lambda *call: []),
@@ -292,7 +294,7 @@ def call(
     if "score function" in features:
         of_ones = "args of 1" in features
         leaves.append(torch.zeros(1 if of_ones else nheads, requires_grad=training))
-        score_mod = ones.score_function() if of_ones else case_functions.score_function(nheads, torch.Generator())
+        score_mod = ones.score_function() if of_ones else triton_functions.score_function(nheads, torch.Generator())
         options["score_mod"] = score_mod.with_learned(leaves[-1])
     if "one pass" in features:
         options["deterministic"] = False
@@ -332,7 +334,7 @@ def _mask(features: frozenset[str], sizes: Sizes) -> Mask:
         mask = mask & masks.block_sparse(torch.ones(batch, nheads, n_q, n_k, dtype=torch.bool), block)
     if "mask function" in features:
         of_ones = "args of 1" in features
-        function = ones.mask_function() if of_ones else case_functions.mask_function(batch, nheads, torch.Generator())
+        function = ones.mask_function() if of_ones else triton_functions.mask_function(batch, nheads, torch.Generator())
         mask = mask & function
     return mask
 

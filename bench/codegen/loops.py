@@ -9,10 +9,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from bench.codegen.machine_code import Instruction
+from bench.codegen.disassembly import Instruction
 
 Kind = Literal[
     "issue", "fma", "imad", "alu", "mufu", "shuffle", "wgmma", "mma", "wait", "barrier", "tma", "commit", "arrived"

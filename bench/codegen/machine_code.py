@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.codegen.disassembly import Instruction, amdgcn_instructions, sass_instructions
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.loops import Loop, loop_of
 
@@ -36,21 +37,6 @@ class MachineCode:
     serialized_wgmma: bool
     loops: tuple[Loop, ...] = ()
     touches: tuple[Touch, ...] = ()
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """An instruction, and where it branches to; addresses are those of the disassembly, or just count.
-
-    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits; without its `predicate` it always runs.
-    """
-
-    address: int
-    opcode: str
-    target: int | None = None
-    operands: str = ""
-    encoding: int | None = None
-    predicate: str = ""
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -99,35 +85,6 @@ def of_amdgcn(assembly: str) -> MachineCode:
         loop_spills=tuple(_count(loop, SPILLS) for loop in loops),
         serialized_wgmma=False,
     )
-
-
-def sass_instructions(sass: str) -> list[Instruction]:
-    """The instructions of a disassembly by cuobjdump."""
-    encoding = r"(?:\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/)?"
-    pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)([^;\n]*);{encoding}")
-    found = []
-    for address, predicate, opcode, operands, low, high in pattern.findall(sass):
-        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
-        to = int(target[1], 16) if target else None
-        bits = int(high + low, 16) if low else None
-        found.append(Instruction(int(address, 16), opcode, to, operands, bits, predicate))
-    return found
-
-
-def amdgcn_instructions(assembly: str) -> list[Instruction]:
-    """The instructions of AMD assembly, numbered from 0."""
-    pattern = re.compile(r"^\s+([vs]_\w+|ds_\w+|global_\w+|buffer_\w+|scratch_\w+|flat_\w+)(?:\s+(\S+))?")
-    labels: dict[str, int] = {}
-    found: list[tuple[str, str]] = []
-    for line in assembly.splitlines():
-        if label := re.match(r"(\.LBB\w+):", line):
-            labels[label[1]] = len(found)
-        elif match := pattern.match(line):
-            found.append((match[1], match[2] or ""))
-    return [
-        Instruction(i, opcode, labels.get(operand) if opcode.startswith(("s_cbranch", "s_branch")) else None)
-        for i, (opcode, operand) in enumerate(found)
-    ]
 
 
 def product_loops(instructions: list[Instruction]) -> list[list[Instruction]]:

@@ -31,7 +31,7 @@ from bench.codegen.launches import FEATURES
 from bench.codegen.loops import LANES, LOOPS, WARP_GROUP
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
-from bench.page import with_block
+from bench.report.page import with_block
 from fusedattn.kernels.configs import Arch, Style, TileConfig
 from fusedattn.kernels.primitives import block_d, is_wide
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from bench.codegen.machine_code import Instruction
+from bench.codegen.disassembly import Instruction
 
 NONE: frozenset[int] = frozenset()
 

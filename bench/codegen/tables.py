@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.codegen.baseline import FOLDER, Baseline, load
 from bench.codegen.loops import LOOPS
-from bench.page import with_block
+from bench.report.page import with_block
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "codegen.md"
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 import triton
 
-from bench import environment, goals, terminal
+from bench import goals
 from bench.first import plan, prebuilt, timings
 from bench.first.plan import TIMINGS
 from bench.first.pool import Kernels, worked_off
 from bench.first.records import Record, Records, read_json, replace, write_json, wrong
+from bench.measuring import environment
+from bench.measuring.timing import Budget
+from bench.report import terminal
 from bench.run import new_report
-from bench.timing import Budget
+from fusedattn.cli.check.outcome import percent
 from fusedattn.cli.errors import CommandError
-from fusedattn.cli.outcome import percent
 from fusedattn.kernels import devices
 
 MACHINE, RESULTS, REPORT, SUMMARY = "machine.json", "results.jsonl", "timings.json", "summary.txt"

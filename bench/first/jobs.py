@@ -12,16 +12,16 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from bench import functions
-from bench.gate import Gate
+from bench.measuring.gate import Gate
 from bench.tuning.slots import Slot
-from bench.work import ONE_PASS, OWN, Work
+from bench.work import functions
+from bench.work.work import ONE_PASS, OWN, Work
 from fusedattn import attention, testing
-from fusedattn.cases import Case, Inputs, make_inputs
-from fusedattn.cli import check
+from fusedattn.cli.check import command
 from fusedattn.kernels import devices, guard
 from fusedattn.kernels.configs import Style, TileConfig
 from fusedattn.testing import Ratios, Results
+from fusedattn.testing.cases import Case, Inputs, make_inputs
 
 STYLES: tuple[Style, ...] = ("pipelined", "descriptors")
 
@@ -158,7 +158,7 @@ class Check(Job):
         return f"check {str(self.case.dtype).removeprefix('torch.')}"
 
     def run(self, device: torch.device) -> Answer:
-        return within_budget(check.measure(self.case, "triton", device))
+        return within_budget(command.measure(self.case, "triton", device))
 
 
 @dataclass(frozen=True)

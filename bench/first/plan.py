@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from bench import goals, suites
+from bench import goals
 from bench.first.jobs import Before, Check, Job, Smoke, Styles
 from bench.goals import GOALS
-from bench.work import Work
-from fusedattn.cases import CASES, Case
+from bench.work import suites
+from bench.work.work import Work
 from fusedattn.kernels.configs import TileConfig
+from fusedattn.testing.cases import CASES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TIMINGS = "timings"  # the last part

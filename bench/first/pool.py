@@ -14,9 +14,9 @@ import torch
 
 from bench.first.jobs import Job
 from bench.first.records import Record
-from bench.measuring import reason
-from bench.processes import Child, ProcessError
-from bench.timing import Budget, still_works
+from bench.measuring.measure import reason
+from bench.measuring.processes import Child, ProcessError
+from bench.measuring.timing import Budget, still_works
 from fusedattn.cli import machine
 
 BROKEN = "the GPU does not work any more for this process"

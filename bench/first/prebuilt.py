@@ -24,12 +24,12 @@ import torch
 import triton
 from triton.runtime import cache
 
-from bench import attention_work
 from bench.codegen import launches
 from bench.codegen.compilations import in_processes
 from bench.first import plan
 from bench.first.jobs import Before, Job
-from bench.model_work import ModelWork
+from bench.work import attention
+from bench.work.model import ModelWork
 from fusedattn import support
 from fusedattn.kernels.configs import Arch
 
@@ -96,7 +96,7 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
     torch.set_num_threads(1)
     key = _key(libtriton)
     gpu = torch.device("cuda")
-    own = attention_work.own
+    own = attention.own
     with ExitStack() as stack:
         stack.enter_context(triton.knobs.cache.scope())
         triton.knobs.cache.dir = str(folder)
@@ -105,7 +105,7 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
         for patched in (
             patch.object(cache, "triton_key", lambda: key),
             patch.object(support, "interpreting", lambda: True),  # so that a CPU's backend is that of a GPU
-            patch.object(attention_work, "own", lambda direction, device: own(direction, gpu)),
+            patch.object(attention, "own", lambda direction, device: own(direction, gpu)),
         ):
             stack.enter_context(patched)
         _small(job).run(torch.device("cpu"))

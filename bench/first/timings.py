@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from bench import ceilings, functions
 from bench.first.pool import Kernels, prepared
-from bench.gate import Gate
-from bench.measuring import measure
-from bench.processes import Child, ProcessError
-from bench.results import Report
+from bench.measuring import ceilings
+from bench.measuring.gate import Gate
+from bench.measuring.measure import measure
+from bench.measuring.processes import Child, ProcessError
+from bench.measuring.timing import Budget, OutOfTimeError, Rounds, Timed, still_works
+from bench.report.results import Report
 from bench.run import QUICK, allow_compilations
-from bench.timing import Budget, OutOfTimeError, Rounds, Timed, still_works
-from bench.work import OWN, Work
+from bench.work import functions
+from bench.work.work import OWN, Work
 
 PATIENCE = 2.5  # times the silence of other processes: torch.compile of a model says nothing
 

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.attention_work import as_models_have_them, differentiable
-from bench.timing import SetUp, Timed
+from bench.measuring.timing import SetUp, Timed
+from bench.work.attention import as_models_have_them, differentiable
 from fusedattn import attention
-from fusedattn.cases import Case, Inputs, make_inputs
 from fusedattn.kernels import configs
 from fusedattn.kernels.configs import Arch, FewQueries, TileConfig, Work
+from fusedattn.testing.cases import Case, Inputs, make_inputs
 
 # Fields of KernelConfigs, and the config of few queries, which has a table of its own.
 Part = Literal["fwd", "dkdv", "dq", "one_pass", "few"]

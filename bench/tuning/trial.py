@@ -14,15 +14,25 @@ from typing import Any
 
 import torch
 
-from bench.gate import without_gradients
-from bench.measuring import reason, warm_up
-from bench.processes import ProcessError, apart
-from bench.timing import Budget, OutOfTimeError, Rounds, SetUp, Spread, Stopwatch, interleaved, spread, still_works
+from bench.measuring.gate import without_gradients
+from bench.measuring.measure import reason, warm_up
+from bench.measuring.processes import ProcessError, apart
+from bench.measuring.timing import (
+    Budget,
+    OutOfTimeError,
+    Rounds,
+    SetUp,
+    Spread,
+    Stopwatch,
+    interleaved,
+    spread,
+    still_works,
+)
 from bench.tuning.slots import Candidate, Slot
 from fusedattn import attention, testing
-from fusedattn.cases import make_inputs
 from fusedattn.kernels import guard
 from fusedattn.kernels.configs import TileConfig
+from fusedattn.testing.cases import make_inputs
 
 ROUNDS = Rounds(least=10, most=40, seconds=1.5)
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fusedattn import __version__
-from fusedattn.cli.settings import CPU, GPU
+from fusedattn.cli.check import DTYPES
+from fusedattn.cli.demo.settings import CPU, GPU
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 _EXAMPLES = """\
 examples:
@@ -120,9 +119,9 @@ def _add_demo(commands: _Commands) -> None:
     _add_device(parser)
 
     def run(options: argparse.Namespace) -> int:
-        from fusedattn.cli import demo
+        from fusedattn.cli.demo import command
 
-        return demo.run(options)
+        return command.run(options)
 
     parser.set_defaults(run=run)
 
@@ -145,9 +144,9 @@ def _add_check(commands: _Commands) -> None:
     _add_device(parser)
 
     def run(options: argparse.Namespace) -> int:
-        from fusedattn.cli import check
+        from fusedattn.cli.check import command
 
-        return check.run(options)
+        return command.run(options)
 
     parser.set_defaults(run=run)
 

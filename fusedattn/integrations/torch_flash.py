@@ -13,10 +13,12 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from fusedattn import checks, masks, ops
-from fusedattn.constants import Options, Packed
+from fusedattn import checks, masks
+from fusedattn.backends.triton import ops
+from fusedattn.backends.triton.operands import constants_of
 from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask
+from fusedattn.options import Options, Packed
 from fusedattn.prepare import checked, with_positive_scale
 
 NAME = "fusedattn"
@@ -273,7 +275,7 @@ def _forward(
     """out, lse and the seed of dropout."""
     seed = draw_seed(q.device) if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = options.constants(keep_rest=False, packed=packed)
+    constants = constants_of(options, keep_rest=False, packed=packed)
     out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
     return out, lse, seed
 
@@ -292,7 +294,7 @@ def _backward(
     """dq, dk and dv, of the forward run once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = options.constants(keep_rest=True, packed=packed)
+    constants = constants_of(options, keep_rest=True, packed=packed)
     out, _, *kept = ops.forward((*inputs, *_OTHERS), constants)
     dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
     assert dq is not None

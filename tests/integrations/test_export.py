@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from fusedattn import Rope, attention, attention_varlen, biases, case_functions, functions, fuse, masks
+from fusedattn import Rope, attention, attention_varlen, biases, functions, fuse, masks
+from fusedattn.testing import triton_functions
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE
 
@@ -39,8 +40,8 @@ class Layer(nn.Module):
         self.sinks = nn.Parameter(torch.randn(HEADS, device=DEVICE))
         self.t5 = nn.Parameter(torch.randn(8, HEADS, device=DEVICE))
         generator = torch.Generator().manual_seed(0)
-        self.score_mod = case_functions.score_function(HEADS, generator).to(DEVICE)
-        self.of_pairs = case_functions.mask_function(5, HEADS, generator).to(DEVICE)
+        self.score_mod = triton_functions.score_function(HEADS, generator).to(DEVICE)
+        self.of_pairs = triton_functions.mask_function(5, HEADS, generator).to(DEVICE)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
         mask = masks.causal() & masks.padding(valid)
@@ -127,16 +128,16 @@ def test_a_program_without_its_function_says_so(monkeypatch):
 
 OTHER_PROCESS = """
 import torch
-from fusedattn import case_functions
+from fusedattn.testing import triton_functions
 generator = torch.Generator()
-other = case_functions.score_function(4, generator)  # further functions, made first
-print(case_functions.mask_function(2, 4, generator).function.key)
+other = triton_functions.score_function(4, generator)  # further functions, made first
+print(triton_functions.mask_function(2, 4, generator).function.key)
 """
 
 
 def test_functions_have_the_same_keys_in_every_process():
     """Which a saved program calls them by."""
-    mask = case_functions.mask_function(2, HEADS, torch.Generator())
+    mask = triton_functions.mask_function(2, HEADS, torch.Generator())
     done = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS], check=True, capture_output=True, text=True, timeout=120
     )

@@ -27,7 +27,14 @@ from fusedattn.integrations.flash_attn import (
 )
 from fusedattn.integrations.flash_attn.layers import rotary
 from tests.conftest import BACKENDS, DEVICE
-from tests.integrations.flash_attn_truth import NoWait, assert_right, attend, attend_packed, place_of, results
+from tests.helpers.flash_attn_truth import (
+    NoWait,
+    assert_right,
+    attend,
+    attend_packed,
+    place_of,
+    results,
+)
 
 pytestmark = pytest.mark.usefixtures("_seed")
 

@@ -13,7 +13,7 @@ from fusedattn import testing
 from fusedattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache, kvcache, kvcache_checks, paging
 from fusedattn.integrations.flash_attn.layers import rotary
 from tests.conftest import BACKENDS, DEVICE, assert_ratios
-from tests.integrations.flash_attn_truth import NoWait, attend, place_of, rotate
+from tests.helpers.flash_attn_truth import NoWait, attend, place_of, rotate
 
 pytestmark = pytest.mark.usefixtures("_seed")
 

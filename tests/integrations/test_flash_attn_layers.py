@@ -24,7 +24,7 @@ from fusedattn.integrations.flash_attn.layers.rotary import (
     apply_rotary_emb_qkv_,
 )
 from tests.conftest import DEVICE
-from tests.integrations.flash_attn_truth import NoWait, rotate
+from tests.helpers.flash_attn_truth import NoWait, rotate
 
 pytestmark = pytest.mark.usefixtures("_seed")
 

@@ -18,7 +18,7 @@ from transformers import modeling_flash_attention_utils as utils
 from fusedattn.integrations import flash_attn
 from fusedattn.integrations.flash_attn import bert_padding
 from tests.conftest import DEVICE, INTERPRETING
-from tests.integrations.flash_attn_truth import attend
+from tests.helpers.flash_attn_truth import attend
 
 pytestmark = pytest.mark.usefixtures("installed", "_seed")
 

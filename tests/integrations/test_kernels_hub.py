@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 import fusedattn
-from fusedattn import case_functions, masks
+from fusedattn import masks
 from fusedattn.integrations import kernels_hub
 from fusedattn.integrations.kernels_hub import BACKENDS, RECORD, export, main
+from fusedattn.testing import triton_functions
 from tests.conftest import DEVICE, INTERPRETING
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -196,7 +197,7 @@ def test_functions_of_the_user(load: Any) -> None:
     """They are found by names in a table that each copy has of its own."""
     kernel = load("hub_kernel")
     q, k, _ = inputs()["qkv"]
-    theirs = case_functions.score_function(4, torch.Generator().manual_seed(0)).to(DEVICE)
+    theirs = triton_functions.score_function(4, torch.Generator().manual_seed(0)).to(DEVICE)
     ours = kernel.ScoreMod(theirs.function, theirs.derivative, theirs.eager, theirs.args)
     expected = fusedattn.attention(q, k, k, score_mod=theirs, backend="triton")
     assert_same([kernel.attention(q, k, k, score_mod=ours, backend="triton")], [expected])
@@ -508,7 +509,7 @@ def test_refuses_to_reach_out(source: str, what: str) -> None:
         ("a", "if x:\n  from fusedattn.kernels import tile", "if x:\n  from .kernels import tile", ["kernels.tile"]),
         ("a", "from .masks import Mask", "from .masks import Mask", ["masks"]),
         ("kernels.a", "from fusedattn.kernels import tile", "from . import tile", ["kernels.tile"]),
-        ("kernels.a", "from fusedattn.kernels.tile import drop", "from .tile import drop", ["kernels.tile"]),
+        ("kernels.a", "from fusedattn.kernels.weights import drop", "from .tile import drop", ["kernels.tile"]),
         ("kernels.a", "from fusedattn.masks import Mask", "from ..masks import Mask", ["masks"]),
         ("kernels.a", "from ..masks import Mask", "from ..masks import Mask", ["masks"]),
         ("a", '"""See fusedattn.masks, fusedattn::f."""', '"""See fusedattn.masks, fusedattn::f."""', []),

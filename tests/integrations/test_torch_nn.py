@@ -21,7 +21,18 @@ from fusedattn import attention, fuse, masks, unfuse
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from fusedattn.testing import compare_results
-from tests.conftest import BACKENDS, DEVICE, INTERPRETING, assert_ratios
+from tests.conftest import DEVICE, INTERPRETING, assert_ratios
+from tests.helpers.torch_layers import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    SEQLEN_K,
+    SEQLEN_Q,
+    WIDTH,
+    assert_same,
+    backends,
+    exact,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),
@@ -31,25 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
 ]
-
-backends = pytest.mark.parametrize("backend", BACKENDS)
-
-BATCH, HEADS, HEAD_DIM, SEQLEN_Q, SEQLEN_K = 2, 2, 8, 5, 7
-WIDTH = HEADS * HEAD_DIM
-
-
-def exact(backend: str) -> torch.dtype:
-    """What the backend computes with least rounding."""
-    return torch.float64 if INTERPRETING or backend == "torch" else torch.float32
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Up to rounding; None is None."""
-    for a, b in zip(actual, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            tolerance = 1e-10 if b.dtype == torch.float64 else 2e-5
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def pair(backend: str, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:

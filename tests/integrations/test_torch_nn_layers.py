@@ -16,7 +16,7 @@ from fusedattn import attention, fuse, unfuse
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from tests.conftest import DEVICE
-from tests.integrations.test_torch_nn import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WIDTH, assert_same, backends, exact
+from tests.helpers.torch_layers import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WIDTH, assert_same, backends, exact
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),

@@ -27,13 +27,13 @@ from fusedattn import (
     attention,
     attention_varlen,
     biases,
-    case_functions,
     checks,
     fuse,
     masks,
-    ops,
 )
+from fusedattn.backends.triton import ops
 from fusedattn.masks import Mask
+from fusedattn.testing import triton_functions
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
 
@@ -377,10 +377,10 @@ def options_of_every_kind() -> dict[str, dict[str, Any]]:
     rope = Rope.from_theta(8, 32)
     return {
         "mask": {"mask": every & masks.boolean(valid[:, None, None]) & masks.block_sparse(blocks, 16)},
-        "mask function": {"mask": case_functions.mask_function(BATCH, HEADS, generator)},
+        "mask function": {"mask": triton_functions.mask_function(BATCH, HEADS, generator)},
         "rope": {"rope": rope.at(None, torch.arange(SEQLEN) + 3).at(torch.arange(SEQLEN), None)},
         "bias": {"bias": biases.alibi(biases.alibi_slopes(HEADS)) + biases.t5(torch.randn(8, HEADS))},
-        "score function": {"score_mod": case_functions.score_function(HEADS, generator)},
+        "score function": {"score_mod": triton_functions.score_function(HEADS, generator)},
     }
 
 
@@ -441,8 +441,8 @@ def test_functions_keep_their_meaning_in_another_process(tmp_path):
     """Where functions have been registered in another order, or none at all."""
     generator = torch.Generator().manual_seed(0)
     options = {
-        "mask": case_functions.mask_function(BATCH, HEADS, generator).to(DEVICE),
-        "score_mod": case_functions.score_function(HEADS, generator).to(DEVICE),
+        "mask": triton_functions.mask_function(BATCH, HEADS, generator).to(DEVICE),
+        "score_mod": triton_functions.score_function(HEADS, generator).to(DEVICE),
     }
     q = torch.randn(BATCH, HEADS, SEQLEN, HEAD_DIM, device=DEVICE)
     path = tmp_path / "call.pickle"

@@ -16,7 +16,7 @@ from fusedattn import fuse, fusion_report
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
 from fusedattn.integrations.transformers.sources import reasons_by_name
 from tests.conftest import BACKENDS, DEVICE
-from tests.integrations.test_transformers import (
+from tests.helpers.models import (
     BATCH,
     GROUPED,
     IDS,
@@ -26,7 +26,7 @@ from tests.integrations.test_transformers import (
     SEQ2SEQ,
     VOCAB,
     WIDTH,
-    _exact_eager,  # noqa: F401
+    _exact_eager,  # noqa: F401  (for every test)
     padded,
 )
 

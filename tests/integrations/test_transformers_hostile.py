@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from fusedattn import fuse, fusion_report, unfuse
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
 from tests.conftest import DEVICE
-from tests.integrations.test_transformers import (
+from tests.helpers.models import (
     EXPERTS,
     GROUPED,
     PLAIN,
     QUICK,
     SEQ2SEQ,
     VOCAB,
-    _exact_eager,  # noqa: F401
+    _exact_eager,  # noqa: F401  (for every test)
     assert_same,
     make,
     outcome,

@@ -54,9 +54,12 @@ FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in sub
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
         "README.md", "constraints.txt", "pyproject.toml")  # fmt: skip
 # Where a fault in the operation would show, the quickest first.
-OPERATION_TESTS = (
-    "attention", "strides", "masking", "blocks", "rope", "dropout", "float64", "properties", "memory", "determinism",
-    "learned", "fuzz", "large_tensors", "varlen", "second_order", "gradcheck", "one_pass",
+OPERATION_TESTS = tuple(
+    f"tests/{'kernels' if name in ('blocks', 'one_pass') else 'public'}/test_{name}.py"
+    for name in (
+        "attention", "strides", "masking", "blocks", "rope", "dropout", "float64", "properties", "memory",
+        "determinism", "learned", "fuzz", "large_tensors", "varlen", "second_order", "gradcheck", "one_pass",
+    )
 )  # fmt: skip
 TIMEOUT = 1800  # seconds of one run of tests: a fault may make a loop endless
 
@@ -114,9 +117,7 @@ def judge(fault: Fault, tree: Path, *, quick: bool = False) -> Verdict:
     try:
         killer = run_tests(tree, pytest_arguments(fault.tests))
         if killer is None and fault.equivalent is None and not quick:
-            killer = run_tests(tree, [f"tests/test_{name}.py" for name in OPERATION_TESTS]) or run_tests(
-                tree, ["tests"]
-            )
+            killer = run_tests(tree, OPERATION_TESTS) or run_tests(tree, ["tests"])
     finally:
         file.write_text(before, encoding="utf-8")
     return Verdict(fault.what, fault.path, killer, round(time.perf_counter() - start))

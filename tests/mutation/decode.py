@@ -3,20 +3,20 @@
 from tests.mutation.fault import Fault
 
 FWD, MASKING, GROUPED = "kernels/attention_fwd.py", "kernels/masking.py", "kernels/grouped.py"
-COMBINE, EPILOGUE, TILING = "kernels/combine.py", "kernels/epilogue.py", "kernels/tiling.py"
+COMBINE, EPILOGUE, TILING = "kernels/combine.py", "kernels/epilogue.py", "kernels/grid.py"
 ROPE, ARGUMENTS = "kernels/rope.py", "kernels/mask_arguments.py"
-PROBLEM, LAUNCHING = "kernels/problem.py", "fusedattn/launching.py"
+PROBLEM, LAUNCHING = "kernels/call.py", "fusedattn/backends/triton/launching.py"
 
-SHAPES = "tests/test_decode.py -k 'shapes or lengths'"
-LENGTHS = "tests/test_decode.py -k lengths"
-FEATURES = "tests/test_decode.py -k 'accuracy and (alibi or sinks or everything)'"
-ROPES = "tests/test_decode.py -k 'accuracy and (rope or positions)'"
-NOT_FINITE = "tests/test_decode.py -k 'finite or hidden'"
-ALONE = "tests/test_decode.py -k alone"
-KEPT = "tests/test_decode.py -k rounding_took"
-WINDOWS = "tests/test_decode.py -k window"
-LARGE = "tests/test_large_tensors.py -k few"
-MEMORY = "tests/test_memory.py -k few"
+SHAPES = "tests/kernels/test_decode.py -k 'shapes or lengths'"
+LENGTHS = "tests/kernels/test_decode.py -k lengths"
+FEATURES = "tests/kernels/test_decode.py -k 'accuracy and (alibi or sinks or everything)'"
+ROPES = "tests/kernels/test_decode.py -k 'accuracy and (rope or positions)'"
+NOT_FINITE = "tests/kernels/test_decode.py -k 'finite or hidden'"
+ALONE = "tests/kernels/test_decode.py -k alone"
+KEPT = "tests/kernels/test_decode.py -k rounding_took"
+WINDOWS = "tests/kernels/test_decode.py -k window"
+LARGE = "tests/public/test_large_tensors.py -k few"
+MEMORY = "tests/public/test_memory.py -k few"
 
 # fmt: off
 ROWS = (
@@ -34,7 +34,7 @@ ROWS = (
     Fault(GROUPED, "mask=rows.exist[:, None] & (offs_d < HEAD_DIM))", "mask=rows.exist[:, None])", "grouped: features beyond head_dim written", MEMORY),
     Fault(ROPE, "rows = start + tl.arange(0, BLOCK) // HEADS", "rows = start + tl.arange(0, BLOCK)", "grouped: every row at another position", ROPES),
     Fault(EPILOGUE, "tl.load(sinks_ptr + rows.heads)", "tl.load(sinks_ptr + rows.head)", "grouped: the sink of the first head for all", FEATURES),
-    Fault(PROBLEM, "return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None", "return True", "grouped: functions get the heads of a tile", "tests/test_decode.py -k branch"),
+    Fault(PROBLEM, "return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None", "return True", "grouped: functions get the heads of a tile", "tests/kernels/test_decode.py -k branch"),
 )
 
 SPLITS = (
@@ -47,11 +47,11 @@ SPLITS = (
     Fault(EPILOGUE, "tl.full([BLOCK_M], NOTHING, ACC)", "tl.full([BLOCK_M], 0.0, ACC)", "splits: what nobody wrote is read", ALONE),
     Fault(EPILOGUE, "row_offsets(place, rows, nheads_q, seqlen_q) * n_splits + split\n    tl.store(partials.row_max + stats, m_i", "row_offsets(place, rows, nheads_q, seqlen_q) * n_splits\n    tl.store(partials.row_max + stats, m_i", "splits: all leave theirs in one place", SHAPES),
     Fault(TILING, "n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)", "n_keys = shape.max_seqlen_k", "splits: launched where a window hides all", WINDOWS),
-    Fault(TILING, "problem.band.width + shape.max_seqlen_q - 1", "problem.band.width", "splits: as many as one query sees", "tests/test_decode.py -k 'accuracy or window'"),
-    Fault(TILING, "if n_rows <= few.config.BLOCK_M:", "if shape.max_seqlen_q <= few.config.BLOCK_M:", "splits: of more rows than a tile has", "tests/test_decode.py -k usual"),
+    Fault(TILING, "problem.band.width + shape.max_seqlen_q - 1", "problem.band.width", "splits: as many as one query sees", "tests/kernels/test_decode.py -k 'accuracy or window'"),
+    Fault(TILING, "if n_rows <= few.config.BLOCK_M:", "if shape.max_seqlen_q <= few.config.BLOCK_M:", "splits: of more rows than a tile has", "tests/kernels/test_decode.py -k usual"),
     Fault(TILING, "triton.cdiv(group, heads)", "1", "grouped: a part of the group only", SHAPES),
     Fault(ARGUMENTS, 'sizes[f"upper_{end}"] - sizes[f"lower_{end}"] + 1 for', 'sizes[f"upper_{end}"] - sizes[f"lower_{end}"] for', "splits: a window of one key less", WINDOWS),
-    Fault(LAUNCHING, "    if tensors.layout is None:\n        few", "    if True:\n        few", "splits: of a layout", "tests/test_decode.py -k 'accuracy and sparse'"),
+    Fault(LAUNCHING, "    if tensors.layout is None:\n        few", "    if True:\n        few", "splits: of a layout", "tests/kernels/test_decode.py -k 'accuracy and sparse'"),
 )
 
 SUMS = (
@@ -59,12 +59,12 @@ SUMS = (
     Fault(COMBINE, "acc += tl.sum(values * alpha[:, None], 0)[None, :]", "acc += tl.sum(values, 0)[None, :]", "combine: values not rescaled", SHAPES),
     Fault(COMBINE, "tl.load(ptr + first + offs, mask=visited, other=0.0) * alpha, 0)", "tl.load(ptr + first + offs, mask=visited, other=0.0), 0)", "combine: what is kept for the backward not rescaled", KEPT),
     Fault(COMBINE, "visited = exists & ((l_s >= 0.0) | (l_s != l_s))", "visited = exists & (l_s >= 0.0)", "combine: a NaN is nothing", NOT_FINITE),
-    Fault(COMBINE, "visited = exists & ((l_s >= 0.0) | (l_s != l_s))", "visited = exists & ((l_s > 0.0) | (l_s != l_s))", "combine: a NaN of no weight is nothing", "tests/test_decode.py -k weight"),
+    Fault(COMBINE, "visited = exists & ((l_s >= 0.0) | (l_s != l_s))", "visited = exists & ((l_s > 0.0) | (l_s != l_s))", "combine: a NaN of no weight is nothing", "tests/kernels/test_decode.py -k weight"),
     Fault(COMBINE, "shift = tl.where(m_i == float(\"-inf\"), 0.0, m_i)", "shift = m_i", "combine: -inf minus -inf", LENGTHS),
     Fault(COMBINE, "m_i = tl.max(largest, 0)", "m_i = tl.min(largest, 0)", "combine: the least maximum", SHAPES),
     Fault(COMBINE, "first = (row_base(place, nheads_q, seqlen_q) + query) * n_splits", "first = row_base(place, nheads_q, seqlen_q) + query * n_splits", "combine: rows of other heads", SHAPES),
     Fault(COMBINE, "        if query >= place.seqlen_q:\n            return\n", "        pass\n", "combine: rows behind a sequence", ALONE),
-    Fault(COMBINE, "offs < n_splits\n        largest", "offs < n_splits - 1\n        largest", "combine: the last maximum left out", "tests/test_decode.py -k finite"),
+    Fault(COMBINE, "offs < n_splits\n        largest", "offs < n_splits - 1\n        largest", "combine: the last maximum left out", "tests/kernels/test_decode.py -k finite"),
     Fault(COMBINE, "new() if has_rest and dropped else None", "None", "combine: kept weights are not summed", KEPT),
 )
 # fmt: on

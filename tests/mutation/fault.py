@@ -23,7 +23,7 @@ class Fault:
     old: str
     new: str
     what: str
-    tests: str = "tests/test_gradcheck.py -k of_a_feature"
+    tests: str = "tests/public/test_gradcheck.py -k of_a_feature"
     nth: int | None = None
     equivalent: str | None = None
 

@@ -23,10 +23,10 @@ FA_PAGES = "fusedattn/integrations/flash_attn/paging.py"
 FA_ROTARY = "fusedattn/integrations/flash_attn/layers/rotary.py"
 FA_DMASK = "fusedattn/integrations/flash_attn/dmask.py"
 KERNELS_HUB = "fusedattn/integrations/kernels_hub.py"
-WEIGHTS, SDPA_BACKEND = "fusedattn/weights.py", "fusedattn/sdpa.py"
+WEIGHTS, SDPA_BACKEND = "fusedattn/weights.py", "fusedattn/backends/torch/sdpa.py"
 PREPARE = "fusedattn/prepare.py"
 
-FUSED = "tests/test_modules.py -k itself"
+FUSED = "tests/transformer/test_modules.py -k itself"
 sdpa, replaced = partial(integration, "torch_functions"), partial(integration, "replace_sdpa")
 torch_flash, multihead = partial(integration, "torch_flash"), partial(integration, "torch_nn")
 models, hub = partial(integration, "transformers"), partial(integration, "kernels_hub")
@@ -229,7 +229,7 @@ RELIED_ON = (
     Fault(SDPA_BACKEND, "mask = mask & boolean(added != -math.inf)", "pass", "torch backend: a row of a bias of -inf", INFINITE),
     Fault(SDPA_BACKEND, "dtype=torch.promote_types(q.dtype, torch.float32))\n    lowest", "dtype=q.dtype)\n    lowest", "torch backend: a bias of 16 bits", INFINITE),
     Fault(PREPARE, " or x.dtype == torch.float64:", ":", "autocast: float64 does not stay", sdpa("autocast")),
-    Fault(PREPARE, "x.to(torch.get_autocast_dtype(device))", "x.to(torch.bfloat16)", "autocast: one dtype for all", "tests/test_attention.py -k autocast"),
+    Fault(PREPARE, "x.to(torch.get_autocast_dtype(device))", "x.to(torch.bfloat16)", "autocast: one dtype for all", "tests/public/test_attention.py -k autocast"),
     Fault(PREPARE, " or not x.is_floating_point()", "", "autocast: a bool mask becomes a bias", sdpa("autocast")),
 )
 # fmt: on

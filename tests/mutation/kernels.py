@@ -28,11 +28,11 @@ from tests.mutation.suites import (
 )
 
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
-PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
+PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/call.py", "kernels/rope.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
 SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
 SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate.py"
-WARPS, GUARD = "tests/test_specialized.py", "tests/test_guard.py"
+WARPS, GUARD = "tests/kernels/test_specialized.py", "tests/kernels/test_guard.py"
 
 # fmt: off
 FORWARD = (
@@ -53,7 +53,7 @@ FORWARD = (
     Fault(FWD, "k_head, place, head_kv, rotation_k, first_full,", "k_head, place, head_kv, rotation_k, stop_full - BLOCK_N,", "forward: the last full keys first"),
     Fault(FWD, "place, start_m, first_full, rows", "place, start_m, 0, rows", "forward: the first full scores changed as if they were of the first keys", budget("bias", "everything")),
     Fault(FWD, "_turned(k_tile, rotation_k, place, start_n, n_positions, EDGE", "_turned(k_tile, rotation_k, place, 0, n_positions, EDGE", "forward: keys of boundary blocks turned as if they were the first", STYLES, nth=0),
-    Fault(FWD, "_turned(k_tile, rotation_k, place, start_n, n_positions, EDGE", "_turned(k_tile, rotation_k, place, 0, n_positions, EDGE", "forward: the repair turns keys as if they were the first", "tests/test_styles.py -k repair", nth=1),
+    Fault(FWD, "_turned(k_tile, rotation_k, place, start_n, n_positions, EDGE", "_turned(k_tile, rotation_k, place, 0, n_positions, EDGE", "forward: the repair turns keys as if they were the first", "tests/kernels/test_styles.py -k repair", nth=1),
     Fault(FWD, "problem.rotation_k if problem.rotates_in_place else None", "problem.rotation_k", "forward: keys turned twice", ROTARY),
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
@@ -78,15 +78,15 @@ FORWARD = (
     Fault(EPILOGUE, "m_i * softmax_scale + tl.log(l_i)", "m_i + tl.log(l_i)", "forward: lse of unscaled scores"),
     Fault(EPILOGUE, "m_i * softmax_scale + tl.log(l_i)", "m_i * softmax_scale + tl.math.log2(l_i)", "forward: lse in base 2"),
     Fault(EPILOGUE, "tl.where(m_i == float(\"inf\"), float(\"nan\"), m_i)", "tl.where(m_i == float(\"inf\"), float(\"inf\"), m_i)", "forward: an infinite score passes for an empty row", NAN),
-    Fault(EPILOGUE, "tl.where(unseen[:, None], 0.0, out)", "out", "forward: a NaN value in a row of scores of -inf", "tests/test_fuzz.py -k 'contract_holds and inf'"),
+    Fault(EPILOGUE, "tl.where(unseen[:, None], 0.0, out)", "out", "forward: a NaN value in a row of scores of -inf", "tests/public/test_fuzz.py -k 'contract_holds and inf'"),
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
-    Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/test_masking.py -k all_nan"),
+    Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/public/test_masking.py -k all_nan"),
     Fault(EPILOGUE, "tl.store(results.row_sum + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
     Fault(EPILOGUE, "l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)", "l_i / l_i", "forward: rest without the rounding of the weights", COMMON),
     Fault(EPILOGUE, "encode_rest(acc * rest_factor[:, None], out)", "encode_rest(acc * rest_factor[:, None] * 1.01, out)", "forward: rest off by 1 %", COMMON),
     Fault(FWD, "        heads(v),\n", "        heads(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),
     Fault(FWD, "out=heads(results.out)", "out=heads(results.out)._replace(stride_h=q.stride(1), stride_s=q.stride(2))", "forward: strides of q for out", STRIDES),
-    Fault(FWD, "start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV", "start_n, HEAD_DIM, BLOCK_N, BLOCK_DV", "forward: values as wide as keys in full blocks", "tests/test_styles.py -k by_pointers"),
+    Fault(FWD, "start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV", "start_n, HEAD_DIM, BLOCK_N, BLOCK_DV", "forward: values as wide as keys in full blocks", "tests/kernels/test_styles.py -k by_pointers"),
     Fault(FWD, "HEAD_DIM_V, EDGE, BLOCK_DV)", "HEAD_DIM, EDGE, BLOCK_DV)", "forward: values as wide as keys in boundary blocks", WIDTHS, nth=0),
     Fault(EPILOGUE, "out, FIRST, HEAD_DIM_V, BLOCK_M", "out, FIRST, WIDTH, BLOCK_M", "forward: out as wide as its tile", WIDTHS),
     Fault(EPILOGUE, "rest, FIRST, HEAD_DIM_V, BLOCK_M", "rest, FIRST, WIDTH, BLOCK_M", "forward: rest as wide as its tile", budget("values", dtype="bfloat16")),
@@ -144,9 +144,9 @@ BACKWARD = (
     Fault(BWD, "row_base(place, nheads_q, seqlen_q) + start_m\n        seen", "row_base(place, nheads_q, seqlen_q)\n        seen", "dk, dv: the statistics of the first queries for boundary blocks"),
     Fault(BWD, "tl.range(0, group * blocks.n_boundary, ", "tl.range(0, blocks.n_boundary, ", "dk, dv: boundary blocks of the first head only"),
     Fault(BWD, "first_full = blocks.start + blocks.n_left * EDGE", "first_full = blocks.start", "dk, dv: full blocks start at the boundary", nth=0),
-    Fault(BWD, "n_full = blocks.n_full * EDGE // BLOCK_M", "n_full = blocks.n_full", "dk, dv: runs counted as blocks", "tests/test_attention.py -k other_tiles"),
+    Fault(BWD, "n_full = blocks.n_full * EDGE // BLOCK_M", "n_full = blocks.n_full", "dk, dv: runs counted as blocks", "tests/public/test_attention.py -k other_tiles"),
     Fault(BWD, "seen = (offs >= 0) & (offs < place.seqlen_q)", "seen = offs < place.seqlen_q", "dk, dv: rows before the first", MEMORY),
-    Fault(BWD, "seen = seen & (offs + bounds.upper >= bounds.key_start)", "seen = seen & (offs + bounds.upper > bounds.key_start)", "dk, dv: the row that sees one key is lost", "tests/test_gradcheck.py -k 'of_a_feature or left'"),
+    Fault(BWD, "seen = seen & (offs + bounds.upper >= bounds.key_start)", "seen = seen & (offs + bounds.upper > bounds.key_start)", "dk, dv: the row that sees one key is lost", "tests/public/test_gradcheck.py -k 'of_a_feature or left'"),
     Fault(BWD, "            seen = seen & (offs + bounds.upper >= bounds.key_start)\n", "            pass\n", "dk: NaN of a row above the diagonal", EMPTY),
     Fault(BWD, "            seen = seen & (shift != float(\"inf\"))\n", "            pass\n", "dk: NaN of a row that a boolean mask empties", EMPTY),
     Fault(BWD, "        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)\n", "", "dv: hidden pairs not zeroed", GRADIENTS),
@@ -217,7 +217,7 @@ ARITHMETIC = (
     Fault(SOFTMAX, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", EXACT),
     Fault(SOFTMAX, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block", EXACT),
     Fault(SOFTMAX, "exp_scaled(scores, shift, qk_scale, EXACT) * factor", "exp_scaled(scores, shift, qk_scale, EXACT)", "backward: weights not normalised", GRADIENTS),
-    Fault(SOFTMAX, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float64", "tests/test_float64.py"),
+    Fault(SOFTMAX, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float64", "tests/public/test_float64.py"),
     Fault(SOFTMAX, "tl.math.exp2(scores * qk_scale - row_max * qk_scale)", "tl.exp(scores * qk_scale - row_max * qk_scale)", "softmax: base e for base 2, 16 bits", HALVES),
     Fault(SOFTMAX, "mask=exists, other=float(\"inf\"))\n    if EXACT:", "mask=exists, other=0.0)\n    if EXACT:", "backward: rows that do not exist get weights", MEMORY),
     Fault(SOFTMAX, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "delta of float32 by the formula of 16 bits", COMMON),
@@ -230,7 +230,7 @@ ARITHMETIC = (
     Fault(ACCURATE, "better = fused(fused(-near, y, x), reciprocal, near)", "better = near", "float32: a quotient without its rest", ACCURATE_TESTS),
     Fault(ACCURATE, "tl.where(better == better, better, near)", "better", "float32: infinite quotients become NaN", ACCURATE_TESTS),
     Fault(PRIMITIVES, 'APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART', "APART: tl.constexpr = False", "float32: one chain of additions through all blocks", NOISE),
-    Fault(PRIMITIVES, "max(16, 1 << (head_dim - 1).bit_length())", "1 << (head_dim - 1).bit_length()", "tiles narrower than a product takes", "tests/test_attention.py -k wide"),
+    Fault(PRIMITIVES, "max(16, 1 << (head_dim - 1).bit_length())", "1 << (head_dim - 1).bit_length()", "tiles narrower than a product takes", "tests/public/test_attention.py -k wide"),
 )
 
 ROTATION = (
@@ -241,12 +241,12 @@ ROTATION = (
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),
     Fault(ROPE, "is_first = offs_d % 2 == 0", "is_first = offs_d % 2 == 1", "rope: sign of the sine, interleaved", TURNED),
     Fault(ROPE, "pair = offs_d % HALF", "pair = offs_d // 2", "rope: angles of the other pairing", ROTARY),
-    Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", "tests/test_rope.py -k left_alone"),
+    Fault(ROPE, "partner = tl.where(rotates, offs_d ^ 1, offs_d)", "partner = offs_d ^ 1", "rope: partner of a feature that does not rotate", "tests/public/test_rope.py -k left_alone"),
     Fault(ROPE, "positions = rows + position_offset", "positions = rows", "rope: queries not aligned to the last key", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = positions < n_positions", "rope: a negative position reads before the table", TABLES),
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
-    Fault(ROPE, "tl.where(no_entry, float(\"nan\"), cos)", "cos", "rope: a position outside the table does not turn", "tests/test_masking.py -k positions"),
-    Fault(ROPE, "tl.where(no_entry & rotates[None, :], float(\"nan\"), cos)", "cos", "rope: a position outside the table does not turn a part", "tests/test_masking.py -k positions"),
+    Fault(ROPE, "tl.where(no_entry, float(\"nan\"), cos)", "cos", "rope: a position outside the table does not turn", "tests/public/test_masking.py -k positions"),
+    Fault(ROPE, "tl.where(no_entry & rotates[None, :], float(\"nan\"), cos)", "cos", "rope: a position outside the table does not turn a part", "tests/public/test_masking.py -k positions"),
     Fault(ROPE, "            sin = -sin\n", "            pass\n", "rope: gradients turned forward", ROTARY),
     Fault(ROPE, "tl.split(tl.reshape(x, (BLOCK, HALF, 2)))", "tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, HALF)), (0, 2, 1)))", "rope: interleaved pairs read as halves", TURNED),
     Fault(ROPE, "entry = entry & rotates[None, :]", "entry = entry", "rope: entries for features that do not rotate", TABLES),
@@ -254,7 +254,7 @@ ROTATION = (
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", TURNED),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", TURNED),
     Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", TURNED),
-    Fault(ROPE, "(heads(x), heads(out), sequences", "(heads(out)._replace(ptr=x), heads(out), sequences", "rope: strides of the copy for those of x", "tests/test_strides.py -k seqlen_first"),
+    Fault(ROPE, "(heads(x), heads(out), sequences", "(heads(out)._replace(ptr=x), heads(out), sequences", "rope: strides of the copy for those of x", "tests/public/test_strides.py -k seqlen_first"),
     Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all turns backwards", TURNED),
 )
 

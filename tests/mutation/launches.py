@@ -3,9 +3,9 @@
 from tests.mutation.fault import Fault
 
 LAUNCHER, REPLAY, START = "kernels/launcher.py", "kernels/replay.py", "kernels/start.py"
-LAUNCHING, OPS = "fusedattn/launching.py", "fusedattn/ops.py"
-CONSTANTS, PREPARE = "fusedattn/constants.py", "fusedattn/prepare.py"
-TESTS = "tests/test_launcher.py"
+LAUNCHING, OPS = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/ops.py"
+CONSTANTS, PREPARE = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py"
+TESTS = "tests/kernels/test_launcher.py"
 
 FAULTS = (
     Fault(LAUNCHER, "return ptr.dtype, ptr.data_ptr() % SPECIALIZED == 0, strides", "return ptr.dtype, strides", "launches: addresses of any alignment by one kernel", TESTS),
@@ -16,16 +16,16 @@ FAULTS = (
     Fault(REPLAY, "step(given, addresses, scratch, stream)", "step(given, addresses, scratch, 0)", "replays: on the default stream", TESTS),
     Fault(CONSTANTS, "return self.sizes, self.functions, self.scale, ", "return self.sizes, self.functions, ", "replays: with the scale of another call", TESTS),
     Fault(CONSTANTS, "return self.sizes, self.functions, ", "return self.functions, ", "replays: with the bounds of another call", TESTS),
-    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(frozenset(), interleaved, ", "numbers: those of a call without bands for all", "tests/test_attention.py"),
-    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(mask.bands, False, ", "numbers: pairs of features of the other kind", "tests/test_rope.py"),
+    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(frozenset(), interleaved, ", "numbers: those of a call without bands for all", "tests/public/test_attention.py"),
+    Fault(CONSTANTS, "_of_numbers(mask.bands, interleaved, ", "_of_numbers(mask.bands, False, ", "numbers: pairs of features of the other kind", "tests/public/test_rope.py"),
     Fault(LAUNCHING, "(x.dtype, x.shape, x.stride())", "(x.dtype, x.shape)", "replays: with the strides of another call", TESTS),
     Fault(LAUNCHING, "        _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),\n", "", "replays: at addresses of another alignment", TESTS),
     Fault(LAUNCHING, "        None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),\n", "", "replays: of one tensor for several", TESTS),
-    Fault(PREPARE, "        *(k.device, k.dtype, k.shape, k.stride()),\n", "", "checks: not done again for another k", "tests/test_errors.py -k wrong_arguments"),
-    Fault(PREPARE, "        q.is_cuda or interpreting(),\n", "", "checks: of what was interpreted, for what is not", "tests/test_errors.py -k without_the_interpreter"),
-    Fault(PREPARE, "if is_new or mask.function is not None or score_mod is not None:", "if is_new:", "checks: functions of a known kind of call not looked at", "tests/test_errors.py -k not_supported"),
+    Fault(PREPARE, "        *(k.device, k.dtype, k.shape, k.stride()),\n", "", "checks: not done again for another k", "tests/public/test_errors.py -k wrong_arguments"),
+    Fault(PREPARE, "        q.is_cuda or interpreting(),\n", "", "checks: of what was interpreted, for what is not", "tests/public/test_errors.py -k without_the_interpreter"),
+    Fault(PREPARE, "if is_new or mask.function is not None or score_mod is not None:", "if is_new:", "checks: functions of a known kind of call not looked at", "tests/public/test_errors.py -k not_supported"),
     Fault(LAUNCHER, "        replay.give_up()  # it would not have this launch\n", "", "replays: of the launches that had been compiled before", TESTS),
-    Fault(PREPARE, "if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():", "if False:", "checks: sizes that are symbols looked up", "tests/test_dispatch.py -k symbols"),
-    Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/test_host_time.py -k hooks"),
-    Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/test_dispatch.py -k transforms"),
+    Fault(PREPARE, "if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():", "if False:", "checks: sizes that are symbols looked up", "tests/torch_backend/test_dispatch.py -k symbols"),
+    Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/bench/test_host_time.py -k hooks"),
+    Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/torch_backend/test_dispatch.py -k transforms"),
 )  # fmt: skip

@@ -4,14 +4,18 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import ALIBI, MEMORY, PACKED, gradients
 
 LEARNED, SUM, SCORES = "kernels/attention_bwd_learned.py", "kernels/exact_sum.py", "kernels/scores.py"
-FUNCTIONS, SCORE_MOD, CONSTANTS = "fusedattn/functions.py", "fusedattn/score_mod.py", "fusedattn/constants.py"
-LAUNCHING, FUSED = "fusedattn/launching.py", "fusedattn/fused.py"
-TESTING, CASES = "fusedattn/testing.py", "fusedattn/cases.py"
+FUNCTIONS, SCORE_MOD, CONSTANTS = (
+    "fusedattn/functions.py",
+    "fusedattn/score_mod.py",
+    "fusedattn/backends/triton/operands.py",
+)
+LAUNCHING, FUSED = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/autograd.py"
+TESTING, CASES = "fusedattn/testing/budget.py", "fusedattn/testing/cases.py"
 
-TESTS = "tests/test_learned.py"
-ARGS = "tests/test_learned.py -k 'args'"
-SLOPES = "tests/test_learned.py -k 'slopes or packed or batches'"
-SUMS = "tests/test_learned.py -k 'sums'"
+TESTS = "tests/public/test_learned.py"
+ARGS = "tests/public/test_learned.py -k 'args'"
+SLOPES = "tests/public/test_learned.py -k 'slopes or packed or batches'"
+SUMS = "tests/public/test_learned.py -k 'sums'"
 SCORED = gradients("score")
 
 # fmt: off
@@ -25,7 +29,7 @@ KERNEL = (
     Fault(LEARNED, "DERIVATIVE(scores, sequence, head, query, key,", "DERIVATIVE(scores, 0, head, query, key,", "learned: derivative of batch 0 for all", ARGS),
     Fault(LEARNED, "INDEX(sequence, head, query, key,", "INDEX(sequence, head, key, query,", "learned: queries and keys exchanged", ARGS),
     Fault(LEARNED, "INDEX(sequence, head, query, key,", "INDEX(0, head, query, key,", "learned: index of batch 0 for all", ARGS),
-    Fault(LEARNED, "terms = tl.where(pairs, ds * tl.cast(derivative, ACC), 0.0)", "terms = ds * tl.cast(derivative, ACC)", "learned: derivatives of hidden pairs", "tests/test_fuzz.py"),
+    Fault(LEARNED, "terms = tl.where(pairs, ds * tl.cast(derivative, ACC), 0.0)", "terms = ds * tl.cast(derivative, ACC)", "learned: derivatives of hidden pairs", "tests/public/test_fuzz.py"),
     Fault(LEARNED, "ds * tl.cast(derivative, ACC)", "ds * derivative", "learned: terms in the dtype of the args", ARGS),
     Fault(LEARNED, "index = sequence * call.score.slopes_stride + head", "index = head", "dslopes: those of all batches in the first", SLOPES),
     Fault(LEARNED, "index = sequence * call.score.slopes_stride + head", "index = place.batch * call.score.slopes_stride + head", "dslopes: those of all sequences in the first", PACKED),
@@ -69,9 +73,9 @@ HOST = (
     Fault(LAUNCHING, "function_args=with_learned(constants.score_args, learned)", "function_args=with_learned(constants.score_args, learned.detach().zero_() if learned is not None else None)", "learned: args zeroed", MEMORY),
     Fault(FUSED, "slopes=slopes)", "slopes=bias.slopes)", "eager: derivatives by the slopes lost", TESTS),
     Fault(FUSED, "score_mod = score_mod.with_learned(learned)", "score_mod = options.score_mod", "eager: derivatives by the args lost", TESTS),
-    Fault(TESTING, "dscores * derivative.sign()", "dscores", "testing: terms of args cancel", "tests/test_testing.py"),
-    Fault(TESTING, "{name: x.abs() for name, x in through_bias", "{name: x for name, x in through_bias", "testing: terms of slopes are negative", "tests/test_testing.py"),
-    Fault(CASES, "wide if name in _WIDE else dtype", "dtype", "testing: slopes in 16 bits", "tests/test_testing.py"),
+    Fault(TESTING, "dscores * derivative.sign()", "dscores", "testing: terms of args cancel", "tests/public/test_testing.py"),
+    Fault(TESTING, "{name: x.abs() for name, x in through_bias", "{name: x for name, x in through_bias", "testing: terms of slopes are negative", "tests/public/test_testing.py"),
+    Fault(CASES, "wide if name in _WIDE else dtype", "dtype", "testing: slopes in 16 bits", "tests/public/test_testing.py"),
 )
 # fmt: on
 

@@ -21,7 +21,7 @@ from tests.mutation.suites import (
 )
 
 MASKING, ARGUMENTS = "kernels/masking.py", "kernels/mask_arguments.py"
-KEY_RANGE, PAIRS, CONFIGS = "kernels/key_range.py", "kernels/pairs.py", "kernels/configs.py"
+KEY_RANGE, PAIRS, CONFIGS = "kernels/mask_arguments.py", "kernels/pairs.py", "kernels/configs.py"
 
 # fmt: off
 VISITED = (
@@ -72,10 +72,10 @@ PARTS = (
     Fault(PAIRS, "if max(x.stride()[2:]) > MAX_ROW_STRIDE:", "if x.stride(2) > MAX_ROW_STRIDE:", "boolean masks whose keys are too far apart for int32", LARGE),
     Fault(ARGUMENTS, "mask.valid.contiguous().view(torch.uint8)", "mask.valid.view(torch.uint8)", "strides of the padding mask", STRIDES),
     Fault(ARGUMENTS, "_SWITCH[by_pair or irregular]", "_SWITCH[by_pair]", "dk: NaN of a row that a window or its document empties", EMPTY),
-    Fault(KEY_RANGE, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/test_blocks.py -k key_range"),
+    Fault(KEY_RANGE, "tl.store(base, tl.minimum(first, stop))", "tl.store(base, first)", "key range: nothing valid", "tests/kernels/test_blocks.py -k key_range"),
     Fault(KEY_RANGE, "tl.where(seen, offs + 1, 0)", "tl.where(seen, offs, 0)", "key range: the last key left out", BLOCKS),
-    Fault(KEY_RANGE, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/test_blocks.py -k key_range"),
-    Fault(KEY_RANGE, "first = tl.minimum(first, tl.min(", "first = tl.minimum(place.seqlen_k, tl.min(", "key range: first key of the last block", "tests/test_blocks.py -k key_range"),
+    Fault(KEY_RANGE, "count += tl.sum(seen.to(tl.int32), 0)", "count = tl.sum(seen.to(tl.int32), 0)", "key range: gaps counted in the last block only", "tests/kernels/test_blocks.py -k key_range"),
+    Fault(KEY_RANGE, "first = tl.minimum(first, tl.min(", "first = tl.minimum(place.seqlen_k, tl.min(", "key range: first key of the last block", "tests/kernels/test_blocks.py -k key_range"),
     Fault(KEY_RANGE, "tl.load(row + offs, mask=offs < place.seqlen_k, other=0)", "tl.load(row + offs)", "key range: reads beyond its row", MEMORY),
     Fault(MASKING, "mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3", "mask.key_range_ptr + 0 * place.sequence", "key range of batch 0 for all", PADDING),
 )
@@ -133,8 +133,8 @@ DOCUMENT = (
 )
 
 LAYOUTS = (
-    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, n_q, -1)", "layout: lists of keys that are one block long", "tests/test_attention.py -k 'layouts_are_broadcast and shape1'"),
-    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, -1, n_k)", "layout: lists of queries that are one block long", "tests/test_attention.py -k 'layouts_are_broadcast and shape0'"),
+    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, n_q, -1)", "layout: lists of keys that are one block long", "tests/public/test_attention.py -k 'layouts_are_broadcast and shape1'"),
+    Fault(ARGUMENTS, "mask.layout.expand(-1, -1, n_q, n_k)", "mask.layout.expand(-1, -1, -1, n_k)", "layout: lists of queries that are one block long", "tests/public/test_attention.py -k 'layouts_are_broadcast and shape0'"),
     Fault(MASKING, "place.head * layout.stride_h", "0 * place.head", "layout: head 0 for all", SPARSE),
     Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "0 * place.sequence", "layout: batch 0 for all", BLOCKS),
     Fault(MASKING, "mask.layout.key_lists_ptr + row * mask.layout.n_k", "mask.layout.key_lists_ptr + row * mask.layout.n_q", "layout: lists of keys as long as those of queries", SPARSE),
@@ -151,11 +151,11 @@ LAYOUTS = (
     Fault(MASKING, "(start_n + BLOCK_N > bounds.key_start)\n", "(start_n >= bounds.key_start)\n", "tile_visited: the first tile of keys of a layout left out", budget("everything")),
     Fault(ARGUMENTS, "_lists(blocks.mT)", "_lists(blocks)", "layout: blocks of queries by row", SPARSE),
     Fault(ARGUMENTS, "(~blocks).to(torch.uint8).argsort", "blocks.to(torch.uint8).argsort", "layout: hidden blocks first", SPARSE),
-    Fault(ARGUMENTS, "first_k <= first_q + block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", "tests/test_attention.py -k layouts_are_broadcast"),
+    Fault(ARGUMENTS, "first_k <= first_q + block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", "tests/public/test_attention.py -k layouts_are_broadcast"),
     Fault(ARGUMENTS, "first_k + block_k - 1 >= first_q + lower", "first_k >= first_q + lower", "layout: blocks on the left of a window hidden", BLOCKS),
     Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(blocks, mask.block_q, mask.block_k, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
     Fault(ARGUMENTS, "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"] + at_end)", "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"])", "layout: the last query not aligned to the last key", SPARSE),
-    Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/test_properties.py -k accuracy"),
+    Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/public/test_properties.py -k accuracy"),
 )
 
 FUNCTIONS = (

@@ -3,12 +3,16 @@
 from tests.mutation.fault import Fault
 
 DQ_SUM, BWD, MASKING = "kernels/dq_sum.py", "kernels/attention_bwd.py", "kernels/masking.py"
-LAUNCHING, CONSTANTS, FUSED = "fusedattn/launching.py", "fusedattn/constants.py", "fusedattn/fused.py"
+LAUNCHING, CONSTANTS, FUSED = (
+    "fusedattn/backends/triton/launching.py",
+    "fusedattn/backends/triton/operands.py",
+    "fusedattn/backends/triton/autograd.py",
+)
 
 
 def one_pass(words: str) -> str:
     """The tests of one pass whose names have one of these words."""
-    return f"tests/test_one_pass.py -k '{words}'"
+    return f"tests/kernels/test_one_pass.py -k '{words}'"
 
 
 SUMS = one_pass("gradcheck")

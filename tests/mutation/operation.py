@@ -24,41 +24,41 @@ from tests.mutation.suites import (
     integration,
 )
 
-LAUNCHING, RESULTS = "fusedattn/launching.py", "fusedattn/results.py"
+LAUNCHING, RESULTS = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/results.py"
 PREPARE, OPS, FUSED, CONSTANTS = (
     "fusedattn/prepare.py",
-    "fusedattn/ops.py",
-    "fusedattn/fused.py",
-    "fusedattn/constants.py",
+    "fusedattn/backends/triton/ops.py",
+    "fusedattn/backends/triton/autograd.py",
+    "fusedattn/backends/triton/operands.py",
 )
-VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/eager_packed.py", "fusedattn/sdpa.py"
-NESTED, PLAIN = "fusedattn/nested.py", "fusedattn/plain.py"
-PLAN, CUTS = "fusedattn/pieces.py", "fusedattn/cuts.py"
+VARLEN, EAGER_PACKED, SDPA = "fusedattn/varlen.py", "fusedattn/reference_varlen.py", "fusedattn/backends/torch/sdpa.py"
+STRIDED, INDICES, PLAIN = "fusedattn/strides.py", "fusedattn/indices.py", "fusedattn/backends/torch/fast_path.py"
+PLAN, CUTS = "fusedattn/backends/torch/plan.py", "fusedattn/backends/torch/slicing.py"
 FUNCTIONS, CONFIGS, DEVICES = "fusedattn/functions.py", "kernels/configs.py", "kernels/devices.py"
 
-NESTED_TENSORS = "tests/test_varlen.py -k nested"
-LSE = "tests/test_attention.py -k lse"
-PLAIN_CALLS = "tests/test_dispatch.py -k plain_call"
-STRIDES = "tests/test_strides.py"
-COMPILE = "tests/test_compile.py"
-OPCHECK = "tests/test_compile.py -k opcheck"
-BY_ITSELF = "tests/test_compile.py -k by_itself"
-SCALES = "tests/test_attention.py -k scales"
-TORCH = "tests/test_attention.py -k torch"
-MASKING = "tests/test_masking.py"
-PIECES = "tests/test_pieces.py"
-EAGER_STEPS = "tests/test_eager.py"
-FLASH_CPU, EAGER = "fusedattn/flash.py", "fusedattn/eager.py"
-FEATURES = "tests/test_gradcheck.py -k of_a_feature"
-QUEUED = "tests/test_gradcheck.py -k 'of_a_feature and positions'"
+NESTED_TENSORS = "tests/public/test_varlen.py -k nested"
+LSE = "tests/public/test_attention.py -k lse"
+PLAIN_CALLS = "tests/torch_backend/test_dispatch.py -k plain_call"
+STRIDES = "tests/public/test_strides.py"
+COMPILE = "tests/public/test_compile.py"
+OPCHECK = "tests/public/test_compile.py -k opcheck"
+BY_ITSELF = "tests/public/test_compile.py -k by_itself"
+SCALES = "tests/public/test_attention.py -k scales"
+TORCH = "tests/public/test_attention.py -k torch"
+MASKING = "tests/public/test_masking.py"
+PIECES = "tests/torch_backend/test_plan.py"
+EAGER_STEPS = "tests/torch_backend/test_eager.py"
+FLASH_CPU, EAGER = "fusedattn/backends/torch/flash.py", "fusedattn/backends/torch/eager.py"
+FEATURES = "tests/public/test_gradcheck.py -k of_a_feature"
+QUEUED = "tests/public/test_gradcheck.py -k 'of_a_feature and positions'"
 
 # fmt: off
 OPERATION = (
     Fault(PLAIN, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, v)", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
     Fault(PLAIN, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, q)", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
     Fault(PLAIN, '!= "torch" or _intercepted():', '!= "torch":', "plain calls under autocast and in vmap", PLAIN_CALLS),
-    Fault(PLAIN, "last == 1 and min(strides) >= x.shape[3]", "last == 1", "plain calls: rows that overlap", PLAIN_CALLS),
-    Fault(PLAIN, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
+    Fault(STRIDED, "last == 1 and min(strides) >= x.shape[3]", "last == 1", "plain calls: rows that overlap", PLAIN_CALLS),
+    Fault(STRIDED, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
     Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if upper in (None, 0) else None", "plain calls: a window is off", PLAIN_CALLS),
     Fault(PLAIN, "is_causal=bool(is_causal)", "is_causal=False", "plain calls: not causal", PLAIN_CALLS),
     Fault(PLAIN, "    check_mask(mask, q, k)\n", "", "plain calls: a mask that does not fit", PLAIN_CALLS),
@@ -66,23 +66,23 @@ OPERATION = (
     Fault(SDPA, "index_fill(0, lost, 0.0)", "index_fill(0, lost[1:], 0.0)", "torch backend: a hidden NaN of the first lost key stays", EAGER_STEPS),
     Fault(SDPA, "sub_(1.0), -0.5, -math.inf)", "sub_(1.0), -1.5, -math.inf)", "torch backend: a mask that hides by 1", TORCH),
     Fault(FUSED, "if torch.is_grad_enabled() or ops.transforming():", "if ops.transforming():", "gradients that are constant for create_graph", SECOND_ORDER),
-    Fault(FUSED, "if torch.is_grad_enabled() or ops.transforming():", "if torch.is_grad_enabled():", "no derivative in forward mode of the gradients", "tests/test_dispatch.py -k transforms"),
+    Fault(FUSED, "if torch.is_grad_enabled() or ops.transforming():", "if torch.is_grad_enabled():", "no derivative in forward mode of the gradients", "tests/torch_backend/test_dispatch.py -k transforms"),
     Fault(FUSED, "if not needs_gradient and not ops.transforming():", "if not needs_gradient:", "no derivative in forward mode", SECOND_ORDER),
     Fault(LAUNCHING, "(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= results.MAX_ROW_STRIDE", "x.stride(3) == 1 or x.shape[3] == 1", "rows too far apart for int32 are not copied", LARGE),
-    Fault(RESULTS, "unfit = x.stride(2) > MAX_ROW_STRIDE or sdpa.rows_overlap(x)", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
-    Fault(RESULTS, "unfit = x.stride(2) > MAX_ROW_STRIDE or sdpa.rows_overlap(x)", "unfit = sdpa.rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
-    Fault(RESULTS, "key=lambda d: -x.stride()[d]", "key=lambda d: x.stride()[d]", "out of another head_dim_v in the opposite layout of q", "tests/test_compile.py -k head_dim"),
+    Fault(RESULTS, "unfit = x.stride(2) > MAX_ROW_STRIDE or rows_overlap(x)", "unfit = x.stride(2) > MAX_ROW_STRIDE", "outputs whose rows overlap", STRIDES),
+    Fault(RESULTS, "unfit = x.stride(2) > MAX_ROW_STRIDE or rows_overlap(x)", "unfit = rows_overlap(x)", "outputs whose rows are too far apart for int32", LARGE),
+    Fault(RESULTS, "key=lambda d: -x.stride()[d]", "key=lambda d: x.stride()[d]", "out of another head_dim_v in the opposite layout of q", "tests/public/test_compile.py -k head_dim"),
     Fault(RESULTS, "shape = (*x.shape[:3], n)", "shape = (*x.shape[:3], x.shape[3])", "out as wide as q", WIDTHS),
-    Fault(LAUNCHING, "if rest is not None and rest.stride() != out.stride():", "if rest is not None and rest.shape != out.shape:", "rest in another layout than out", "tests/test_strides.py -k come_back"),
-    Fault(LAUNCHING, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/test_attention.py -k precision"),
+    Fault(LAUNCHING, "if rest is not None and rest.stride() != out.stride():", "if rest is not None and rest.shape != out.shape:", "rest in another layout than out", "tests/public/test_strides.py -k come_back"),
+    Fault(LAUNCHING, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/public/test_attention.py -k precision"),
     Fault(LAUNCHING, "k = rope.rotated(k, problem.rotation_k, sequences, shape, of_queries=False)", "k = rope.rotated(k, problem.rotation_q, sequences, shape, of_queries=False)", "backward: keys at the positions of queries", QUEUED),
     Fault(LAUNCHING, "q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=True)", "q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=False)", "backward: queries rotated as keys are", gradients("rope")),
     Fault(LAUNCHING, "k = rope.rotated(k, problem.rotation_k, problem.call.sequences,", "k = rope.rotated(k, problem.rotation_q, problem.call.sequences,", "forward: keys at the positions of queries", budget("RoPE")),
-    Fault(LAUNCHING, "if dout.numel() == 0 or k.numel() == 0:", "if dout.numel() == 0:", "backward: no keys", "tests/test_masking.py -k nothing_there",
+    Fault(LAUNCHING, "if dout.numel() == 0 or k.numel() == 0:", "if dout.numel() == 0:", "backward: no keys", "tests/public/test_masking.py -k nothing_there",
           equivalent="the kernels then run over no keys and give the same zeros; the shortcut saves launches"),
     Fault(LAUNCHING, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),
     Fault(LAUNCHING, "else (dk, dv), problem)", "else (dv, dk), problem)", "dk for dv", FEATURES),
-    Fault(OPS, "ask = [needs_dq, needs_dk or needs_dv, *others]", "ask = [needs_dq, needs_dk, *others]", "no gradient of v without that of k", "tests/test_attention.py -k gradients_of_some"),
+    Fault(OPS, "ask = [needs_dq, needs_dk or needs_dv, *others]", "ask = [needs_dq, needs_dk, *others]", "no gradient of v without that of k", "tests/public/test_attention.py -k gradients_of_some"),
     Fault(RESULTS, "constants.keep_rest and q.dtype.itemsize == 2 else", "constants.keep_rest and q.dtype == torch.bfloat16 else", "no rest in float16", COMMON),
     Fault(LAUNCHING, "None if abs(bound) == UNBOUNDED else bound", "None if abs(bound) == UNBOUNDED or not bound else bound", "a causal mask on the main diagonal is dropped", CAUSAL),
     Fault(LAUNCHING, "softcap=constants.softcap or None,", "softcap=None,", "kernels: softcap silently off", budget("soft-cap")),
@@ -97,7 +97,7 @@ OPERATION = (
     Fault(LAUNCHING, "weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum)", "weight = torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum", "dsinks: rows that see nothing", budget("empty")),
     Fault(LAUNCHING, "delta = torch.where(unseen, -statistics.dlse, delta)", "delta = torch.where(unseen, statistics.dlse, delta)", "dsinks: sign of dlse in rows that see nothing", budget("empty")),
     Fault(LAUNCHING, "torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum", "torch.exp(sinks[:, None] - statistics.row_max)", "dsinks: weights not divided by their sum", gradients("sinks")),
-    Fault(LAUNCHING, "delta = torch.where(unseen, 0.0, delta)", "delta = torch.where(unseen, 1.0, delta)", "dsinks: rows that see nothing, without dlse", "tests/test_gradcheck.py -k each_result"),
+    Fault(LAUNCHING, "delta = torch.where(unseen, 0.0, delta)", "delta = torch.where(unseen, 1.0, delta)", "dsinks: rows that see nothing, without dlse", "tests/public/test_gradcheck.py -k each_result"),
     Fault(LAUNCHING, "found[5].copy_(dlse.sum((0, 2)))", "pass", "dsinks: no keys at all", EMPTY),
     Fault(OPS, "zip(rest_of_inputs, needed[2:], strict=True)", "zip(rest_of_inputs, needed[1:], strict=False)", "fake: drelative where dbias is needed", OPCHECK),
     Fault(RESULTS, "(dq, new_like(k), new_like(v))", "(dq, new_like(k), new_like(k))", "dv in the shape of dk", WIDTHS),
@@ -105,18 +105,18 @@ OPERATION = (
     Fault(OPS, "return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]", "return saved[:n], saved[n : n + 4], saved[n + 3 : -1]", "constants of the backward off by one", FEATURES),
     Fault(PREPARE, "return -q, replace(options, scale=-scale)", "return q, replace(options, scale=-scale)", "sign of a negative scale", SCALES),
     Fault(PREPARE, "return q * (scale / SMALLEST_SCALE), replace(options", "return q, replace(options", "a scale of 0", SCALES),
-    Fault(PREPARE, "if scale >= SMALLEST_SCALE:", "if scale > 0:", "a scale below the numbers of float32", "tests/test_attention.py -k smallest_scales"),
+    Fault(PREPARE, "if scale >= SMALLEST_SCALE:", "if scale > 0:", "a scale below the numbers of float32", "tests/public/test_attention.py -k smallest_scales"),
     Fault(PREPARE, "known = 1.0 / math.sqrt(q.shape[-1])", "known = 1.0 / math.sqrt(k.shape[-2])", "default scale from the wrong dimension", budget("cross")),
     Fault(PREPARE, "known = 1.0 / math.sqrt(q.shape[-1])", "known = 1.0 / math.sqrt(v.shape[-1])", "default scale from the width of values", WIDTHS),
-    Fault(PREPARE, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", "tests/test_rope.py"),
-    Fault(PREPARE, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/test_attention.py -k autocast"),
-    Fault(PREPARE, "if dropout_p and dropout_seed is None:", "if dropout_seed is None and dropout_p > 0.99:", "dropout: no seed drawn", "tests/test_compile.py -k checkpointing"),
-    Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/test_codegen.py"),
-    Fault(CONFIGS, "self.dense.smaller())", "self.dense)", "configs of changed scores as large as those of a mask", "tests/test_codegen.py"),
-    Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/test_devices.py"),
-    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/test_codegen.py"),
-    Fault(DEVICES, "capability in ((8, 0), (8, 7))", "capability >= (8, 0)", "consumer GPUs with the shared memory of others", "tests/test_devices.py"),
-    Fault(DEVICES, "if properties.major in (10, 11):", "if properties.major >= 10:", "consumer Blackwell with the tiles of data centers", "tests/test_devices.py"),
+    Fault(PREPARE, "        rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", "tests/public/test_rope.py"),
+    Fault(PREPARE, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/public/test_attention.py -k autocast"),
+    Fault(PREPARE, "if dropout_p and dropout_seed is None:", "if dropout_seed is None and dropout_p > 0.99:", "dropout: no seed drawn", "tests/public/test_compile.py -k checkpointing"),
+    Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/bench/test_codegen.py"),
+    Fault(CONFIGS, "self.dense.smaller())", "self.dense)", "configs of changed scores as large as those of a mask", "tests/bench/test_codegen.py"),
+    Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/kernels/test_devices.py"),
+    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/bench/test_codegen.py"),
+    Fault(DEVICES, "capability in ((8, 0), (8, 7))", "capability >= (8, 0)", "consumer GPUs with the shared memory of others", "tests/kernels/test_devices.py"),
+    Fault(DEVICES, "if properties.major in (10, 11):", "if properties.major >= 10:", "consumer Blackwell with the tiles of data centers", "tests/kernels/test_devices.py"),
 )
 
 CARRIED = (
@@ -126,24 +126,24 @@ CARRIED = (
     Fault(CONSTANTS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == UNBOUNDED else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
     Fault(CONSTANTS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
-    Fault(CONSTANTS, "mask.layout.block_k,\n            interleaved", "mask.layout.block_q,\n            interleaved", "kernels: blocks of keys as long as those of queries", "tests/test_fuzz.py -k contract"),
+    Fault(CONSTANTS, "mask.layout.block_k,\n        interleaved", "mask.layout.block_q,\n        interleaved", "kernels: blocks of keys as long as those of queries", "tests/public/test_fuzz.py -k contract"),
     Fault(CONSTANTS, "            read(keys.mask_numbers, rest) if keys.mask else (),\n            read(keys.score_numbers, rest) if keys.score else (),\n", "            read(keys.score_numbers, rest) if keys.score else (),\n            read(keys.mask_numbers, rest) if keys.mask else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),
     Fault(CONSTANTS, "args = (*self.mask_args, *self.score_args)", "args = (*self.score_args, *self.mask_args)", "kernels: arguments of the score function first", budget("everything")),
     Fault(FUNCTIONS, 'int(text) if text.lstrip("-").isdigit() else float(text)', "float(text)", "functions: whole numbers become broken ones", MASK_FUNCTION),
-    Fault(FUNCTIONS, '"" if isinstance(x, Tensor) else repr(x)', '"" if isinstance(x, Tensor) else f"{x:g}"', "functions: numbers rounded to six digits", "tests/test_masks.py"),
+    Fault(FUNCTIONS, '"" if isinstance(x, Tensor) else repr(x)', '"" if isinstance(x, Tensor) else f"{x:g}"', "functions: numbers rounded to six digits", "tests/public/test_masks.py"),
     Fault(FUNCTIONS, "_number(number) if number else next(tensors)", "next(tensors) if number else next(tensors)", "functions: tensors in the place of numbers", MASK_FUNCTION),
     Fault(CONSTANTS, 'else score_mod.derivative_key,', 'else score_mod.function_key,', "kernels: a score function is its own derivative", SCORE),
     Fault(FUSED, "else torch.atleast_2d(bias.slopes)", "else torch.atleast_2d(bias.slopes)[:1]", "kernels: slopes of batch 0 for all", ALIBI),
-    Fault(CONSTANTS, "return x[(None,) * (4 - x.dim())]", "return x[(..., *(None,) * (4 - x.dim()))]", "kernels: dimensions of a bias are added behind", budget("query")),
+    Fault(INDICES, "return x[(None,) * (4 - x.dim())]", "return x[(..., *(None,) * (4 - x.dim()))]", "kernels: dimensions of a bias are added behind", budget("query")),
     Fault(CONSTANTS, "positions_k=None if rope is None else rope.positions_k", "positions_k=None if rope is None else rope.positions_q", "kernels: keys at the positions of queries", budget("RoPE")),
     Fault(CONSTANTS, "interleaved=int(rope is not None and rope.interleaved)", "interleaved=0", "kernels: pairs of the other kind of RoPE", budget("RoPE")),
-    Fault(CONSTANTS, "scale=self.scale,", "scale=1.0,", "kernels: scale dropped", budget("scale")),
+    Fault(CONSTANTS, "scale=options.scale,", "scale=1.0,", "kernels: scale dropped", budget("scale")),
 )
 
 DIFFERENTIATED = (
     Fault(FUSED, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "no gradient of out is taken for ones", LSE),
-    Fault(FUSED, "options.constants(keep_rest=needs_gradient, ", "options.constants(keep_rest=False, ", "no rest kept for the backward", COMMON),
-    Fault(FUSED, "options.constants(keep_rest=needs_gradient, ", "options.constants(keep_rest=True, ", "rest kept without a backward", "tests/test_attention.py -k kept"),
+    Fault(FUSED, "constants_of(options, keep_rest=needs_gradient, ", "constants_of(options, keep_rest=False, ", "no rest kept for the backward", COMMON),
+    Fault(FUSED, "constants_of(options, keep_rest=needs_gradient, ", "constants_of(options, keep_rest=True, ", "rest kept without a backward", "tests/public/test_attention.py -k kept"),
     Fault(FUSED, "ctx.save_for_backward(*inputs, out, row_max", "ctx.save_for_backward(*inputs[:2], inputs[1], *inputs[3:], out, row_max", "k saved for v", FEATURES),
     Fault(FUSED, "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)", "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor).detach()", "no gradient of a bias", gradients("bias")),
     Fault(FUSED, "return transposed((dout, _or_zeros(dlse, lse)))", "return transposed((dout, torch.zeros_like(lse)))", "second order: gradient of lse lost", SECOND_ORDER),
@@ -155,14 +155,14 @@ DIFFERENTIATED = (
     Fault(FUSED, "replace(bias, tensor=added, relative=relative,", "replace(bias, relative=relative,", "second order: bias is a constant", SECOND_ORDER),
     Fault(FUSED, "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)", "changed = replace(options, bias=parts, score_mod=score_mod)", "second order: sinks are constants", SECOND_ORDER),
     Fault(FUSED, "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)", "changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks, softcap=None)", "second order: softcap forgotten", SECOND_ORDER),
-    Fault(FUSED, "        if packed is not None:\n", "        if False:\n", "second order: packed sequences are one", "tests/test_second_order.py -k packed"),
+    Fault(FUSED, "        if packed is not None:\n", "        if False:\n", "second order: packed sequences are one", "tests/public/test_second_order.py -k packed"),
     Fault(FUSED, "    added, relative, sinks, slopes, learned = others\n", "    relative, added, sinks, slopes, learned = others\n", "second order: bias and relative exchanged", SECOND_ORDER),
-    Fault(FUSED, "product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))", "product(tuple(torch.zeros_like(inputs[i]) if i else tangents[i] for i in moving))", "jvp: along q only", "tests/test_second_order.py -k jvp"),
-    Fault(FUSED, "_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_pushed(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/test_second_order.py -k jvp"),
+    Fault(FUSED, "product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))", "product(tuple(torch.zeros_like(inputs[i]) if i else tangents[i] for i in moving))", "jvp: along q only", "tests/public/test_second_order.py -k jvp"),
+    Fault(FUSED, "_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_pushed(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/public/test_second_order.py -k jvp"),
     Fault(FUSED, "return tuple(next(found) if needs else nothing for needs in ctx.needed)", "return tuple(-next(found) if needs else nothing for needs in ctx.needed)", "jvp of gradients: sign", SECOND_ORDER),
-    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(0, i) if isinstance", "vmap: always over the first dimension", "tests/test_second_order.py -k vmap"),
-    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(dim, 0) if isinstance", "vmap: the first call for all", "tests/test_second_order.py -k vmap"),
-    Fault(FUSED, "torch.stack(results) for results in", "torch.stack(results[::-1]) for results in", "vmap: results in reverse", "tests/test_second_order.py -k vmap"),
+    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(0, i) if isinstance", "vmap: always over the first dimension", "tests/public/test_second_order.py -k vmap"),
+    Fault(FUSED, "x.select(dim, i) if isinstance", "x.select(dim, 0) if isinstance", "vmap: the first call for all", "tests/public/test_second_order.py -k vmap"),
+    Fault(FUSED, "torch.stack(results) for results in", "torch.stack(results[::-1]) for results in", "vmap: results in reverse", "tests/public/test_second_order.py -k vmap"),
 )
 
 PACKING = (
@@ -177,10 +177,10 @@ PACKING = (
     Fault(CONSTANTS, "max_seqlen_q=0 if packed is None else packed.max_seqlen_q", "max_seqlen_q=0 if packed is None else packed.max_seqlen_k", "packed: queries as long as keys", PACKED),
     Fault(VARLEN, "k.shape[2] if max_seqlen_k is None else max_seqlen_k", "q.shape[2] if max_seqlen_k is None else max_seqlen_k", "packed: keys at most as many as all queries", PACKED),
     Fault(VARLEN, "    q, options = with_positive_scale(q, options)\n", "", "packed: a negative scale", PACKED),
-    Fault(VARLEN, "out, lse = fused.attention(q, k, v, options, deterministic=deterministic, packed=packed)", "out, lse = eager_packed.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
-    Fault(NESTED, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
-    Fault(NESTED, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
-    Fault(NESTED, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),
+    Fault(VARLEN, "out, lse = autograd.attention(q, k, v, options, deterministic=deterministic, packed=packed)", "out, lse = reference_varlen.attention(q, k, v, options, packed)", "packed: the kernels never run", PACKED),
+    Fault(VARLEN, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
+    Fault(VARLEN, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
+    Fault(VARLEN, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),
     Fault(EAGER_PACKED, "own, first_batch=i", "own, first_batch=0", "eager packed: sequences drop the same", PACKED),
     Fault(EAGER_PACKED, "mask.valid[:, keys]", "mask.valid[:, queries]", "eager packed: padding of the queries' tokens", PACKED),
     Fault(EAGER_PACKED, "prefix.lengths[i : i + 1]", "prefix.lengths[:1]", "eager packed: prefix of the first sequence for all", PACKED),
@@ -198,16 +198,16 @@ TORCH_BACKEND = (
     Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if upper in (None, 0) else None", "torch backend: the left side of a window lost", TORCH),
     Fault(SDPA, "return reference.large_rows(largest) is not None", "return False", "torch backend: weights by an lse without digits", FINITE),
     Fault(SDPA, "as_torch = None if added is not None else is_causal(mask, q, k)", "as_torch = is_causal(mask, q, k)", "bias silently off", TORCH),
-    Fault(SDPA, "else visible | empty", "else visible", "torch backend: NaN where nothing is visible", "tests/test_masking.py -k any_kernel"),
+    Fault(SDPA, "else visible | empty", "else visible", "torch backend: NaN where nothing is visible", "tests/public/test_masking.py -k any_kernel"),
     Fault(SDPA, "_Rows(torch.where(visible, added, hidden), empty)", "_Rows(added, empty)", "torch backend: a bias takes the place of the mask", TORCH),
-    Fault(SDPA, "return out.masked_fill(rows.empty, 0.0), lse", "return out, lse", "torch backend: a number where nothing is visible", "tests/test_masking.py -k 'see_nothing and torch'"),
-    Fault(SDPA, "not (options.sinks < math.inf).all()", "False", "torch backend: a NaN of a sink reaches keys that nobody sees", "tests/test_fuzz.py -k sink"),
+    Fault(SDPA, "return out.masked_fill(rows.empty, 0.0), lse", "return out, lse", "torch backend: a number where nothing is visible", "tests/public/test_masking.py -k 'see_nothing and torch'"),
+    Fault(SDPA, "not (options.sinks < math.inf).all()", "False", "torch backend: a NaN of a sink reaches keys that nobody sees", "tests/public/test_fuzz.py -k sink"),
     Fault(SDPA, "if in_band and own is None:", "if in_band:", "pieces: the bias of another place", PIECES),
-    Fault(SDPA, "hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)", "pass", "torch backend: NaN where nothing is visible, with a bias", "tests/test_masking.py -k any_kernel"),
+    Fault(SDPA, "hidden = torch.where(empty, 0.0, -torch.inf).to(added.dtype)", "pass", "torch backend: NaN where nothing is visible, with a bias", "tests/public/test_masking.py -k any_kernel"),
     Fault(SDPA, "return x.contiguous() if rows_overlap(x) else x", "return x", "torch backend: rows that overlap", STRIDES),
-    Fault(SDPA, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/test_strides.py -k share"),
+    Fault(STRIDED, "0 < stride < x.shape[3]", "0 <= stride < x.shape[3]", "rows that are expanded count as overlapping", "tests/public/test_strides.py -k share"),
     Fault(SDPA, "and is_finite(k, v, q))", ")", "torch backend: 0 times a hidden NaN", MASKING),
-    Fault(SDPA, "not (highest < math.inf and is_finite(", "not (is_finite(", "torch backend: a NaN in a bias", "tests/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
+    Fault(SDPA, "not (highest < math.inf and is_finite(", "not (is_finite(", "torch backend: a NaN in a bias", "tests/public/test_masking.py -k no_number", equivalent="the kernel of torch 2.13 hands one of a bias on"),
     Fault(SDPA, "is_causal=piece.hidden == \"later\"", "is_causal=False", "pieces: a diagonal forgotten", PIECES),
     Fault(SDPA, "piece.keys.start - piece.rows.start", "0", "pieces: the band of another place", PIECES),
     Fault(SDPA, "if mask.valid is not None and piece.hidden == \"keys\":", "if mask.valid is not None:", "pieces: nothing but padding beside padding", PIECES),
@@ -239,7 +239,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "lse.masked_fill(rows.empty[..., 0], -math.inf)", "lse", "torch backend: a number in lse where nothing is visible", TORCH),
     Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", EAGER_STEPS),
     Fault(SDPA, "lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)", "pass", "torch backend: no sink in lse where nothing is visible", TORCH),
-    Fault(SDPA, "if (bad_k & seen).any():", "if False:", "torch backend: a NaN that is seen is lost", "tests/test_masking.py"),
+    Fault(SDPA, "if (bad_k & seen).any():", "if False:", "torch backend: a NaN that is seen is lost", "tests/public/test_masking.py"),
     Fault(SDPA, "_cleaned(q, k, v, mask, _is_differentiated(q, k, *given))", "_cleaned(q, k, v, mask, _is_differentiated(q, k, v))", "torch backend: a NaN of a query is lost from the gradient of sinks", EAGER_STEPS),
     Fault(SDPA, "if poisoned.any() and (is_differentiated or ", "if poisoned.any() and (", "torch backend: a NaN of a query is lost from gradients", EAGER_STEPS),
     Fault(SDPA, "        out = out.masked_fill(poisoned[..., None], math.nan)\n", "", "torch backend: a NaN of a query is lost", EAGER_STEPS),

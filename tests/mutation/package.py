@@ -5,20 +5,20 @@ from tests.mutation.suites import FINITE
 
 MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
-MODULES, FUSION = "fusedattn/modules.py", "fusedattn/fusion.py"
-TESTING, BLOCKS = "fusedattn/testing.py", "fusedattn/transformer/attention.py"
+MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
+TESTING, BLOCKS = "fusedattn/testing/budget.py", "fusedattn/transformer/attention.py"
 CHECKS, SUPPORT, SCORE_MOD = "fusedattn/checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
 FUNCTIONS = "fusedattn/functions.py"
 
-MASKING = "tests/test_masking.py"
-MASK_VALUES = "tests/test_masks.py"
-EAGER = "tests/test_reference.py"
-ROTARY = "tests/test_rope.py"
-ERRORS = "tests/test_errors.py"
-ORACLE = "tests/test_float64.py"
-BUDGET = "tests/test_testing.py"
-FUSING = "tests/test_modules.py"
-TRANSFORMER = "tests/test_transformer_attention.py"
+MASKING = "tests/public/test_masking.py"
+MASK_VALUES = "tests/public/test_masks.py"
+EAGER = "tests/public/test_reference.py"
+ROTARY = "tests/public/test_rope.py"
+ERRORS = "tests/public/test_errors.py"
+ORACLE = "tests/public/test_float64.py"
+BUDGET = "tests/public/test_testing.py"
+FUSING = "tests/transformer/test_modules.py"
+TRANSFORMER = "tests/transformer/test_transformer_attention.py"
 
 # fmt: off
 MEANING = (
@@ -38,18 +38,18 @@ MEANING = (
     Fault(MASKS, "bands=self.bands | other.bands", "bands=self.bands & other.bands", "bands lost when combined", MASK_VALUES),
     Fault(MASKS, "documents.k.to(device)", "documents.q.to(device)", "documents of the queries for those of the keys, on another device", MASK_VALUES),
     Fault(INDICES, "torch.arange(first_batch, first_batch + batch, device=device)", "torch.arange(first_batch, first_batch + 1, device=device)", "functions: one batch for all", MASK_VALUES),
-    Fault(BIASES, "[None, None] - shift", "[None, None]", "distances as if the first query stood at the first key", "tests/test_biases.py"),
-    Fault(BIASES, "* distance.abs()", "* (-distance)", "alibi: keys ahead get a reward", "tests/test_biases.py"),
-    Fault(BIASES, "distance.clamp(-limit, limit) + limit", "distance.clamp(-limit, limit - 1) + limit", "relative: the last column is never read", "tests/test_biases.py"),
-    Fault(BIASES, ".clamp(-limit, limit) + limit]", ".clamp(-wider, limit) + limit]", "two tables: the narrower is not continued", "tests/test_biases.py"),
-    Fault(BIASES, "buckets * (distance > 0)", "buckets * (distance < 0)", "t5: past and future exchanged", "tests/test_biases.py"),
-    Fault(BIASES, "for h in range(1, 2 * (nheads - lower), 2)", "for h in range(2, 2 * (nheads - lower) + 1, 2)", "slopes: the even ones of the next power of two", "tests/test_biases.py"),
-    Fault(DROPOUT, "_ROUNDS = 10", "_ROUNDS = 7", "Philox of 7 rounds", "tests/test_dropout.py"),
-    Fault(DROPOUT, "((word >= threshold)", "((word > threshold)", "a word on the threshold is dropped", "tests/test_dropout.py"),
-    Fault(DROPOUT, "second, first) >= int(", "second, first) > int(", "a word on the threshold is dropped from a part", "tests/test_dropout.py"),
-    Fault(DROPOUT, "torch.arange(first_batch, first_batch + batch,", "torch.arange(batch,", "a part of the batches draws as the first ones", "tests/test_dropout.py"),
-    Fault(DROPOUT, "part.start - first * size", "0", "dropout: a part of the rows or keys draws as those before it", "tests/test_dropout.py"),
-    Fault(DROPOUT, "in ((a, b), (c, d))", "in ((a, c), (b, d))", "dropout: words of queries and keys exchanged", "tests/test_dropout.py"),
+    Fault(BIASES, "[None, None] - shift", "[None, None]", "distances as if the first query stood at the first key", "tests/public/test_biases.py"),
+    Fault(BIASES, "* distance.abs()", "* (-distance)", "alibi: keys ahead get a reward", "tests/public/test_biases.py"),
+    Fault(BIASES, "distance.clamp(-limit, limit) + limit", "distance.clamp(-limit, limit - 1) + limit", "relative: the last column is never read", "tests/public/test_biases.py"),
+    Fault(BIASES, ".clamp(-limit, limit) + limit]", ".clamp(-wider, limit) + limit]", "two tables: the narrower is not continued", "tests/public/test_biases.py"),
+    Fault(BIASES, "buckets * (distance > 0)", "buckets * (distance < 0)", "t5: past and future exchanged", "tests/public/test_biases.py"),
+    Fault(BIASES, "for h in range(1, 2 * (nheads - lower), 2)", "for h in range(2, 2 * (nheads - lower) + 1, 2)", "slopes: the even ones of the next power of two", "tests/public/test_biases.py"),
+    Fault(DROPOUT, "_ROUNDS = 10", "_ROUNDS = 7", "Philox of 7 rounds", "tests/public/test_dropout.py"),
+    Fault(DROPOUT, "((word >= threshold)", "((word > threshold)", "a word on the threshold is dropped", "tests/public/test_dropout.py"),
+    Fault(DROPOUT, "second, first) >= int(", "second, first) > int(", "a word on the threshold is dropped from a part", "tests/public/test_dropout.py"),
+    Fault(DROPOUT, "torch.arange(first_batch, first_batch + batch,", "torch.arange(batch,", "a part of the batches draws as the first ones", "tests/public/test_dropout.py"),
+    Fault(DROPOUT, "part.start - first * size", "0", "dropout: a part of the rows or keys draws as those before it", "tests/public/test_dropout.py"),
+    Fault(DROPOUT, "in ((a, b), (c, d))", "in ((a, c), (b, d))", "dropout: words of queries and keys exchanged", "tests/public/test_dropout.py"),
     Fault(SCORE_MOD, "q_index = indices.select(n_rows, rows,", "q_index = indices.select(n_rows, None,", "score function: a part of the queries counted from 0", EAGER),
     Fault(SCORE_MOD, "*indices.of_scores(batch, nheads, q_index, k_index, first_batch)", "*indices.of_scores(batch, nheads, q_index, k_index)", "score function: a part of the batches counted from 0", EAGER),
     Fault(FUNCTIONS, "#{_NAMES[of_source]}", "", "functions: two of one name under one key", MASK_VALUES),
@@ -74,10 +74,10 @@ MEANING = (
     Fault(REFERENCE, " / (1.0 - dropout_p))", ")", "reference: what dropout keeps does not grow", EAGER),
     Fault(REFERENCE, "unseen, 0.0), lse, weights.to(q.dtype)", "unseen, 0.0), lse, kept.to(q.dtype)", "reference: weights after dropout", EAGER),
     Fault(REFERENCE, "    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere\n", "", "reference: NaN of a row that sees nothing", MASKING),
-    Fault(REFERENCE, "scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/test_masking.py -k 'reaches and torch'"),
-    Fault(REFERENCE, "out = weights @ _Zeroed.apply(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/test_fuzz.py -k 'contract and not drawn'"),
-    Fault(REFERENCE, "nan = (weights * torch", "nan = (weights.detach() * torch", "reference: a NaN value is lost in dq", "tests/test_masking.py -k 'reaches and torch'"),
-    Fault(REFERENCE, "return scores + torch.zeros_like(scores[..., :1, :])", "return torch.zeros_like(scores)", "reference: scores beside a NaN key are lost", "tests/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/public/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "out = weights @ _Zeroed.apply(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/public/test_fuzz.py -k 'contract and not drawn'"),
+    Fault(REFERENCE, "nan = (weights * torch", "nan = (weights.detach() * torch", "reference: a NaN value is lost in dq", "tests/public/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "return scores + torch.zeros_like(scores[..., :1, :])", "return torch.zeros_like(scores)", "reference: scores beside a NaN key are lost", "tests/public/test_masking.py -k 'reaches and torch'"),
 )
 
 OTHERS = (

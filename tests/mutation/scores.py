@@ -19,10 +19,10 @@ from tests.mutation.suites import (
     pair,
 )
 
-SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/tile.py", "kernels/dropout.py", "kernels/problem.py"
+SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/weights.py", "kernels/dropout.py", "kernels/call.py"
 EPILOGUE = "kernels/epilogue.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
-DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/launching.py"
+DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/backends/triton/launching.py"
 GRADIENT = "kernels/score_gradient.py"
 
 CAPPED = budget("soft-cap", "everything")
@@ -31,7 +31,7 @@ BIAS_GRADIENTS = gradients("bias")
 SINKS_HALVES = budget("sinks", dtype="bfloat16")
 DROPPED_HALVES = budget("dropout", dtype="bfloat16")
 DROPOUT_GRADIENTS = gradients("dropout")
-PHILOX = "tests/test_dropout.py"
+PHILOX = "tests/public/test_dropout.py"
 BROADCAST = budget("batch", "key", "query", "number")
 
 # fmt: off
@@ -46,7 +46,7 @@ FUNCTIONS = (
     Fault(SCORES, "sign = tl.where(x < 0.0, -1.0, 1.0)", "sign = 1.0", "tanh: negative scores", CAPPED),
     Fault(SCORES, "-2.8853900817779268", "-1.4426950408889634", "tanh: e^-x for e^-2x", CAPPED),
     Fault(SCORES, "(2772.0 + small * 27.0)", "(2727.0 + small * 27.0)", "tanh: two digits exchanged", CAPPED),
-    Fault(SCORES, "for i in tl.static_range(11)", "for i in tl.static_range(6)", "tanh: too short a fraction in float64", "tests/test_float64.py"),
+    Fault(SCORES, "for i in tl.static_range(11)", "for i in tl.static_range(6)", "tanh: too short a fraction in float64", "tests/public/test_float64.py"),
     Fault(BWD, "delta[None, :]) * derivative", "delta[None, :])", "dk: derivative of the score lost", MODIFIED_GRADIENTS),
     Fault(BWD, "ds = p * (dp - delta[:, None]) * derivative  # (", "ds = p * (dp - delta[:, None])  # (", "dq: derivative of the score lost in full blocks", MODIFIED_GRADIENTS),
     Fault(BWD, "ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)", "ds = tl.where(pairs, p * (dp - delta[:, None]), 0.0)", "dq: derivative of the score lost in boundary blocks", MODIFIED_GRADIENTS),
@@ -73,9 +73,9 @@ BIASES = (
     Fault(GRADIENT, "HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC", "HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_DV, ACC", "dbias: values as wide as keys", pair("values", "bias")),
     Fault(DBIAS, "heads_each = nheads_q if OVER_HEADS else 1", "heads_each = 1", "dbias: of the first head only", BROADCAST),
     Fault(DBIAS, "sequences_each = n_sequences if OVER_SEQUENCES else 1", "sequences_each = 1", "dbias: of the first batch only", BIAS),
-    Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/test_attention.py -k bias"),
-    Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", "tests/test_attention.py -k bias"),
-    Fault(DBIAS, "rest % tiles_m_each * n_own_m", "rest % tiles_m_each", "dbias: parts that overlap", "tests/test_attention.py -k bias"),
+    Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/public/test_attention.py -k bias"),
+    Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", "tests/public/test_attention.py -k bias"),
+    Fault(DBIAS, "rest % tiles_m_each * n_own_m", "rest % tiles_m_each", "dbias: parts that overlap", "tests/public/test_attention.py -k bias"),
     Fault(DBIAS, "rest = rest // tiles_m_each", "rest = i // tiles_m_each", "dbias: heads counted with the keys", BROADCAST),
     Fault(DBIAS, "own_sequence + rest // heads_each", "own_sequence + rest", "dbias: batches counted with the heads", budget("number", "batch")),
     Fault(DBIAS, "            total += ds\n", "            total = ds\n", "dbias: the last of what is summed", BROADCAST),
@@ -116,14 +116,14 @@ DISTANCES = (
     Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance + reach, ds, pairs)", "drelative: of shared tables beyond the ends", MEMORY),
     Fault(DBIAS, "add_exactly(sums, first + distance + reach, ds, near)", "add_exactly(sums, first + distance, ds, near)", "drelative: of shared tables reach too early", RELATIVE),
     Fault(DBIAS, "tl.sum(behind, 0), tl.sum(ahead, 0)", "tl.sum(ahead, 0), tl.sum(behind, 0)", "drelative: of shared tables, ends exchanged", RELATIVE),
-    Fault(DBIAS, "nheads * n_columns if n_sequences > 1 else 0", "n_columns if n_sequences > 1 else 0", "drelative: sequences one column apart", "tests/test_learned.py -k relative"),
+    Fault(DBIAS, "nheads * n_columns if n_sequences > 1 else 0", "n_columns if n_sequences > 1 else 0", "drelative: sequences one column apart", "tests/public/test_learned.py -k relative"),
     Fault(DBIAS, "n_columns if nheads > 1 else 0", "0", "drelative: all heads in the first", RELATIVE),
-    Fault(DBIAS, "if n_rows == 1:", "if n_rows == 0:", "drelative: a row for each query of a shared table", "tests/test_learned.py -k shared"),
+    Fault(DBIAS, "if n_rows == 1:", "if n_rows == 0:", "drelative: a row for each query of a shared table", "tests/public/test_learned.py -k shared"),
     Fault(DBIAS, "full = torch.zeros(size,", "full = torch.empty(size,", "drelative: distances that no pair has", RELATIVE),
 )
 
 SINK = (
-    Fault(EPILOGUE, "tl.where(m_new == float(\"-inf\"), 1.0, l_i * alpha", "tl.where(False, 1.0, l_i * alpha", "sinks: lse of no key and no sink", "tests/test_masking.py -k sink_of_nothing"),
+    Fault(EPILOGUE, "tl.where(m_new == float(\"-inf\"), 1.0, l_i * alpha", "tl.where(False, 1.0, l_i * alpha", "sinks: lse of no key and no sink", "tests/public/test_masking.py -k sink_of_nothing"),
     Fault(EPILOGUE, "l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT))", "l_i * alpha)", "sinks: no part of the sum", SINKS),
     Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),

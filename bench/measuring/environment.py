@@ -1,0 +1,79 @@
+"""What was measured, on what: commit, versions, clocks and power limits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedattn.cli import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "tilelang", "liger-kernel")
+NVIDIA_SMI = (
+    "name", "driver_version", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw",
+    "power.limit", "power.max_limit", "temperature.gpu", "clocks_event_reasons.active",
+)  # fmt: skip
+
+
+def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """As JSON; `commit` is for a tree without git."""
+    return {
+        "device": machine.describe(device),
+        "is_gpu": device.type == "cuda",
+        "commit": commit or _git("rev-parse", "HEAD") or "unknown",
+        "dirty": _is_dirty(),
+        "versions": machine.versions() | _versions(),
+    }
+
+
+def state(device: torch.device) -> dict[str, str]:
+    """Clocks, power and temperature now, as nvidia-smi says; empty where there is none."""
+    if device.type != "cuda":
+        return {}
+    uuid = torch.cuda.get_device_properties(device).uuid  # torch may number GPUs otherwise
+    found: dict[str, str] = {}
+    for field in NVIDIA_SMI:  # one by one: an old nvidia-smi refuses a list in which it does not know one
+        line = _run("nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader")
+        if line:
+            found[field] = line
+    return found
+
+
+def folder(device: torch.device) -> str:
+    """The name of a device as that of a folder."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _versions() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _is_dirty() -> bool | None:
+    """Whether files differ from the commit, results aside; None where there is no git."""
+    if not _git("rev-parse", "HEAD"):
+        return None
+    return bool(_git("status", "--porcelain", "--", ".", ":(exclude)bench/results"))
+
+
+def _git(*arguments: str) -> str:
+    return _run("git", "-C", str(ROOT), *arguments)
+
+
+def _run(*command: str) -> str:
+    """What a command prints; nothing where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,1 @@
+"""Results: reading, comparing, tables and plots."""

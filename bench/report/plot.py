@@ -1,0 +1,150 @@
+"""``python -m bench plot``: the rate of every contestant, and ours over the best of the others."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from bench.report import results
+from bench.report.results import Report
+from bench.work.work import OWN, is_own
+from fusedattn.cli.demo.figure import STYLE
+
+COLUMNS = 3  # panels side by side
+PANEL = (4.6, 5.0)  # inches
+LETTER = 0.085  # inches, of a legend
+CEILING, OURS = "#8a8a8a", "#0b6e6e"
+COLORS = ("#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
+MARKERS = "os^Dvp*X"
+SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write one figure for each suite and page with a panel in which something was timed; exit status 0."""
+    report = results.together([results.read_green(path) for path in options.results])
+    out = options.out or options.results[0].with_suffix("")
+    out.mkdir(parents=True, exist_ok=True)
+    for (suite, page), panels in results.by_page(report).items():
+        timed = {panel: rows for panel, rows in panels.items() if any(map(_is_timed, rows))}
+        if timed:
+            path = out / f"{_slug(suite, page)}.{options.format}"
+            draw(path, report, suite, page, timed)
+            print(path)
+        for panel in [name for name in panels if name not in timed]:
+            print(f"left out, because nothing could run: {suite}, {page}, {panel}")
+    return 0
+
+
+def _is_timed(row: Report) -> bool:
+    return any("ms" in found for found in row["contestants"].values())
+
+
+def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, list[Report]]) -> None:
+    """A panel is a pair of axes: the rates above, the speedup below."""
+    n_columns = min(COLUMNS, len(panels))
+    n_rows = -(-len(panels) // n_columns)
+    names = results.contestants([row for rows in panels.values() for row in rows])
+    with matplotlib.rc_context(SVG_STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+        width = max(8.0, PANEL[0] * n_columns)
+        legend_columns = max(1, int(width / (0.8 + LETTER * max(map(len, names)))))
+        legend_rows = -(-(len(names) + 1) // legend_columns)
+        size = (width, PANEL[1] * n_rows + 1.0 + 0.22 * legend_rows)
+        figure = Figure(figsize=size, dpi=110, layout=layout)
+        FigureCanvasAgg(figure)
+        figure.suptitle(f"{suite}: {page}\n{_device(report)}", x=0.01, ha="left", fontsize=10)
+        grid = figure.add_gridspec(2 * n_rows, n_columns, height_ratios=(2.2, 1.0) * n_rows)
+        shown: dict[str, Line2D] = {}
+        for i, (panel, rows) in enumerate(panels.items()):
+            above = figure.add_subplot(grid[2 * (i // n_columns), i % n_columns])
+            below = figure.add_subplot(grid[2 * (i // n_columns) + 1, i % n_columns], sharex=above)
+            shown |= _draw_rates(above, report, panel, rows, names)
+            _draw_speedup(below, rows)
+        order = [name for name in (*names, "ceiling") if name in shown]
+        figure.legend(
+            [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
+        )
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:
+    """Lines by name, with bars from quartile to quartile."""
+    shown: dict[str, Line2D] = {}
+    for name in names:
+        found = [(row["x"], row, row["contestants"][name]) for row in rows if "ms" in row["contestants"].get(name, {})]
+        if not found:
+            continue
+        rates = [contestant["rate"] for _, _, contestant in found]
+        quartiles = [[row["amount"] / c["ms"][q] * 1e3 for _, row, c in found] for q in ("q3", "q1")]
+        errors = [[abs(r - q) for r, q in zip(rates, side, strict=True)] for side in quartiles]
+        bars = axes.errorbar(
+            [x for x, _, _ in found],
+            rates,
+            errors,
+            **_look(name, names),
+            markersize=5,
+            capsize=2,
+        )
+        shown[name] = bars.lines[0]
+    ceiling = _ceiling(report, rows[0])
+    if ceiling is not None:
+        shown["ceiling"] = axes.axhline(ceiling, color=CEILING, linewidth=1, linestyle=":")
+    axes.set(title=panel, ylabel=rows[0]["unit"])
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelbottom=False)
+    return shown
+
+
+def _look(name: str, names: list[str]) -> dict[str, Any]:
+    """Ours in one colour and in front; the others in all others, and again with another marker."""
+    alike = [other for other in names if is_own(other) == is_own(name)]
+    i = alike.index(name)
+    if is_own(name):
+        return {"color": OURS, "marker": MARKERS[i], "linestyle": "-", "linewidth": 2.2, "zorder": 3}
+    marker = MARKERS[i // len(COLORS) % len(MARKERS)]
+    return {"color": COLORS[i % len(COLORS)], "marker": marker, "linestyle": (0, (5, 1.5)), "linewidth": 1.4}
+
+
+def _draw_speedup(axes: Axes, rows: list[Report]) -> None:
+    found = [(row["x"], row["speedup"]) for row in rows if row["speedup"] is not None]
+    if found:
+        axes.plot(*zip(*found, strict=True), "o-", color=OURS, linewidth=1.8, markersize=4)
+    axes.axhline(1.0, color=CEILING, linewidth=1)
+    axes.set(xlabel=rows[0]["x_name"], ylabel=f"{OWN} /\nbest other")
+    axes.set_ylim(bottom=0, top=max([1.2, *(1.15 * speedup for _, speedup in found)]))
+    values = [row["x"] for row in rows]
+    if min(values) > 0 and max(values) >= 4 * min(values):
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [_short(x) for x in values])
+    axes.minorticks_off()
+
+
+def _ceiling(report: Report, row: Report) -> float | None:
+    measured = report["ceilings"]
+    if row["unit"] == "TFLOP/s":
+        return measured["matmul"].get(row["dtype"])
+    return measured["copy"] if row["unit"] == "GB/s" else None
+
+
+def _device(report: Report) -> str:
+    environment = report["environment"]
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "triton"))
+    changed = " with changes" if environment["dirty"] else ""
+    return f"{environment['device']}, {versions}, commit {environment['commit'][:10]}{changed}"
+
+
+def _short(x: float) -> str:
+    return f"{x / 1024:g}k" if x >= 1024 and x % 1024 == 0 else f"{x:g}"
+
+
+def _slug(*parts: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")

@@ -1,0 +1,1 @@
+"""What is timed, and beside which functions."""

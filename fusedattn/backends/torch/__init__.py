@@ -1,0 +1,1 @@
+"""torch's own functions, composed to the contract of this package."""

@@ -1,0 +1,1 @@
+"""The Triton kernels as PyTorch operators with gradients."""

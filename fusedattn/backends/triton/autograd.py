@@ -1,0 +1,228 @@
+"""The kernels with their gradients, for autograd: first ones by the kernels, all others by PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fusedattn import reference, reference_varlen
+from fusedattn.backends.triton import ops
+from fusedattn.backends.triton.operands import Constants, constants_of
+from fusedattn.indices import four_dimensional
+from fusedattn.options import Options, Packed
+
+Eager = Callable[..., tuple[Tensor, Tensor]]
+
+
+class _Differentiable(torch.autograd.Function):
+    """The kernels with gradients for q, k, v, bias, relative, sinks, slopes and learned.
+
+    Other derivatives, forward-mode ones and those of gradients, are those of `eager`, which computes (out, lse) of
+    these eight in PyTorch: it runs then, and stores what it must.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
+        dout = torch.zeros_like(kept[0]) if dout is None else dout
+        needed = ctx.needs_input_grad[: ops.N_DIFFERENTIABLE]
+        constants = Constants.joined(tensors, ctx.numbers)
+        if torch.is_grad_enabled() or ops.transforming():
+            found = AttentionBackward.apply(dout, dlse, *inputs, *kept, needed, constants, ctx.eager)  # type: ignore[no-untyped-call]
+            found = ops.where_needed(found, needed)
+        else:  # nothing differentiates the gradients
+            found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
+        return (*found, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
+
+
+class DirectAttention(_Differentiable):
+    """Where no transform looks on: what torch does for one takes longer than a short call."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, constants, ctx.eager = args
+        out, lse, row_max, row_sum, rest = ops.forward(inputs, constants)
+        of_constants, ctx.numbers = constants.split()
+        ctx.save_for_backward(*inputs, out, row_max, row_sum, rest, *of_constants)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+
+class Attention(_Differentiable):
+    """For transforms of ``torch.func``, which ask for a function without a context."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, constants, _ = args
+        with _below_autograd():
+            return ops.attention_fwd(*inputs, *constants.flat())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, constants, ctx.eager = inputs
+        out, _, row_max, row_sum, rest = output
+        of_constants, ctx.numbers = constants.split()
+        ctx.save_for_backward(*tensors, out, row_max, row_sum, rest, *of_constants)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(row_max, row_sum, rest)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors[: ops.N_DIFFERENTIABLE]
+        return (*_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
+
+
+# Torch binds the arguments of every call to the signature, which it makes anew unless it finds one.
+Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
+
+N_BACKWARD = 2 + ops.N_DIFFERENTIABLE  # dout, dlse and what Attention differentiates by
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients of :class:`Attention` by the kernels; theirs are those of `eager`'s."""
+
+    @staticmethod
+    def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, needed, constants, _ = args
+        inputs, kept, _ = ops.parts_of(tensors)
+        with _below_autograd():
+            found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
+        return tuple(dout.new_empty(0) if x is None else x for x in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.needed, _, ctx.eager = inputs
+        ctx.n_others = len(inputs) - N_BACKWARD
+        ctx.save_for_backward(*tensors[:N_BACKWARD])
+        ctx.save_for_forward(*tensors[:N_BACKWARD])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        moving, function = _moving(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors)
+        results, transposed, *_ = torch.func.vjp(function, *(ctx.saved_tensors[i] for i in moving))
+        wanted = [grad for grad, needs in zip(grads, ctx.needed, strict=True) if needs]
+        found = transposed(tuple(_or_zeros(grad, x) for grad, x in zip(wanted, results, strict=True)))
+        by_input = dict(zip(moving, found, strict=True))
+        return (*(by_input.get(i) for i in range(N_BACKWARD)), *(None,) * ctx.n_others)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        found = iter(_pushed(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors, tangents[:N_BACKWARD]))
+        nothing = ctx.saved_tensors[0].new_zeros(0)  # as the gradients that are not needed
+        return tuple(next(found) if needs else nothing for needs in ctx.needed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
+
+
+def _below_autograd() -> AbstractContextManager[None]:
+    """Inside, an op does not look for gradients, of which its caller takes care; a compiler cannot trace this."""
+    return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
+
+
+def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of dout, dlse and what Attention differentiates by: the gradients that are needed, differentiable."""
+    chosen = [i for i, needs in enumerate(needed) if needs]
+
+    def function(dout: Tensor, dlse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        def of_chosen(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            changed = dict(zip(chosen, moved, strict=True))
+            return eager(*(changed.get(i, x) for i, x in enumerate(inputs)))
+
+        (_, lse), transposed, *_ = torch.func.vjp(of_chosen, *(inputs[i] for i in chosen))
+        return transposed((dout, _or_zeros(dlse, lse)))
+
+    return function
+
+
+def _moving(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[list[int], Callable[..., Any]]:
+    """Which of the inputs are there, and the function of these."""
+    moving = [i for i, x in enumerate(inputs) if x is not None]
+
+    def of_moving(*moved: Tensor) -> Any:
+        changed = dict(zip(moving, moved, strict=True))
+        return function(*(changed.get(i) for i in range(len(inputs))))
+
+    return moving, of_moving
+
+
+def _pushed(function: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """The product of the Jacobian of a function with tangents, by reverse mode alone."""
+    moving, of_moving = _moving(function, inputs)
+    results, transposed, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
+    # It is the derivative, by u, of the transposed Jacobian's product with u.
+    _, product, *_ = torch.func.vjp(lambda *u: transposed(u), *map(torch.zeros_like, results))
+    return product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))
+
+
+def _or_zeros(x: Tensor | None, like: Any) -> Tensor:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """What torch.vmap asks for: the results of one call after the other, stacked."""
+    calls = [
+        function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(n)
+    ]
+    return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, deterministic: bool, packed: Packed | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` by the Triton kernels, differentiable."""
+    bias, sinks = options.bias, options.sinks
+    added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
+    relative = None if bias is None or bias.relative is None else four_dimensional(bias.relative)
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
+    slopes = None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes)
+    learned = None if options.score_mod is None else options.score_mod.learned
+    inputs = (q, k, v, added, relative, sinks, slopes, learned)
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
+    constants = constants_of(options, keep_rest=needs_gradient, deterministic=deterministic, packed=packed)
+    # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
+    # the op, which has the same backward, as it is.
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:  # the op would come out without a tangent, and nobody would notice
+            raise NotImplementedError(
+                "attention: got forward-mode differentiation inside torch.compile, allowed there with backend 'triton' "
+                "are gradients; leave the call outside of what is compiled, or use backend='torch'"
+            )
+        out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
+        return out, lse
+    if not needs_gradient and not ops.transforming():
+        out, lse, *_ = ops.forward(inputs, constants)
+        return out, lse
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        added, relative, sinks, slopes, learned = others
+        parts = None if bias is None else replace(bias, tensor=added, relative=relative, slopes=slopes)
+        score_mod = options.score_mod
+        if score_mod is not None and learned is not None:
+            score_mod = score_mod.with_learned(learned)
+        changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
+        if packed is not None:
+            out, lse = reference_varlen.attention(q, k, v, changed, packed)
+            assert lse is not None
+            return out, lse
+        return reference.attention(q, k, v, **vars(changed))[:2]
+
+    function = Attention if ops.transforming() else DirectAttention
+    out, lse, *_ = function.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
+    return out, lse

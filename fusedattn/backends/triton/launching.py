@@ -1,0 +1,391 @@
+"""One call of the kernels, from its tensors to the launches; loaded only where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedattn.backends.triton import results
+from fusedattn.backends.triton.operands import NO_TENSORS, UNBOUNDED, Constants
+from fusedattn.functions import readers_of, registered, with_learned
+from fusedattn.kernels import (
+    attention_bwd,
+    attention_bwd_bias,
+    attention_bwd_learned,
+    attention_bwd_rows,
+    attention_fwd,
+    attention_fwd_specialized,
+    configs,
+    devices,
+    rope,
+)
+from fusedattn.kernels.call import Problem
+from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
+from fusedattn.kernels.epilogue import Results
+from fusedattn.kernels.launcher import SPECIALIZED, kind_of
+from fusedattn.kernels.mask_arguments import Band, MaskTensors, mask_arguments
+from fusedattn.kernels.primitives import INTERPRETED
+from fusedattn.kernels.replay import recorded
+from fusedattn.kernels.rope import Rotation
+from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
+from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
+from fusedattn.kernels.start import watched
+from fusedattn.kernels.weights import Call
+
+
+def _tileable(x: Tensor) -> Tensor:
+    """``x`` with a contiguous last dimension and rows near enough for int32 offsets inside a tile."""
+    if (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= results.MAX_ROW_STRIDE:
+        return x
+    return x.contiguous()
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of its arguments."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
+
+
+_HERE = nullcontext()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How float32 products are computed: as IEEE float32, unless the user has allowed TF32 to torch."""
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    try:
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set through torch's newer names, which this function refuses to translate
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
+    """Of the queries and of the keys."""
+    cos, sin = constants.tensors.cos, constants.tensors.sin
+    if cos is None or sin is None:
+        return None, None
+    cos, sin = (_contiguous(x, 3) for x in (cos, sin))
+    interleaved = bool(constants.sizes.interleaved)
+    of_queries, of_keys = (
+        Rotation(cos, sin, None if positions is None else _contiguous(positions, 2), interleaved)
+        for positions in (constants.tensors.positions_q, constants.tensors.positions_k)
+    )
+    return of_queries, of_keys
+
+
+def _contiguous(x: Tensor, dim: int) -> Tensor:
+    """``x``, contiguous, with that many dimensions or one less, for a batch of 1."""
+    return (x if x.dim() == dim else x[None]).contiguous()
+
+
+@lru_cache(maxsize=256)
+def _band(*bounds: int) -> Band:
+    return Band(*(None if abs(bound) == UNBOUNDED else bound for bound in bounds))
+
+
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    constants: Constants,
+    bias: Tensor | None = None,
+    relative: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    learned: Tensor | None = None,
+) -> Problem:
+    """The attention for the launchers, on the current device: a mask of padding takes a kernel of its own."""
+    tensors, sizes = constants.tensors, constants.sizes
+    cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    n_sequences, nheads_q, seqlen_q, _ = q.shape
+    _, nheads_kv, seqlen_k, _ = k.shape
+    if cu_seqlens_q is None:
+        shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
+    else:
+        n_sequences = cu_seqlens_q.shape[0] - 1
+        shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, sizes.max_seqlen_q, sizes.max_seqlen_k)
+    band = _band(*sizes[:4])
+    score = UNMODIFIED
+    if not (bias is None and relative is None and sinks is None and slopes is None) or constants.changes_scores:
+        score = _score(constants, bias, relative, sinks, slopes, learned)
+    if score is UNMODIFIED and not constants.hides_by_tensors and tensors.dropout_seed is None and cu_seqlens_q is None:
+        call, call_kind = _plain_call(band)
+    else:
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
+        dropout = dropout_arguments(tensors.dropout_seed, constants.dropout_p)
+        call = Call(mask_arguments(_mask(constants), band, sequences, shape), score, dropout, sequences)
+        call_kind = kind_of(call)
+    by_pair = tensors.allowed is not None or tensors.documents_q is not None or constants.functions.mask
+    scored = score is not UNMODIFIED or tensors.dropout_seed is not None
+    work: Any = ("combined" if by_pair else "scored") if scored else "dense" if by_pair else "streamed"
+    head_dim = max(q.shape[3], v.shape[3])
+    arch = devices.arch_of(q.device)
+    tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
+    few_queries = None
+    if tensors.layout is None:
+        few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work)
+    else:
+        tiles = tiles.within(sizes.block_q, sizes.block_k)
+        exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
+    rotation_q, rotation_k = _rotations(constants)
+    return Problem(
+        shape=shape,
+        call=call,
+        call_kind=call_kind,
+        band=band,
+        rotation_q=rotation_q,
+        rotation_k=rotation_k,
+        sinks=None if sinks is None else sinks.contiguous(),
+        scale=constants.scale,
+        precision=_precision(q.dtype),
+        configs=tiles,
+        exact_rows=exact_rows,
+        few_queries=few_queries,
+        rotates_in_place=rotation_k is not None
+        and shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv,
+        open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
+        l2_bytes=devices.L2_BYTES[arch],
+    )
+
+
+@lru_cache(maxsize=256)
+def _plain_call(band: Band) -> tuple[Call, Hashable]:
+    """The call that has nothing but bounds, and its kind."""
+    mask = mask_arguments(MaskTensors(), band, NOT_PACKED, Shape(0, 0, 0, 0, 0, 0, 0))
+    call = Call(mask, UNMODIFIED, NO_DROPOUT, NOT_PACKED)
+    return call, kind_of(call)
+
+
+def _mask(constants: Constants) -> MaskTensors:
+    tensors, sizes, key = constants.tensors, constants.sizes, constants.functions.mask
+    return MaskTensors(
+        valid=tensors.valid,
+        allowed=tensors.allowed,
+        prefix=tensors.prefix,
+        prefix_at_end=bool(sizes.prefix_at_end),
+        documents_q=tensors.documents_q,
+        documents_k=tensors.documents_k,
+        layout=tensors.layout,
+        block_q=sizes.block_q,
+        block_k=sizes.block_k,
+        function=registered(key) if key else None,
+        function_args=constants.mask_args,
+    )
+
+
+def _score(
+    constants: Constants,
+    bias: Tensor | None,
+    relative: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
+) -> ScoreArguments:
+    functions = constants.functions
+    return score_arguments(
+        softcap=constants.softcap or None,
+        function=registered(functions.score) if functions.score else None,
+        derivative=registered(functions.derivative) if functions.derivative else None,
+        function_args=with_learned(constants.score_args, learned),
+        bias=bias,
+        slopes=slopes,
+        relative=None if relative is None else _tileable(relative),
+        has_sinks=sinks is not None,
+    )
+
+
+def forward(
+    inputs: Sequence[Tensor | None], constants: Constants
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """``(out, lse, row_max, row_sum, rest)``; the arguments and results are those of the operator.
+
+    rest is None where nothing is kept of what rounding takes.
+    """
+    q, _, v, *_ = inputs
+    assert q is not None
+    assert v is not None
+    found = results.of_forward(q, v, constants)
+    if found[0].numel():
+        with _on_device_of(q):
+            _again(_forward, inputs, constants, found)
+    return found
+
+
+def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor | None]) -> None:
+    """Fill what is `found`."""
+    q, k, v, *others = inputs
+    q, k, v = _tileable(q), _tileable(k), _tileable(v)
+    problem = problem_of(q, k, v, constants, *others)
+    if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
+        k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
+    specialized = attention_fwd_specialized.takes(q, k, v, problem)
+    launch = attention_fwd_specialized.launch if specialized else attention_fwd.launch
+    out, lse, row_max, row_sum, rest = found
+    launch(q, k, v, Results(lse, row_max, row_sum, out, rest), problem)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: Sequence[Tensor | None],
+    kept: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    constants: Constants,
+) -> Sequence[Tensor | None]:
+    """Of q, k, v, bias, relative, sinks, slopes and learned, None where not `needed`; k and v come together.
+
+    `needed` has one element for both of these. `kept` are (out, row_max, row_sum, rest) of :func:`forward`.
+    """
+    q, k, v, *_ = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    dq, dk, dv = results.of_backward(q, k, v, needed, packed=constants.tensors.cu_seqlens_q is not None)
+    if dout.numel() == 0 or k.numel() == 0:
+        return _of_nothing(dlse, inputs, (dq, dk, dv), needed)
+    with _on_device_of(q):
+        if any(needed[2:]):
+            others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
+            return dq, dk, dv, *others
+        _again(_backward, (dout, dlse, *inputs, *kept), constants, (dq, dk, dv))
+    return dq, dk, dv, None, None, None, None, None
+
+
+def _backward(
+    tensors: Sequence[Any],
+    constants: Constants,
+    found: Sequence[Tensor | None],
+    needed: Sequence[bool] = (False,) * 7,
+) -> tuple[Tensor | None, ...]:
+    """Fill what is `found` of dq, dk and dv, and return what is `needed` of the others."""
+    dout, dlse, q, k, v, bias, relative, sinks, slopes, learned, out, row_max, row_sum, rest = tensors
+    dq, dk, dv = found
+    packed = constants.tensors.cu_seqlens_q
+    if packed is not None and dlse is not None and needed[4]:  # lse behind the last sequence comes from no sink
+        dlse = dlse.masked_fill(torch.arange(dlse.shape[2], device=q.device) >= packed[-1], 0.0)
+    # Hooks on saved tensors may have changed the layout of some of them.
+    q, k, v, dout, out = _tileable(q), _tileable(k), _tileable(v), _tileable(dout), _tileable(out)
+    dlse = None if dlse is None else dlse.contiguous()
+    statistics = attention_bwd_rows.Statistics(row_max.contiguous(), row_sum.contiguous(), dlse)
+    if rest is not None and rest.stride() != out.stride():
+        rest = torch.empty_like(out, dtype=torch.int8).copy_(rest)
+    problem = problem_of(q, k, v, constants, bias, relative, sinks, slopes, learned)
+    sequences, shape = problem.call.sequences, problem.shape
+    if problem.rotation_q is not None and problem.rotation_k is not None:
+        q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=True)
+        k = rope.rotated(k, problem.rotation_k, sequences, shape, of_queries=False)
+    rows = attention_bwd_rows.launch(q, k, v, out, rest, dout, statistics, problem)
+    attention_bwd.launch(q, k, v, dout, rows, dq, None if dk is None or dv is None else (dk, dv), problem)
+    dbias = drelative = dsinks = dslopes = dlearned = None
+    if needed[2]:
+        dbias = attention_bwd_bias.launch_dbias(q, k, v, dout, rows, bias, problem)
+    if needed[3]:
+        drelative = attention_bwd_bias.launch_drelative(q, k, v, dout, rows, relative, problem)
+    if needed[4]:
+        dsinks = _sinks_gradient(sinks, rows.delta, statistics)
+    if needed[5]:
+        whole = [(0, slopes.numel(), None, None)]
+        dslopes = attention_bwd_learned.launch(q, k, v, dout, rows, slopes, whole, problem)
+    if needed[6]:
+        readers = readers_of(constants.functions.readers, constants.score_args)
+        dlearned = attention_bwd_learned.launch(q, k, v, dout, rows, learned, readers, problem)
+    return dbias, drelative, dsinks, dslopes, dlearned
+
+
+MOST_REPLAYS = 256  # of calls that differ in anything, be it a length; 0 for none
+_ONCE = object()  # a call that came once
+_replays: dict[Hashable, Any] = {}  # of each kind: _ONCE, its replay, or None where it has none
+
+
+def _again(
+    call: Callable[[Sequence[Any], Constants, Sequence[Any]], object],
+    inputs: Sequence[Tensor | None],
+    constants: Constants,
+    found: Sequence[Tensor | None],
+) -> None:
+    """Run `call`, or, where one of its kind has been recorded, the launches of that. The second of a kind is recorded.
+
+    What decides about launches is in the key: everything but the contents of tensors.
+    """
+    if INTERPRETED.value or not MOST_REPLAYS or constants.mask_args or constants.score_args or watched():
+        call(inputs, constants, found)
+        return
+    given = inputs if constants.tensors is NO_TENSORS else (*inputs, *constants.tensors)
+    present: list[Tensor] = []
+    kinds: list[Hashable] = []
+    for x in found:  # whose shapes follow from those of the inputs
+        kinds.append(x is None)
+        if x is not None:
+            present.append(x)
+    for x in given:
+        if x is None:
+            kinds.append(None)
+        else:
+            present.append(x)
+            kinds.append((x.dtype, x.shape, x.stride()))
+    addresses = [x.data_ptr() for x in present]
+    key = (
+        call,
+        present[0].device,
+        constants.numbers,
+        _precision(present[0].dtype),
+        torch.are_deterministic_algorithms_enabled(),
+        configs.lookup,  # which a trial of other configs replaces
+        configs.lookup_few_queries,
+        *kinds,
+        _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),
+        None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),
+    )
+    known = _replays.get(key)
+    if known is None and key not in _replays:
+        if len(_replays) >= MOST_REPLAYS:
+            _replays.clear()
+        _replays[key] = _ONCE
+    elif known is _ONCE:
+        _replays[key] = recorded(partial(call, inputs, constants, found), present)
+        return
+    elif known is not None:
+        known.run(present, addresses)
+        return
+    call(inputs, constants, found)
+
+
+def _all_aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are multiples of what Triton compiles another kernel for, as nearly always."""
+    bits = 0
+    for x in addresses:
+        bits |= x
+    return bits % SPECIALIZED == 0
+
+
+def _of_nothing(
+    dlse: Tensor | None, inputs: Sequence[Tensor | None], of_qkv: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients where no query sees a key, those of q, k and v in the tensors for them: lse is the sink then."""
+    found = [None if x is None else x.zero_() for x in of_qkv]
+    found += [
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needs else None
+        for x, needs in zip(inputs[3:], needed[2:], strict=True)
+    ]
+    if dlse is not None and found[5] is not None:
+        found[5].copy_(dlse.sum((0, 2)))
+    return found
+
+
+def _sinks_gradient(sinks: Tensor, delta: Tensor, statistics: Any) -> Tensor:
+    """The weight of a sink has no value: its score gets ``-weight * delta``, summed over queries."""
+    unseen = statistics.row_max == torch.inf
+    # With sinks the scores are in natural units. A large maximum would leave lse no digits for the sum.
+    weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum)
+    if statistics.dlse is None:
+        delta = torch.where(unseen, 0.0, delta)
+    else:
+        delta = torch.where(unseen, -statistics.dlse, delta)
+    return -(weight * delta).sum((0, 2))

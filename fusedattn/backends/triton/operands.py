@@ -1,0 +1,242 @@
+"""Everything of a call that gets no gradient, as a torch operator can carry it: tensors, numbers and a string."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedattn.functions import read, without_learned
+from fusedattn.indices import four_dimensional
+from fusedattn.masks import Band
+from fusedattn.options import Options, Packed
+
+UNBOUNDED = 2**62
+
+# Everything of a call that gets no gradient, as arguments of the operators.
+Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
+
+
+class ConstantTensors(NamedTuple):
+    """Tensors without a gradient, None where a call has none; :class:`fusedattn.kernels.mask_arguments.MaskTensors`,
+    :class:`fusedattn.kernels.scores.ScoreArguments` and :class:`fusedattn.Rope` have their shapes.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1.
+    """
+
+    valid: Tensor | None = None
+    allowed: Tensor | None = None
+    prefix: Tensor | None = None
+    documents_q: Tensor | None = None
+    documents_k: Tensor | None = None
+    layout: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+NO_TENSORS = ConstantTensors()
+
+
+class ConstantSizes(NamedTuple):
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none.
+
+    `deterministic` is 0 where gradients may be summed in any order.
+    """
+
+    lower_start: int = -UNBOUNDED
+    upper_start: int = UNBOUNDED
+    lower_end: int = -UNBOUNDED
+    upper_end: int = UNBOUNDED
+    prefix_at_end: int = 0
+    block_q: int = 16
+    block_k: int = 16
+    interleaved: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    deterministic: int = 1
+
+
+class Functions(NamedTuple):
+    """Users' functions by their keys in :mod:`fusedattn.functions`, and the numbers of their args; empty for none.
+
+    `readers` gives what is learned a gradient.
+    """
+
+    mask: str = ""
+    mask_numbers: str = ""
+    score: str = ""
+    derivative: str = ""
+    score_numbers: str = ""
+    readers: str = ""
+
+
+NO_FUNCTIONS = Functions()
+
+
+@dataclass(eq=False)  # and not frozen: of a short call, making this would be a fiftieth
+class Constants:
+    """Everything of a call that gets no gradient; no tuple, because transforms of ``torch.func`` would look into it.
+
+    Attributes:
+        mask_args, score_args: of the user's functions, tensors and numbers.
+        scale: positive.
+        softcap, dropout_p: 0 for none.
+        keep_rest: keep what rounding takes from 16-bit outputs; gradients are less precise without.
+    """
+
+    tensors: ConstantTensors
+    sizes: ConstantSizes
+    mask_args: tuple[Any, ...]
+    score_args: tuple[Any, ...]
+    functions: Functions
+    scale: float
+    softcap: float
+    dropout_p: float
+    keep_rest: bool
+
+    @property
+    def hides_by_tensors(self) -> bool:
+        """Whether the mask is more than bounds."""
+        valid, allowed, prefix, documents_q, _, layout, *_ = self.tensors
+        in_tensors = not (valid is None and allowed is None and prefix is None and documents_q is None)
+        return in_tensors or layout is not None or bool(self.functions.mask)
+
+    @property
+    def numbers(self) -> Hashable:
+        """Of those without arguments of functions: what besides the tensors decides about launches."""
+        if self.tensors is NO_TENSORS:  # as `_of_numbers` makes them
+            return self
+        return self.sizes, self.functions, self.scale, self.softcap, self.dropout_p
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are capped, or a function of the user's changes them."""
+        return bool(self.softcap or self.functions.score)
+
+    def flat(self) -> Flat:
+        """As arguments of the operators."""
+        args = (*self.mask_args, *self.score_args)
+        return (
+            [*self.tensors, *(x for x in args if isinstance(x, Tensor))],
+            list(self.sizes),
+            "\n".join(self.functions),
+            self.scale,
+            self.softcap,
+            self.dropout_p,
+            self.keep_rest,
+        )
+
+    def split(self) -> tuple[Sequence[Tensor | None], Any]:
+        """(tensors, the rest), for :meth:`joined`: tensors are to be kept elsewhere."""
+        if self.tensors is NO_TENSORS and not self.mask_args and not self.score_args:
+            return (), self
+        tensors, *numbers = self.flat()
+        return tensors, numbers
+
+    @staticmethod
+    def joined(tensors: Sequence[Tensor | None], rest: Any) -> Constants:
+        """What :meth:`split` made these of."""
+        return rest if isinstance(rest, Constants) else Constants.of(list(tensors), *rest)
+
+    @staticmethod
+    def of(tensors: list[Tensor | None], sizes: list[int], functions: str, *others: Any) -> Constants:
+        """What :meth:`flat` made these of."""
+        n = len(ConstantTensors._fields)
+        rest: Any = iter(tensors[n:])
+        keys = Functions(*functions.split("\n"))
+        return Constants(
+            ConstantTensors(*tensors[:n]),
+            ConstantSizes(*sizes),
+            read(keys.mask_numbers, rest) if keys.mask else (),
+            read(keys.score_numbers, rest) if keys.score else (),
+            keys,
+            *others,
+        )
+
+
+def constants_of(
+    options: Options, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None
+) -> Constants:
+    """What of the options gets no gradient, and what else the operators take."""
+    mask, rope, score_mod = options.mask, options.rope, options.score_mod
+    # A compiler would trace what is behind the cache, and take all that is looked at for an input.
+    has_tensors = not mask.only_bands or score_mod is not None or packed is not None
+    if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
+        interleaved = rope is not None and bool(rope.interleaved)
+        found = _of_numbers(mask.bands, interleaved, deterministic, options.scale, options.softcap or 0.0, keep_rest)
+        if rope is None:
+            return found
+        tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
+        return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_rest)
+    tensors = ConstantTensors(
+        valid=mask.valid,
+        allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
+        prefix=None if mask.prefix is None else mask.prefix.lengths,
+        documents_q=None if mask.documents is None else mask.documents.q,
+        documents_k=None if mask.documents is None else mask.documents.k,
+        layout=None if mask.layout is None else four_dimensional(mask.layout.blocks),
+        dropout_seed=options.dropout_seed if options.dropout_p else None,
+        cos=None if rope is None else rope.cos,
+        sin=None if rope is None else rope.sin,
+        positions_q=None if rope is None else rope.positions_q,
+        positions_k=None if rope is None else rope.positions_k,
+        cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
+        cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
+    )
+    sizes = _sizes_of(mask.bands, deterministic)._replace(
+        prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
+        block_q=16 if mask.layout is None else mask.layout.block_q,
+        block_k=16 if mask.layout is None else mask.layout.block_k,
+        interleaved=int(rope is not None and rope.interleaved),
+        max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
+        max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
+    )
+    return Constants(
+        tensors=tensors,
+        sizes=sizes,
+        mask_args=() if mask.function is None else mask.function.args,
+        score_args=() if score_mod is None else without_learned(score_mod.args, score_mod.learned_args),
+        functions=Functions(
+            "" if mask.function is None else mask.function.key,
+            "" if mask.function is None else mask.function.numbers,
+            "" if score_mod is None else score_mod.function_key,
+            "" if score_mod is None else score_mod.derivative_key,
+            "" if score_mod is None else score_mod.numbers,
+            "" if score_mod is None else score_mod.readers,
+        ),
+        scale=options.scale,
+        softcap=options.softcap or 0.0,
+        dropout_p=options.dropout_p,
+        keep_rest=keep_rest,
+    )
+
+
+@lru_cache(maxsize=256)
+def _of_numbers(
+    bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_rest: bool
+) -> Constants:
+    """Of a call that has no tensor besides what gets gradients: the same object for the same numbers."""
+    sizes = _sizes_of(bands, deterministic)._replace(interleaved=int(interleaved))
+    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_rest)
+
+
+def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
+    """With (lower, upper) of the bands that are counted from the first key, and of those from the last."""
+    lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
+    upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
+    for band in bands:
+        if band.left is not None:
+            lower[band.align] = max(lower[band.align], -band.left)
+        if band.right is not None:
+            upper[band.align] = min(upper[band.align], band.right)
+    bounds = lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
+    return ConstantSizes(*bounds, deterministic=int(deterministic))

@@ -1,0 +1,210 @@
+"""The kernels as PyTorch operators: what they take and return, their fakes, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from fusedattn.backends.triton import results
+from fusedattn.backends.triton.operands import Constants
+
+N_DIFFERENTIABLE = 8  # q, k, v, bias, relative, sinks, slopes, learned
+N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rest
+
+
+@torch.library.custom_op("fusedattn::attention_fwd", mutates_args=())
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    relative: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
+    tensors: list[Tensor | None],
+    sizes: list[int],
+    functions: str,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    keep_rest: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(out, lse, row_max, row_sum, rest)`` by the Triton kernels; the last three are for the backward.
+
+    rest is empty unless `keep_rest` asks for it and the inputs have 16 bits. `bias` and `relative` are
+    four-dimensional, `slopes` has two dimensions, `learned`, what the score function's args with a gradient are, one;
+    `sinks` are float32 or float64; the rest is what :meth:`Constants.flat` makes.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale: got {scale}, allowed are positive numbers")
+    from fusedattn.backends.triton import launching
+
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_rest)
+    *found, rest = launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants)
+    return (*found, q.new_empty(0, dtype=torch.int8) if rest is None else rest)  # type: ignore[return-value]
+
+
+@attention_fwd.register_fake
+def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *found, rest = results.of_forward(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :]))
+    return (*found, q.new_empty(0, dtype=torch.int8) if rest is None else rest)
+
+
+@torch.library.custom_op("fusedattn::attention_bwd", mutates_args=())
+def attention_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    relative: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    learned: Tensor | None,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    rest: Tensor,
+    needed: list[bool],
+    tensors: list[Tensor | None],
+    sizes: list[int],
+    functions: str,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    keep_rest: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned)`` by the Triton kernels.
+
+    Of dq, dk and dv, and each of the others, those that are not `needed` come back empty.
+    """
+    from fusedattn.backends.triton import launching
+
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_rest)
+    inputs = (q, k, v, bias, relative, sinks, slopes, learned)
+    kept = (out, row_max, row_sum, rest if rest.numel() else None)
+    found = launching.backward(dout, dlse, inputs, kept, needed, constants)
+    return tuple(q.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+
+
+@attention_bwd.register_fake
+def _attention_bwd_fake(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    (q, k, v, *rest_of_inputs), needed = others[:N_DIFFERENTIABLE], others[N_DIFFERENTIABLE + N_KEPT]
+    found = list(results.of_backward(q, k, v, needed, packed=False))
+    for x, needs in zip(rest_of_inputs, needed[2:], strict=True):
+        found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needs else None)
+    return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Saved tensors: what is differentiable, (out, row_max, row_sum, rest), and the constants'."""
+    n = N_DIFFERENTIABLE
+    return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]
+
+
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+_PLAIN_KEYS: dict[torch.device, frozenset[int]] = {}
+
+
+def _plain_keys(device: torch.device) -> frozenset[int]:
+    """The dispatch keys of tensors that are nothing but memory on a device, made for inference or not."""
+    known = _PLAIN_KEYS.get(device)
+    if known is None:
+        found = []
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                found.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+        known = _PLAIN_KEYS[device] = frozenset(found)
+    return known
+
+
+def _is_seen(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether somebody watches for operators, or has a say in them: a mode, a profiler, a kind of tensor."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
+        return True
+    if transforming() or torch._C._autograd._profiler_enabled():
+        return True
+    plain = None
+    for x in tensors:
+        if x is not None:
+            if type(x) is not Tensor and type(x) is not Parameter:
+                return True
+            plain = plain or _plain_keys(x.device)
+            if torch._C._dispatch_keys(x).raw_repr() not in plain:
+                return True
+    return False
+
+
+def forward(
+    inputs: Sequence[Tensor | None], constants: Constants
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The results of `attention_fwd`; without a call of the operator where nobody would notice it."""
+    if _is_seen(inputs):
+        return attention_fwd(*inputs, *constants.flat())
+    from fusedattn.backends.triton import launching
+
+    return launching.forward(inputs, constants)
+
+
+def gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: Sequence[Tensor | None],
+    kept: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    constants: Constants,
+) -> Sequence[Tensor | None]:
+    """Of q, k, v, bias, relative, sinks, slopes and learned, None where not needed.
+
+    By `attention_bwd` as :func:`forward` by `attention_fwd`; `kept` are (out, row_max, row_sum, rest).
+    """
+    needs_dq, needs_dk, needs_dv, *others = needed
+    ask = [needs_dq, needs_dk or needs_dv, *others]
+    *of_rows, rest = kept
+    if not _is_seen((dout, dlse, *inputs)):
+        from fusedattn.backends.triton import launching
+
+        rest = None if rest is None or rest.numel() == 0 else rest
+        found = launching.backward(dout, dlse, inputs, (*of_rows, rest), ask, constants)
+        if needs_dk == needs_dv:
+            return found
+    else:
+        rest = dout.new_empty(0, dtype=torch.int8) if rest is None else rest
+        found = attention_bwd(dout, dlse, *inputs, *of_rows, rest, ask, *constants.flat())
+    return where_needed(found, needed)
+
+
+def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients; None for those that are not needed, but were computed with others, or stand there empty."""
+    return [x if needs else None for x, needs in zip(found, needed, strict=True)]
+
+
+# The op by itself is differentiable too: a compiler takes it as it is.
+def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, _, row_max, row_sum, rest = output
+    tensors, *ctx.numbers = inputs[N_DIFFERENTIABLE:]
+    ctx.save_for_backward(*inputs[:N_DIFFERENTIABLE], out, row_max, row_sum, rest, *tensors)
+    ctx.mark_non_differentiable(row_max, row_sum, rest)
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    inputs, kept, tensors = parts_of(ctx.saved_tensors)
+    needed = ctx.needs_input_grad[:N_DIFFERENTIABLE]
+    dout = torch.zeros_like(kept[0]) if dout is None else dout
+    found = gradients(dout, dlse, inputs, kept, needed, Constants.of(list(tensors), *ctx.numbers))
+    return (*found, *(None,) * (1 + len(ctx.numbers)))
+
+
+attention_fwd.register_autograd(_op_backward, setup_context=_op_setup_context)

@@ -1,0 +1,58 @@
+"""Uninitialised tensors for what the kernels compute: shapes, dtypes and layouts, which fakes need too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedattn.backends.triton.operands import Constants
+from fusedattn.strides import rows_overlap
+
+# A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
+MAX_ROW_STRIDE = 2**31 // 512
+
+
+def new_like(x: Tensor, n: int | None = None) -> Tensor:
+    """An uninitialised tensor of the shape, dtype and layout of ``x``, contiguous where that fits no tile.
+
+    With `n` features, where ``x`` has another number, the dimensions follow each other in memory as those of ``x`` do.
+    """
+    if x.is_contiguous() and x.stride(2) <= MAX_ROW_STRIDE and (n is None or n == x.shape[3]):
+        return torch.empty_like(x)
+    unfit = x.stride(2) > MAX_ROW_STRIDE or rows_overlap(x)
+    if n is not None and n != x.shape[3]:
+        shape = (*x.shape[:3], n)
+        order = [0, 1, 2] if unfit else sorted(range(3), key=lambda d: -x.stride()[d])
+        empty = torch.empty([shape[d] for d in order] + [n], dtype=x.dtype, device=x.device)
+        return empty.permute(*(order.index(d) for d in range(3)), 3)
+    layout = torch.contiguous_format if unfit else torch.preserve_format
+    return torch.empty_like(x, memory_format=layout)
+
+
+def of_forward(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """(out, lse, row_max, row_sum, rest); rest is None where nothing is kept of what rounding takes."""
+    batch, nheads, seqlen, _ = q.shape
+    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, v.shape[3])
+    rest = torch.empty_like(out, dtype=torch.int8) if constants.keep_rest and q.dtype.itemsize == 2 else None
+    if constants.tensors.cu_seqlens_q is not None:  # rows behind the last sequence see nothing
+        out.zero_()
+        lse.fill_(-torch.inf)
+        row_max.fill_(torch.inf)
+        row_sum.fill_(1.0)
+    return out, lse, row_max, row_sum, rest
+
+
+def of_backward(
+    q: Tensor, k: Tensor, v: Tensor, needed: Sequence[bool], *, packed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv), None where not needed; dk and dv come together."""
+    dq = new_like(q) if needed[0] else None
+    found = (dq, new_like(k), new_like(v)) if needed[1] else (dq, None, None)
+    if packed:  # what lies behind the last sequence gets no gradient
+        for x in found:
+            if x is not None:
+                x.zero_()
+    return found

@@ -1,0 +1,1 @@
+"""`fusedattn demo`: train the reference GPT, fused and eager, and show the difference."""

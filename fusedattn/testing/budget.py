@@ -1,0 +1,407 @@
+"""The error budget: run, compare and judge an attention function. :mod:`fusedattn.testing` has the rule."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fusedattn import dropout, reference
+from fusedattn.testing.cases import OF_BIAS, Inputs, results_of
+
+MAX_FACTOR = 1.5
+MEAN_FACTOR = 1.1
+GRADIENTS = ("dq", "dk", "dv")
+TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
+ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned")  # of a problem that has everything
+
+FEW = 64  # a result of fewer numbers is judged by the size of its terms too
+
+Results = dict[str, Tensor]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor]]
+
+
+def run(function: AttentionFunction, inputs: Inputs) -> Results:
+    """Forward and backward of ``function(q, k, v, **inputs.options, return_lse=True) -> (out, lse)``.
+
+    Returns:
+        out, lse and the gradients that :func:`results_of` names, detached. Rows whose lse is ``-inf`` get no gradient
+        through lse.
+
+    Raises:
+        TypeError, ValueError: the function returned something else than ``(out, lse)`` in their shapes.
+        NotImplementedError: its out has no gradient.
+    """
+    leaves, returned = _forward(function, inputs, inputs.leaves)
+    return _with_gradients(leaves, returned, inputs, through=("out", "lse"))
+
+
+def _forward(
+    function: AttentionFunction, inputs: Inputs, needed: Collection[str], *, lse: bool = True
+) -> tuple[dict[str, Tensor], Results]:
+    """The leaves of a new graph that are `needed`, and what the function returned: out and, if asked for, lse."""
+    leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    got: Any = function(x.q, x.k, x.v, **x.options, return_lse=lse)
+    names = ("out", "lse") if lse else ("out",)
+    tensors: tuple[Any, ...] = tuple(got) if lse and isinstance(got, tuple | list) else (got,)
+    if len(tensors) != len(names) or not all(isinstance(x, Tensor) for x in tensors):
+        kinds = ", ".join(type(x).__name__ for x in tensors)
+        raise TypeError(f"function: returned ({kinds}) with return_lse={lse}, allowed is ({', '.join(names)})")
+    returned = dict(zip(names, tensors, strict=True))
+    rows = inputs.q.shape[:-1]
+    for name, shape in (("out", (*rows, inputs.v.shape[-1])), ("lse", rows)):
+        if name in returned and returned[name].shape != shape:
+            raise ValueError(
+                f"function: returned {name} of shape {tuple(returned[name].shape)}, allowed is {tuple(shape)}"
+            )
+    if needed and not returned["out"].requires_grad:
+        raise NotImplementedError("function: its out does not require grad, so that it has no backward")
+    return {name: leaves[name] for name in needed}, returned
+
+
+def _with_gradients(leaves: dict[str, Tensor], returned: Results, inputs: Inputs, through: Sequence[str]) -> Results:
+    """What was returned, detached, with the gradients of the leaves through some of it."""
+    back = {"out": inputs.dout}
+    if "lse" in returned:
+        lse = returned["lse"].detach()
+        back["lse"] = inputs.dlse.to(lse.dtype).masked_fill(lse == -math.inf, 0.0)
+    found = torch.autograd.grad(
+        [returned[name] for name in through], list(leaves.values()), [back[name] for name in through]
+    )
+    gradients = {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in returned.items()} | gradients
+
+
+def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
+    """What becomes of a gradient of the scores, ``(batch, nheads_q, seqlen_q, seqlen_k)``, in each part of a bias."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items() if name in OF_BIAS}
+    bias = inputs.with_leaves(leaves).bias
+    if not leaves or bias is None:
+        return {}
+    dense = bias.dense(*dscores.shape[2:]).expand(dscores.shape)
+    found = torch.autograd.grad(dense, list(leaves.values()), dscores.to(dense.dtype))
+    return {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+
+
+def terms_of_added(inputs: Inputs, dscores: Tensor, products: Tensor) -> Results:
+    """Sums of absolute terms in what becomes of a positive gradient of the scores: of a bias, and of learned args.
+
+    `products` are the scaled products of q and k, of that shape.
+    """
+    found = {name: x.abs() for name, x in through_bias(inputs, dscores).items()}
+    learned = inputs.leaves.get("learned")
+    if learned is None or inputs.score_mod is None:
+        return found
+    learned = learned.detach().requires_grad_()
+    score_mod = inputs.score_mod.with_learned(learned)
+    changed = reference.modified(
+        products, *products.shape[2:], softcap=inputs.softcap, score_mod=score_mod, bias=None
+    )  # fmt: skip
+    # The derivative of each score by the numbers that it is computed from: that of the backward by what comes back.
+    back = torch.zeros_like(changed, requires_grad=True)
+    (gradient,) = torch.autograd.grad(changed, learned, back, create_graph=True)
+    (derivative,) = torch.autograd.grad(gradient.sum(), back, retain_graph=True)
+    (terms,) = torch.autograd.grad(changed, learned, dscores * derivative.sign())
+    return found | {"dlearned": terms}
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **kwargs: object) -> tuple[Tensor, Tensor]:
+    out, lse, _ = reference.attention(q, k, v, **kwargs)  # type: ignore[arg-type]
+    return out, lse
+
+
+def golden(inputs: Inputs) -> Results:
+    """The truth: the reference in float64."""
+    return run(_reference, inputs.to(torch.float64))
+
+
+def baseline(inputs: Inputs) -> Results:
+    """Eager PyTorch in the dtype of the inputs."""
+    return run(_reference, inputs)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Errors of one tensor over those of the baseline, and the share of the budget that they use (1 = all)."""
+
+    max: float
+    mean: float
+    row: float
+    used: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the budget is kept."""
+        return self.used <= 1.0
+
+
+def compare(
+    actual: Tensor,
+    golden: Tensor,
+    baseline: Tensor,
+    terms: Tensor | None = None,
+    unit: torch.dtype | None = None,
+) -> Ratios:
+    """Measure ``actual`` against the budget.
+
+    Args:
+        actual: what a function computed, of any shape ``(..., n)`` whose last dimension holds the rows that are
+            judged one by one: head_dim for out, dq, dk, dv ``(batch, nheads, seqlen, head_dim)``, the sequence for
+            lse ``(batch, nheads_q, seqlen_q)``.
+        golden: the truth, float64, of the same shape. Where it is not finite, actual must be the same NaN or infinity.
+        baseline: what eager PyTorch computed, of the same shape, in the dtype that actual must have.
+        terms: for sums of terms that may cancel, the sums of their absolute values, of the same shape; the unit in the
+            last place that is granted below is then theirs. For results of a few numbers: whether two of them are
+            nearer to the truth than two others is chance.
+        unit: the dtype whose unit in the last place is granted, if that is larger than the one of actual.
+
+    Returns:
+        The ratios of the errors, and the largest share of its allowance that any of these uses, with ``ulp`` the
+        distance from 1 to the next number of the dtype and ``size`` of a row its root mean square::
+
+            max    max |error|             max(1.5 * that of the baseline, ulp * max |golden|)
+            mean   mean |error|            max(1.1 * that of the baseline, ulp * mean |golden|)
+            row    max |error| of a row    max(1.5 * size * worst of the baseline, ulp * max |golden|)
+
+        where the worst of the baseline is the largest of its errors in a row over the size of that row. Rows as good
+        as zero, no larger than the one ulp that every row is granted, are judged among themselves: their errors by
+        the largest of the baseline's.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: golden is not float64, or actual not in the dtype of baseline.
+    """
+    for name, x in (("actual", actual), ("baseline", baseline)):
+        if x.shape != golden.shape:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is that of golden, {tuple(golden.shape)}")
+    if golden.dtype != torch.float64:
+        raise TypeError(f"golden: got dtype {golden.dtype}, allowed is torch.float64")
+    if actual.dtype != baseline.dtype:
+        raise TypeError(f"actual: got dtype {actual.dtype}, allowed is that of baseline, {baseline.dtype}")
+    if golden.numel() == 0:
+        return Ratios(0.0, 0.0, 0.0, 0.0)
+    ulp = max(torch.finfo(dtype).eps for dtype in (actual.dtype, unit or actual.dtype))
+    finite = golden.isfinite()
+    if not _same_kind(actual, golden).all():
+        return Ratios(math.inf, math.inf, math.inf, math.inf)
+    truth = torch.where(finite, golden, 0.0)
+    error = torch.where(finite, actual.double() - truth, 0.0).abs()
+    eager = torch.where(finite & baseline.isfinite(), baseline.double() - truth, 0.0).abs()
+
+    magnitude = truth.abs() if terms is None else torch.maximum(terms, truth.abs())
+    largest, average = magnitude.max(), magnitude.mean()
+    max_used = error.max() / torch.maximum(MAX_FACTOR * eager.max(), ulp * largest)
+    mean_used = error.mean() / torch.maximum(MEAN_FACTOR * eager.mean(), ulp * average)
+
+    # Rows of a causal result differ in size by orders of magnitude: each is judged relative to itself.
+    floor = ulp * largest
+    size = truth.pow(2).mean(dim=-1).sqrt()
+    row_error, row_eager = error.amax(dim=-1), eager.amax(dim=-1)
+    # But a row that ought to be zero is infinitely wrong, relative to itself, and would allow the others anything.
+    is_zero = size <= floor
+    worst = torch.where(is_zero, 0.0, _ratio(row_eager, size)).max()
+    worst_of_zeros = torch.where(is_zero, row_eager, 0.0).max()
+    expected = torch.where(is_zero, worst_of_zeros, worst * size)
+    row_used = _ratio(row_error, torch.maximum(MAX_FACTOR * expected, floor)).max()
+    return Ratios(
+        max=_ratio(error.max(), eager.max()).item(),
+        mean=_ratio(error.mean(), eager.mean()).item(),
+        row=_ratio(row_error, expected).max().item(),
+        used=torch.stack((max_used, mean_used, row_used)).nan_to_num(0.0, posinf=math.inf).max().item(),
+    )
+
+
+def _same_kind(actual: Tensor, golden: Tensor) -> Tensor:
+    """Bool: where both are finite, or both the same NaN or infinity."""
+    same = (actual == golden) | (actual.isnan() & golden.isnan())
+    return torch.where(golden.isfinite(), actual.isfinite(), same)
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """``a / b`` with 0 / 0 = 0."""
+    return torch.where(a == 0, 0.0, a / b)
+
+
+def assert_within_budget(actual: Tensor, golden: Tensor, baseline: Tensor, name: str = "tensor") -> None:
+    """Raise AssertionError, with the measured ratios, where ``actual`` exceeds the budget.
+
+    Args:
+        actual, golden, baseline: one shape ``(..., n)``; golden float64, the others one dtype; see :func:`compare`,
+            which also has the formulas and what is raised for tensors that cannot be compared.
+        name: of the tensor, for the message.
+    """
+    ratios = compare(actual, golden, baseline)
+    if ratios.ok:
+        return
+    if note := _note(actual, golden):
+        raise AssertionError(f"{name}: {note}")
+    raise AssertionError(
+        f"{name}: error {ratios.max:.2f}x of eager's at most (allowed {MAX_FACTOR}), {ratios.mean:.2f}x on average "
+        f"(allowed {MEAN_FACTOR}), {ratios.row:.2f}x in the worst row (allowed {MAX_FACTOR}); "
+        f"{ratios.used:.2f} of the budget used"
+    )
+
+
+def _note(actual: Tensor, golden: Tensor, blind: Tensor | None = None) -> str | None:
+    """A sentence if elements are NaN or infinite and should not be, or the other way round.
+
+    `blind`: bool, broadcastable to the tensors, where the rows see nothing.
+    """
+    wrong = ~_same_kind(actual, golden)
+    if not wrong.any():
+        return None
+    note = f"{int(wrong.sum())} of {wrong.numel()} elements are NaN or infinite where the truth is not, or conversely"
+    if blind is not None and (wrong & blind).any():
+        note += f"; {int((wrong & blind).sum())} of them in rows that see nothing"
+    return note
+
+
+def compare_results(
+    actual: Results, golden: Results, baseline: Results, dtype: torch.dtype, terms: Results | None = None
+) -> dict[str, Ratios]:
+    """:func:`compare` of each result by its rows, for inputs of `dtype`.
+
+    What is added to scores may be of another dtype, but its gradient is made of products in that of the inputs.
+
+    A row of dbias is that of its last dimension of more than one element: keys, else queries. dsinks is one row. The
+    `terms` count for results of fewer than :data:`FEW` numbers, and for those that are 0 but for rounding, as the
+    gradient of a bias per query is without one of lse.
+    """
+    found = {}
+    for name, x in actual.items():
+        rows, truth, eager = (_rows(name, y) for y in (x, golden[name], baseline[name]))
+        if name in TENSORS:
+            found[name] = compare(rows, truth, eager)
+            continue
+        sums = None if terms is None else _rows(name, terms[name])
+        if sums is not None and x.numel() >= FEW and (truth.abs() > torch.finfo(dtype).eps * sums).any():
+            sums = None
+        found[name] = compare(rows, truth, eager, sums, unit=dtype)
+    return found
+
+
+def _rows(name: str, x: Tensor) -> Tensor:
+    if name in TENSORS:
+        return x
+    while x.dim() > 1 and x.shape[-1] == 1:
+        x = x[..., 0]
+    return x.reshape(1) if x.dim() == 0 else x
+
+
+def bias_terms(inputs: Inputs) -> Results:
+    """For the gradients of what is added to scores, the sums of the absolute terms that each is the sum of; float64.
+
+    The gradient of a score is ``p (dp - delta + dlse)``, that of a sink ``p_sink (dlse - delta)``.
+    """
+    if len(inputs.leaves) == len(GRADIENTS):
+        return {}
+    x = inputs.to(torch.float64)
+    _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
+    dp = (x.dout @ x.v.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1).mT).abs() * keep_factor(x)
+    others = (weights * dp).sum(-1, keepdim=True) + x.dlse.abs()[..., None]
+    q, k = (x.q, x.k) if x.rope is None else x.rope.rotate(x.q, x.k)
+    scale = x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
+    products = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
+    found = terms_of_added(x, weights * (dp + others), products)
+    if x.sinks is not None:
+        found["dsinks"] = ((x.sinks[:, None] - lse).exp() * others[..., 0]).nan_to_num(0.0).sum((0, 2))
+    return found
+
+
+def keep_factor(inputs: Inputs) -> Tensor:
+    """What dropout multiplies the weights by: 0 or ``1 / (1 - dropout_p)``; 1 where there is none."""
+    if inputs.dropout_seed is None:
+        return torch.ones((), dtype=inputs.q.dtype, device=inputs.q.device)
+    shape = (*inputs.q.shape[:3], inputs.k.shape[2])
+    return dropout.keep_mask(inputs.dropout_seed, inputs.dropout_p, *shape).to(inputs.q.dtype) / (1 - inputs.dropout_p)
+
+
+def check(function: Callable[..., object], inputs: Inputs) -> dict[str, Ratios]:
+    """Measure every tensor of ``function``, which has the signature of :func:`fusedattn.attention`."""
+    actual = run(cast(AttentionFunction, function), inputs)
+    return compare_results(actual, golden(inputs), baseline(inputs), inputs.q.dtype, bias_terms(inputs))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What :func:`measure` found.
+
+    Attributes:
+        inputs: the problem that was solved: with `dlse` 0 where the function gives no gradient through lse.
+        ratios: of each tensor that the function gives.
+        missing: for each tensor that it does not give, its reason.
+        notes: for each tensor with NaN or infinities that should not be there, how many and where.
+    """
+
+    inputs: Inputs
+    ratios: dict[str, Ratios]
+    missing: dict[str, str]
+    notes: dict[str, str]
+
+
+def measure(function: Callable[..., object], inputs: Inputs) -> Measurement:
+    """Like :func:`check`, for a function that need not give every tensor.
+
+    It says so by raising NotImplementedError with a reason: it is then asked without lse (``return_lse=False``, so that
+    the gradients are those of out alone), without the gradients of what is added to the scores, without gradients
+    (inputs that require none), and without lse either. An output that does not require grad says that there are no
+    gradients, such an lse that there are none through it. Where the problem has an option that is none of its
+    arguments, it is not called.
+    """
+    if unknown := _unknown(function, inputs.options):
+        return Measurement(inputs, {}, dict.fromkeys(results_of(inputs), unknown), {})
+    refused: dict[tuple[bool, tuple[str, ...]], str] = {}
+    leaves = tuple(inputs.leaves)
+    choices = tuple(dict.fromkeys((leaves, leaves[: len(GRADIENTS)], ())))
+    for needed, lse in itertools.product(choices, (True, False)):
+        try:
+            found, returned = _forward(cast(AttentionFunction, function), inputs, needed, lse=lse)
+            through = [name for name, x in returned.items() if x.requires_grad]
+            actual = _with_gradients(found, returned, inputs, through) if needed else returned
+        except NotImplementedError as error:
+            refused[lse, needed] = str(error)
+            continue
+        missing = {} if lse else {"lse": refused[True, needed]}
+        for more in choices[: choices.index(needed)]:
+            missing |= {f"d{name}": refused[lse, more] for name in more if name not in needed}
+        if needed and "lse" not in through:
+            inputs = without_lse_gradient(inputs)
+        return _judge(actual, inputs, missing)
+    return Measurement(inputs, {}, dict.fromkeys(results_of(inputs), refused[False, ()]), {})
+
+
+def _unknown(function: Callable[..., object], options: Mapping[str, object]) -> str | None:
+    """Why a function cannot be called with these keyword arguments, if that is so and can be told."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has no signature to look at
+        return None
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    unknown = [name for name in options if name not in parameters]
+    return f"{', '.join(unknown)}: no argument of this function" if unknown else None
+
+
+def without_lse_gradient(inputs: Inputs) -> Inputs:
+    """The same problem, with gradients through out alone."""
+    return replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+
+
+def _judge(actual: Results, inputs: Inputs, missing: dict[str, str]) -> Measurement:
+    truth, eager = golden(inputs), baseline(inputs)
+    blind = (truth["lse"] == -math.inf) | ~inputs.visible().any(-1)  # (batch, nheads_q, seqlen_q)
+    by_row = {"out": blind[..., None], "lse": blind, "dq": blind[..., None]}
+    notes = {name: _note(x, truth[name], by_row.get(name)) for name, x in actual.items()}
+    return Measurement(
+        inputs,
+        ratios=compare_results(actual, truth, eager, inputs.q.dtype, bias_terms(inputs)),
+        missing=missing,
+        notes={name: note for name, note in notes.items() if note is not None},
+    )

@@ -1,0 +1,148 @@
+"""One attention as the host hands it to the launchers of all kernels."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
+from fusedattn.kernels.devices import multiprocessors
+from fusedattn.kernels.launcher import Constants
+from fusedattn.kernels.mask_arguments import Band
+from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
+from fusedattn.kernels.rope import Rotation
+from fusedattn.kernels.scores import UNMODIFIED
+from fusedattn.kernels.sequences import Shape
+from fusedattn.kernels.softmax import exactness
+from fusedattn.kernels.weights import Call
+
+
+@dataclass(eq=False)
+class Problem:
+    """Everything but q, k, v and what comes out; nothing is empty.
+
+    Attributes:
+        sinks: float32 ``(nheads_q,)`` or None; the scores are then modified, if only by their scale.
+        scale: of the scores, positive.
+        precision: of float32 products, "ieee" or "tf32".
+        few_queries: what the forward launches for few of them, or None where it shall not.
+        rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
+        open_order: gradients may be summed in whatever order programs come.
+        l2_bytes: of the cache, for the heads that run side by side.
+    """
+
+    shape: Shape
+    call: Call
+    call_kind: Hashable
+    band: Band
+    rotation_q: Rotation | None
+    rotation_k: Rotation | None
+    sinks: torch.Tensor | None
+    scale: float
+    precision: str
+    configs: KernelConfigs
+    exact_rows: TileConfig
+    few_queries: FewQueries | None
+    rotates_in_place: bool
+    open_order: bool
+    l2_bytes: int
+
+    @property
+    def known_call(self) -> tuple[Call, Hashable]:
+        """For all launches: the call and its kind."""
+        return self.call, self.call_kind
+
+    @cached_property
+    def softmax_scale(self) -> float:
+        """What is left to scale in the softmax: modified scores have been scaled before."""
+        return 1.0 if self.call.score is not UNMODIFIED else self.scale
+
+    @cached_property
+    def qk_scale(self) -> float:
+        """The same, in base 2."""
+        return self.softmax_scale * LOG2E.value
+
+    @property
+    def groups_heads(self) -> bool:
+        """Whether heads may share a tile: a function of the user's may ask for the number of one head."""
+        return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None
+
+
+def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
+    """How many heads program_tile takes side by side: as many as the L2 cache holds of what their programs share.
+
+    That are keys and values, or, for who walks over queries, q and dout, of `row_bytes` each. Without a diagonal all
+    tiles have the same work, and one head after the other needs the least of the cache.
+    """
+    if not problem.band.has_upper:
+        return 1
+    shape = problem.shape
+    group = shape.nheads_q // shape.nheads_kv
+    shared_rows = group * shape.max_seqlen_q if of_keys else shape.max_seqlen_k
+    fit = max(1, problem.l2_bytes // max(1, shared_rows * row_bytes))
+    # No more than there are: the kernel multiplies this with the number of tiles, in int32.
+    fit = min(fit, shape.n_sequences * shape.nheads_kv)
+    return fit if of_keys else group * fit
+
+
+def sizes_of(
+    q: torch.Tensor, v: torch.Tensor, problem: Problem, n_tiles: int, *, of_keys: bool = False
+) -> tuple[int, ...]:
+    """The numbers of every kernel that walks over blocks, but for its factors, in the order of its parameters.
+
+    A program owns a tile of queries, or, `of_keys`, one of keys.
+    """
+    shape = problem.shape
+    return (
+        shape.nheads_q,
+        shape.nheads_kv,
+        shape.seqlen_q,
+        shape.seqlen_k,
+        n_tiles,
+        _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
+        *problem.band.in_order,
+        0 if problem.rotation_q is None else problem.rotation_q.n_positions,
+    )
+
+
+def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
+    """(programs, tiles that they walk over) for so many tiles in all; None where each program has its own.
+
+    They step from tile to tile by their own number, in int32.
+    """
+    n_programs = min(config.persistent * multiprocessors(device), n_tiles) if config.persistent else n_tiles
+    if not config.persistent or n_tiles + n_programs >= 2**31:
+        return n_tiles, None
+    return n_programs, n_tiles
+
+
+_constants: dict[Hashable, Constants] = {}
+
+
+def constants_of(
+    kernel: Any, q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, **others: Any
+) -> Constants:
+    """Of a kernel that walks over blocks; `others` are constexpr parameters that not all of them have."""
+    head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
+    exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)
+    key = (kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact, *config.in_order, *others.values())
+    found = _constants.get(key)
+    if found is None:
+        found = _constants[key] = Constants(
+            kernel,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=block_d(head_dim),
+            BLOCK_DV=block_d(head_dim_v),
+            ACC=accumulator(dtype),
+            PRECISION=problem.precision,
+            EXACT=exact,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **others,
+        )
+    return found

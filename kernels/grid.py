@@ -1,0 +1,64 @@
+"""How the forward of a call is cut into programs.
+
+Usually a program owns a tile of queries of one head, and walks over all keys that these see. Where all queries of the
+heads that share a KV head fit into one small tile, as in a step of generation, it owns them all, and the keys are split
+among programs. Splits are of a length that only the config knows: what a sequence gets does not depend on how many
+programs there are, nor on the lengths of others.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import triton
+
+from fusedattn.kernels.call import Problem
+from fusedattn.kernels.configs import TileConfig
+
+
+class Tiling(NamedTuple):
+    """What the launcher of the forward needs to know.
+
+    Attributes:
+        heads: that share a tile: HEADS, a power of two.
+        split: the keys of one split: SPLIT; 0 where keys are not split.
+        n_tiles: of the queries of a head; with `split`, of the keys.
+        n_programs: the grid.
+    """
+
+    config: TileConfig
+    heads: int
+    split: int
+    n_tiles: int
+    n_programs: int
+
+
+def tiling_of(problem: Problem) -> Tiling:
+    """The tiling of a problem."""
+    shape, few = problem.shape, problem.few_queries
+    if few is not None and shape.max_seqlen_q <= few.config.BLOCK_M:
+        group = shape.nheads_q // shape.nheads_kv
+        heads = min(_power_of_2(group), few.config.BLOCK_M) if problem.groups_heads else 1
+        n_rows = heads * shape.max_seqlen_q
+        if n_rows <= few.config.BLOCK_M:
+            # Programs of heads that share a KV head, of all sequences.
+            n_groups = shape.n_sequences * shape.nheads_kv * (group if heads == 1 else triton.cdiv(group, heads))
+            n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)
+            n_splits = triton.cdiv(n_keys, few.split)
+            config = _with_rows(few.config, max(16, _power_of_2(n_rows)))
+            if n_splits > 1:
+                return Tiling(config, heads, few.split, n_splits, n_splits * n_groups)
+            return Tiling(config, heads, 0, 1, n_groups)
+    config = problem.configs.fwd.turning if problem.rotates_in_place else problem.configs.fwd.plain
+    n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
+    return Tiling(config, 1, 0, n_tiles, n_tiles * shape.nheads_q * shape.n_sequences)
+
+
+def _power_of_2(n: int) -> int:
+    """The least that is not below `n`, which is positive."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=256)
+def _with_rows(config: TileConfig, n_rows: int) -> TileConfig:
+    return replace(config, BLOCK_M=n_rows)

@@ -1,0 +1,442 @@
+"""The machine code of every launch, by cross-compilation: no GPU is needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.codegen import baseline, machine_code, tables
+from bench.codegen.in_flight import Touch
+from bench.codegen.occupancy import ctas_per_sm
+from bench.codegen.report import Report
+from fusedattn.kernels import configs
+from tests.helpers.compiling import ROOT, compiling
+
+TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds the others through make codegen
+
+
+def kernels() -> set[str]:
+    """The names of all that are launched: what :class:`launcher.Constants` are made for."""
+    calls = (
+        node
+        for path in (ROOT / "kernels").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and node.args
+    )
+    made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.Constants"))
+    return {ast.unparse(x.args[0]) for x in made}
+
+
+def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
+    """Every (kernel, config in short) of the config table; `make codegen` has the largest head_dim and other scores."""
+    by_kernel = {"fwd": "attention_fwd", "dkdv": "attention_bwd_dkdv", "dq": "attention_bwd_dq"}
+    by_kernel["one_pass"] = "attention_bwd_dkdv"
+    tiles = {("attention_bwd_exact_rows", config) for largest, config in configs.EXACT_ROWS.items() if largest <= 256}
+    for by_head_dim in configs.TABLE[target].values():
+        for largest, entry in by_head_dim.items():
+            for kernels in (entry.streamed, entry.dense) if largest <= 256 else ():
+                found = {(kernel, getattr(kernels, name)) for name, kernel in by_kernel.items()}
+                tiles |= {(kernel, config) for kernel, config in found if config is not None}
+    return {(kernel, in_short(kernel, c)) for kernel, c in tiles}
+
+
+def in_short(kernel: str, config: configs.TileConfig) -> str:
+    """As a report says it."""
+    walked = config.BLOCK_M if kernel == "attention_bwd_dkdv" else config.BLOCK_N
+    has_edge = kernel != "attention_bwd_exact_rows" and walked > config.EDGE
+    return (
+        f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
+        f"{f' e{config.EDGE}' if has_edge else ''}{'' if config.style == 'pointers' else f' {config.style}'}"
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path) -> None:
+    """No spills, no more shared memory than there is, products on tensor cores, no product transposed, and nothing
+    worse than in the baseline of this Triton version."""
+    result = compiling(
+        "-m", "bench.codegen", "--quick", "--jobs", "1", "--json", "--target", target, cache=tmp_path
+    )  # fmt: skip
+    assert result.stdout, result.stderr
+    reports = json.loads(result.stdout)
+    faults = {f"{r['kernel']} {r['head_dim']} {r['dtype']} {r['features']}": r["faults"] for r in reports}
+    assert not {key: found for key, found in faults.items() if found}, result.stderr
+    assert result.returncode == 0, result.stderr
+    entries = (entry for by_head_dim in configs.TABLE[target].values() for entry in by_head_dim.values())
+    one_pass = any(entry.streamed.one_pass or entry.dense.one_pass for entry in entries)
+    unused = {"attention_fwd_specialized"}  # which no table has
+    expected = kernels() - unused - (set() if one_pass else {"attention_bwd_dq_sum"})
+    assert {r["kernel"] for r in reports} == expected
+    tiles = {(r["kernel"], Report(**_fields(r)).tile) for r in reports}
+    assert tiles_of(target) <= tiles
+
+
+def _fields(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in report.items() if name not in ("faults", "known_faults")}
+
+
+def test_a_config_that_spills_is_found(tmp_path: Path) -> None:
+    """The check above can fail: a tile that is too large for its warps spills, and serialises its products."""
+    script = """
+import torch
+from bench.codegen import compilations
+from fusedattn.kernels import configs
+from fusedattn.kernels.configs import Entry, KernelConfigs, TileConfig
+bad = TileConfig(128, 128, 4, 2)
+kernels = KernelConfigs(bad, bad, bad)
+configs.TABLE["sm_90"][2][128] = Entry(kernels, kernels)
+case = compilations.Case("sm_90", "bf16", 128, ("plain",), ("attention_fwd",), inference=())
+[report] = compilations.compile_case(case)
+print(report.tile, report.faults)
+"""
+    result = compiling("-c", script, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("128x128 w4 s2 e64 ['spills"), result.stdout
+    assert "instructions in its loops: " in result.stdout
+    assert "'serialises wgmma'" in result.stdout
+
+
+def test_registers_in_flight_are_found(tmp_path: Path) -> None:
+    """Triton before 3.9, or its assembler, gives weights that wgmma still reads away: in the pipelined style alone."""
+    script = """
+import json
+from bench.codegen import compilations
+from fusedattn.kernels.configs import TileConfig
+for style in ("pipelined", "descriptors"):
+    tile = TileConfig(128, 64, 8, 3, style)
+    case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), ("plain",), tile)
+    for report in compilations.compile_case(case):
+        what = [(touch.what, touch.is_ordered) for touch in report.touches]
+        print(json.dumps([report.tile, report.hgmma, report.certain_faults, report.faults, what]))
+"""
+    result = compiling("-c", script, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = list(map(json.loads, result.stdout.splitlines()))
+    assert [tile.split(" ")[-1] for tile, *_ in found] == ["pipelined"] * 2 + ["descriptors"] * 2
+    is_mended = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+    for tile, hgmma, certain, faults, what in found:
+        assert hgmma
+        assert certain == []
+        assert bool(what) == bool(faults) == (tile.endswith("pipelined") and not is_mended)
+        assert all(touch == ["operand written", False] for touch in what)
+
+
+def test_one_pass_adds_by_tma(tmp_path: Path) -> None:
+    """Once in each loop, which the interpreter cannot run, and pipelined: the wait comes before the next one. A total
+    that cannot be described is added to by atomics."""
+    script = """
+import torch
+from bench.codegen import launches
+for head_dim in (64, 62):
+    with launches.compiling("sm_90", ("attention_bwd_dkdv",)) as found:
+        launches.call(head_dim, torch.bfloat16, launches.FEATURES["one pass"])
+    code = found[0].compiled.asm["ttgir"]
+    print(head_dim, found[0].features, code.count("async_tma_reduce add"), code.count("tt.atomic_rmw fadd"))
+"""
+    result = compiling("-c", script, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    # The atomic in both adds NaN where a key has one.
+    assert result.stdout.split("\n")[:2] == ["64 ('one-pass',) 2 1", "62 ('one-pass',) 0 3"]
+
+
+def test_what_a_launcher_gets_wrong_is_found(tmp_path: Path) -> None:
+    """A constant too many is a fault, and one that is missing an error."""
+    script = """
+import torch
+from unittest.mock import patch
+from bench.codegen import compilations
+from fusedattn.kernels import attention_fwd
+constants = attention_fwd.constants_of
+case = compilations.Case("sm_90", "bf16", 64, ("plain",), ("attention_fwd",), inference=())
+with patch.object(attention_fwd, "constants_of", lambda *x, **others: constants(*x, **others, HAS_BIAS=False)):
+    print(compilations.compile_case(case)[0].faults)
+def forgetful(*x, **others):
+    found = constants(*x, **others)
+    del found.named["BLOCK_DV"]
+    return found
+with patch.object(attention_fwd, "constants_of", forgetful):
+    compilations.compile_case(case)
+"""
+    result = compiling("-c", script, cache=tmp_path)
+    assert result.stdout.startswith('["does not compile: KeyError'), result.stdout + result.stderr
+    assert "HAS_BIAS" in result.stdout
+    assert result.returncode == 1
+    assert "TypeError: missing a required argument: 'BLOCK_DV'" in result.stderr
+
+
+def test_a_product_that_is_transposed_is_found(tmp_path: Path) -> None:
+    """Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper where x is itself a product."""
+    script = '''
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from bench.codegen.ttgir import transposed_products
+
+@triton.jit
+def kernel(a_ptr, b_ptr, out_ptr, n, PRODUCT: tl.constexpr, CARRIED: tl.constexpr):
+    """out = sum over blocks of trans(x) @ b, where x is a block of b, or a product of it."""
+    offs = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    a = tl.load(a_ptr + offs)
+    x = a
+    acc = tl.zeros([64, 64], tl.float32)
+    for i in range(0, n):
+        b = tl.load(b_ptr + i * 4096 + offs)
+        if CARRIED:  # the product of the iteration before
+            acc = tl.dot(tl.trans(x), b, acc)
+        x = b
+        if PRODUCT:
+            x = tl.math.exp2(tl.dot(a, b)).to(tl.bfloat16)
+        if not CARRIED:
+            acc = tl.dot(tl.trans(x), b, acc)
+    tl.store(out_ptr + offs, acc)
+
+types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32", "n": "i32"}
+for product in (False, True):
+    for carried in (False, True):
+        constants = {"PRODUCT": product, "CARRIED": carried}
+        source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+        ttgir = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"]
+        assert "warp_group_dot" in ttgir and "trans" in ttgir
+        print(product, carried, transposed_products(ttgir))
+'''
+    path = tmp_path / "script.py"  # a kernel needs a file that Triton can read it from
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}")
+    result = compiling(str(path), cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = {(a, b): int(n) for a, b, n in map(str.split, result.stdout.splitlines())}
+    assert found[("False", "False")] == found[("False", "True")] == 0
+    assert found[("True", "False")] > 0
+    assert found[("True", "True")] > 0
+
+
+def test_the_command_compares_and_updates(tmp_path: Path) -> None:
+    """What the baseline lacks fails until --update has written it, and what has changed since fails again."""
+    script = """
+import sys
+from pathlib import Path
+from bench.codegen import baseline, tables
+from bench.codegen.__main__ import main
+baseline.FOLDER = tables.FOLDER = Path(sys.argv[1])
+tables.DOCUMENT = baseline.FOLDER / "codegen.md"
+tables.DOCUMENT.write_text("<!-- figures: here -->\\n<!-- end of figures -->\\n")
+baseline.save(baseline.Baseline(sys.argv[2]))
+arguments = "--target sm_90 --kernel _key_range --dtype bf16 --head-dim 64 --features all --jobs 1".split()
+assert main(arguments) == 1
+assert main([*arguments, "--update"]) == 0
+assert "| sm_90 | 1 |" in tables.DOCUMENT.read_text()
+assert main(arguments) == 0
+entries = baseline.load(sys.argv[2])
+entries.entries["_key_range sm_90 any 0 padding"]["tile"] = "512 w4 s3"
+baseline.save(entries)
+assert main([*arguments, "--json"]) == 1
+"""
+    result = compiling("-c", script, str(tmp_path), version("triton"), cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "FAULT: _key_range sm_90 any 0 padding: is not in the baseline" in result.stdout
+    assert "FAULT: _key_range sm_90 any 0 padding: is launched as 1024 w4 s3, in the baseline as 512" in result.stderr
+    assert f"Triton {version('triton')}: 1 kernels compiled, 1 with faults, 0 with known faults" in result.stderr
+
+
+REPORT = Report(
+    kernel="attention_fwd",
+    target="sm_90",
+    head_dim=128,
+    dtype="bf16",
+    features="causal+rope",
+    config={"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    has_products=True,
+    registers=200,
+    shared_bytes=100_000,
+    ctas_per_sm=2,
+    hgmma=16,
+    tensor_core=16,
+    loop_instructions=(100, 400),
+)
+
+TOUCH = Touch(0x100, "MOV", "operand written", registers=(100,), products=(0xF0,), later=0)
+
+
+def judged(report: Report, before: baseline.Baseline) -> list[str]:
+    """The new faults of one report."""
+    return baseline.judge([report], before, set()).new.get(report.key, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"spill_bytes": 8}, "spills 8 bytes, outside of loops"),
+        ({"spill_bytes": 8, "loop_spills": (0, 2)}, "spills 8 bytes, instructions in its loops: 0, 2"),
+        ({"spill_bytes": 8, "loop_spills": (0, 0)}, "spills 8 bytes, outside of loops"),
+        ({"shared_bytes": 227 * 1024 + 1}, "uses 232449 bytes of shared memory"),
+        ({"serialized_wgmma": True}, "serialises wgmma"),
+        ({"hgmma": 0}, "has no HGMMA"),
+        ({"hgmma": 0, "tensor_core": 0, "target": "sm_80", "shared_bytes": 0}, "has no tensor-core instruction"),
+        ({"transposed_products": 1}, "transposes 1 products, which Triton before 3.7.1 miscompiles"),
+        (
+            {"touches": (TOUCH, TOUCH)},
+            "touches registers of wgmma in flight: 2 instructions, none of them ordered by a scoreboard",
+        ),
+        (
+            {"touches": (TOUCH, replace(TOUCH, is_ordered=True))},
+            "touches registers of wgmma in flight: 2 instructions, 1 of them ordered by a scoreboard",
+        ),
+        ({"error": "OutOfMemory"}, "does not compile: OutOfMemory"),
+    ],
+)
+def test_what_is_wrong_in_itself(change: dict[str, Any], fault: str) -> None:
+    assert not REPORT.faults
+    assert replace(REPORT, **change).faults == [fault]
+
+
+def test_calls_in_which_numbers_are_1_need_not_be_fast() -> None:
+    """But they must compile to what is not wrong; no baseline has them, and no other kernel has their names."""
+    of_ones = replace(REPORT, ones="one-head")
+    assert of_ones.key == REPORT.key.replace(REPORT.features, f"one-head:{REPORT.features}") != REPORT.key
+    assert not replace(of_ones, spill_bytes=8, serialized_wgmma=True, hgmma=0, tensor_core=0).faults
+    assert replace(of_ones, error="OutOfMemory").faults == ["does not compile: OutOfMemory"]
+    assert replace(of_ones, transposed_products=1).faults
+    assert replace(of_ones, shared_bytes=227 * 1024 + 1).faults
+    before = baseline.updated([REPORT, of_ones], None, "3.7.1", set(), accept_faults=False)
+    assert list(before.entries) == [REPORT.key]
+    assert not baseline.judge([REPORT, of_ones], before, {"sm_90"}).new
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"loop_instructions": (103, 412)}, None),
+        ({"loop_instructions": (104, 400)}, "has a loop of 104 instructions, 100 in the baseline (+4.0%)"),
+        ({"loop_instructions": (100, 413)}, "has a loop of 413 instructions, 400 in the baseline (+3.2%)"),
+        ({"loop_instructions": (90, 390)}, None),
+        ({"loop_instructions": (100,)}, "has 1 loops with products, 2 in the baseline"),
+        ({"ctas_per_sm": 1}, "fits 1 times on a multiprocessor, 2 in the baseline"),
+        ({"ctas_per_sm": 3}, None),
+        ({"features": "new"}, "is not in the baseline"),
+        (
+            {"config": REPORT.config | {"num_stages": 3}},
+            "is launched as 128x64 w8 s3, in the baseline as 128x64 w8 s2",
+        ),
+    ],
+)
+def test_what_is_worse_than_the_baseline(change: dict[str, Any], fault: str | None) -> None:
+    before = baseline.updated([REPORT], None, "3.7.1", set(), accept_faults=False)
+    assert judged(replace(REPORT, **change), before) == ([fault] if fault else [])
+
+
+def test_only_listed_faults_are_known() -> None:
+    """A fault becomes known on request only, with its figure, and leaves the list when it is gone."""
+    bad, worse = replace(REPORT, spill_bytes=8), replace(REPORT, spill_bytes=16)
+    before = baseline.updated([bad], None, "3.7.1", set(), accept_faults=False)
+    assert judged(bad, before) == bad.faults
+    before = baseline.updated([bad], before, "3.7.1", set(), accept_faults=True)
+    assert baseline.judge([bad], before, set()) == baseline.Judgement({}, {REPORT.key: bad.faults})
+    assert judged(worse, before) == worse.faults != bad.faults
+    before = baseline.updated([REPORT], before, "3.7.1", set(), accept_faults=False)
+    assert not before.known_faults
+
+
+def test_a_kernel_that_is_gone_must_leave_the_baseline() -> None:
+    """Where all of a target was compiled."""
+    other = replace(REPORT, kernel="attention_bwd_dq")
+    before = baseline.updated([REPORT, other], None, "3.7.1", set(), accept_faults=False)
+    assert not baseline.judge([REPORT], before, set()).new
+    assert not baseline.judge([REPORT], before, {"sm_80"}).new
+    assert baseline.judge([REPORT], before, {"sm_90"}).new == {
+        other.key: ["is in the baseline, but nothing launches it"]
+    }
+    after = baseline.updated([REPORT], before, "3.7.1", {"sm_90"}, accept_faults=False)
+    assert list(after.entries) == [REPORT.key]
+
+
+def test_a_baseline_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line an entry, and the same figures again."""
+    monkeypatch.setattr(baseline, "FOLDER", tmp_path)
+    bad = replace(REPORT, kernel="_rope", spill_bytes=8, loop_instructions=())
+    before = baseline.updated([bad, REPORT], None, "3.7.1", set(), accept_faults=True)
+    path = baseline.save(before)
+    assert baseline.load("3.7.1") == before
+    assert sum(REPORT.key in line for line in path.read_text().splitlines()) == 1
+    assert baseline.load("3.7.0") is None
+
+
+def test_tables_are_those_of_the_baselines() -> None:
+    """`python -m bench.codegen.tables` rewrites them."""
+    text = tables.DOCUMENT.read_text()
+    assert tables.document(text) == text
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared_bytes", "warps", "expected"),
+    [
+        ("sm_90", 255, 100_352, 8, 1),  # 8 * 32 * 256 registers are all there are
+        ("sm_90", 128, 0, 8, 2),
+        ("sm_90", 129, 0, 8, 1),  # registers are shared out in steps of 8 a thread
+        ("sm_90", 32, 0, 4, 16),  # 64 warps
+        ("sm_90", 16, 0, 1, 32),  # 32 programs
+        ("sm_90", 64, 227 * 1024, 4, 1),
+        ("sm_90", 64, 113 * 1024, 4, 2),
+        ("sm_90", 64, 113 * 1024 + 1, 4, 1),
+        ("sm_80", 64, 163 * 1024, 4, 1),
+        ("sm_86", 32, 0, 4, 12),  # 48 warps
+        ("sm_86", 64, 99 * 1024, 4, 1),
+        ("gfx942", 219, 41_216, 8, 1),
+        ("gfx942", 128, 0, 4, 4),
+    ],
+)
+def test_occupancy(target: str, registers: int, shared_bytes: int, warps: int, expected: int) -> None:
+    assert ctas_per_sm(target, registers, shared_bytes, warps) == expected
+
+
+def test_tensor_memory_limits_occupancy() -> None:
+    assert ctas_per_sm("sm_100", 64, 0, 4, tensor_memory_columns=256) == 2
+
+
+def loops(instructions: list[machine_code.Instruction]) -> list[list[str]]:
+    """The opcodes of each loop with products."""
+    return [[x.opcode for x in loop] for loop in machine_code.product_loops(instructions)]
+
+
+def test_loops_of_a_disassembly() -> None:
+    """Innermost loops with products count, the outer one and the one without do not."""
+    sass = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0020*/                   FADD R2, R2, R3 ;
+        /*0030*/              @!P0 BRA 0x10 ;
+        /*0040*/                   IADD3 R4, R4, 0x1, RZ ;
+        /*0050*/               @P1 BRA 0x0040 ;
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0070*/               @P2 BRA 0x60 ;
+        /*0080*/               @P3 BRA 0x0 ;
+        /*0090*/                   EXIT ;
+        /*00a0*/                   BRA 0xa0;
+    """
+    product = "HGMMA.64x64x16.F32.BF16"
+    assert loops(machine_code.sass_instructions(sass)) == [[product, "FADD", "BRA"], [product, "BRA"]]
+
+
+def test_loops_without_tensor_cores() -> None:
+    """Products of float32 are FMAs; a few of them are no product."""
+    body = [machine_code.Instruction(i, "FFMA") for i in range(16)]
+    assert loops([*body, machine_code.Instruction(16, "BRA", 0)]) == [["FFMA"] * 16 + ["BRA"]]
+    assert loops([*body, machine_code.Instruction(16, "BRA", 1)]) == []
+
+
+def test_loops_of_amd_assembly() -> None:
+    assembly = """
+.LBB0_1:
+\ts_waitcnt lgkmcnt(0)
+\tv_mfma_f32_32x32x8_bf16_1k v[0:15], v[16:17], v[18:19], v[0:15]
+; %bb.2:
+\ts_cbranch_scc1 .LBB0_1
+\ts_endpgm
+"""
+    found = loops(machine_code.amdgcn_instructions(assembly))
+    assert found == [["s_waitcnt", "v_mfma_f32_32x32x8_bf16_1k", "s_cbranch_scc1"]]

@@ -1,0 +1,293 @@
+"""Registers of a wgmma that may still be running: what of hand-written machine code touches them, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.codegen.disassembly import Instruction, sass_instructions
+from bench.codegen.in_flight import Touch, touches
+from bench.codegen.registers import product_of, read, written
+
+# A product whose left operand is R100 to R103 and whose sum R24 to R55; one that reads both from shared memory.
+FROM_REGISTERS = "HGMMA.64x64x16.F32.BF16 R24, R100, gdesc[UR4].tnspB, R24"
+FROM_MEMORY = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def disassembly(*lines: str) -> list[Instruction]:
+    """As cuobjdump prints it: an instruction every 16 bytes."""
+    return sass_instructions("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
+
+
+def found(*lines: str) -> list[tuple[int, str]]:
+    """(line, what) of each touch."""
+    return [(touch.address // 16, touch.what) for touch in touches(disassembly(*lines))]
+
+
+def test_a_write_right_behind_the_product() -> None:
+    (touch,) = touches(disassembly(f"{FROM_REGISTERS}, gsb0", "MOV R101, R2", WAIT, "MOV R102, R2", "EXIT"))
+    assert touch == Touch(16, "MOV", "operand written", registers=(101,), products=(0,), later=0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (f"{FROM_REGISTERS}, gsb0", WAIT, "MOV R100, R2", "EXIT"),
+        (f"{FROM_REGISTERS}, gsb0", "MOV R99, R100", "MOV R104, R103", "LDS.128 R96, [R100]", WAIT, "EXIT"),
+        (f"{FROM_MEMORY}, gsb0", "MOV R100, R2", WAIT, "FADD R24, R24, R25", "EXIT"),
+        (f"{FROM_REGISTERS}, gsb0", "@P0 EXIT", "@!P0 BRA 0x40", "NOP", WAIT, "MOV R100, R2", "EXIT"),
+        (f"{FROM_REGISTERS}, gsb0", "EXIT", "MOV R100, R2", "EXIT"),  # which nothing leads to
+        # The second product adds to what the first has left, and needs no wait.
+        (FROM_MEMORY, f"{FROM_REGISTERS}, gsb0", WAIT, "FADD R24, R24, R25", "EXIT"),
+    ],
+    ids=["behind the wait", "neighbours", "from memory", "a wait on both paths", "unreachable", "one sum"],
+)
+def test_clean(lines: tuple[str, ...]) -> None:
+    assert found(*lines) == []
+
+
+def test_only_a_group_that_has_ended_is_waited_for() -> None:
+    """A product without gsb0 belongs to the group of the next one that has it."""
+    assert found(FROM_REGISTERS, WAIT, "MOV R100, R2", "EXIT") == [(2, "operand written")]
+    second = FROM_REGISTERS.replace("R100", "R108")
+    assert found(FROM_REGISTERS, f"{second}, gsb0", WAIT, "MOV R100, R2", "EXIT") == []
+
+
+def test_a_wait_leaves_the_newest_groups() -> None:
+    one, two, three = (f"{FROM_REGISTERS.replace('R100', name)}, gsb0" for name in ("R100", "R108", "R112"))
+    writes = "MOV R100, R2", "MOV R108, R2", "MOV R112, R2", "EXIT"
+    expected = {0: [], 1: [112], 2: [108, 112], 3: [100, 108, 112]}
+    for pending, registers in expected.items():
+        code = disassembly(one, two, three, WAIT.replace("0x0", f"{pending:#x}"), *writes)
+        assert [touch.registers for touch in touches(code)] == [(x,) for x in registers]
+
+
+def test_a_wait_on_one_path_is_none_on_the_other() -> None:
+    """Where they meet, the product may be running."""
+    assert found(f"{FROM_REGISTERS}, gsb0", "@P0 BRA 0x30", WAIT, "MOV R100, R2", "EXIT") == [(3, "operand written")]
+    assert found(f"{FROM_REGISTERS}, gsb0", f"@P0 {WAIT}", "MOV R100, R2", "EXIT") == [(2, "operand written")]
+
+
+def test_what_a_loop_leaves_running_runs_in_its_next_turn() -> None:
+    """The write comes before the product, the wait behind the loop; with the wait inside there is nothing."""
+    loop = "MOV R100, R2", f"{FROM_REGISTERS}, gsb0", "@P0 BRA 0x0", WAIT, "EXIT"
+    assert found(*loop) == [(0, "operand written")]
+    assert found(WAIT, *loop) == []  # which is inside: the branch goes to its address
+
+
+def test_ages_count_around_loops() -> None:
+    """Two products take turns with two operands, and one stays in flight: each write comes behind the wait for the
+    turn before last. With an operand only, it does not."""
+    wait = WAIT.replace("0x0", "0x1")
+    other = FROM_REGISTERS.replace("R100", "R108")
+
+    def loop(first: str, second: str) -> list[tuple[int, str]]:
+        turns = (f"MOV {first}, R2", f"{FROM_REGISTERS}, gsb0", wait, f"MOV {second}, R2", f"{other}, gsb0", wait)
+        return found(*turns, "@P0 BRA 0x0", WAIT, "EXIT")
+
+    assert loop("R100", "R108") == []
+    assert loop("R108", "R100") == [(0, "operand written"), (3, "operand written")]
+
+
+def test_a_predicate_may_hold() -> None:
+    assert found(f"{FROM_REGISTERS}, gsb0", "@!P1 MOV R100, R2", WAIT, "EXIT") == [(1, "operand written")]
+    # A group that may not have ended is not counted: the wait for all but one may leave the first.
+    newer = f"@P0 {FROM_REGISTERS.replace('R100', 'R108')}, gsb0"
+    code = f"{FROM_REGISTERS}, gsb0", newer, WAIT.replace("0x0", "0x1"), "MOV R100, R2", WAIT, "EXIT"
+    assert found(*code) == [(3, "operand written")]
+
+
+def test_sums() -> None:
+    """They may not be read either, nor by another product, nor written by one with another sum."""
+    running = f"{FROM_MEMORY}, gsb0"
+    assert found(running, "FADD R2, R55, R3", "MOV R24, RZ", "EXIT") == [(1, "sum read"), (2, "sum written")]
+    assert found(running, "STG.E.128 desc[UR4][R2.64], R52", "STS [R24], R3", "EXIT") == [
+        (1, "sum read"),
+        (2, "sum read"),
+    ]
+    assert found(running, "FADD R2, R56, R3", "MOV R23, RZ", "STS.128 [R2], R20", "EXIT") == []
+    of_operand = "HGMMA.64x8x16.F32.BF16 R60, R52, gdesc[UR4], RZ, !UPT, gsb0"
+    assert found(running, of_operand, WAIT, "EXIT") == [(1, "sum read")]
+    narrower = "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0"
+    assert found(running, narrower, WAIT, "EXIT") == [(1, "sum written")]
+    over_operand = "HGMMA.64x8x16.F32.BF16 R100, gdesc[UR4], RZ, !UPT, gsb0"
+    assert found(f"{FROM_REGISTERS}, gsb0", over_operand, WAIT, "EXIT") == [(1, "operand written")]
+
+
+def test_functions_return_to_behind_their_calls() -> None:
+    """One that waits for the caller, and one that does not."""
+    caller = f"{FROM_REGISTERS}, gsb0", "CALL.REL.NOINC 0x40", "MOV R100, R2", "EXIT"
+    assert found(*caller, WAIT, "RET.REL.NODEC R20 0x0") == []
+    assert found(*caller, "NOP", "RET.REL.NODEC R20 0x0") == [(2, "operand written")]
+
+
+def test_paths_meet_behind_a_barrier() -> None:
+    """BSYNC goes on behind itself, where its BSSY said; if it lies elsewhere, perhaps there."""
+    code = f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x50", "@P0 BRA 0x40", WAIT, "BSYNC B0", "MOV R100, R2", "EXIT"
+    assert found(*code) == [(5, "operand written")]
+    far = f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x40", "BSYNC B0", WAIT, "MOV R100, R2", "EXIT"
+    assert found(*far) == [(4, "operand written")]
+    # A barrier that is used again does not lead back.
+    before = "BSSY B0, 0x20", "BSYNC B0", "MOV R100, R2"
+    assert found(*before, f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x60", "BSYNC B0", WAIT, "EXIT") == []
+
+
+def test_conditions_among_the_operands_of_a_branch() -> None:
+    code = f"{FROM_REGISTERS}, gsb0", "BRA.U UP0, 0x30", WAIT, "MOV R100, R2", "EXIT"
+    assert found(*code) == [(3, "operand written")]
+    skipped = f"{FROM_REGISTERS}, gsb0", "BRA.U UP0, 0x30", "MOV R100, R2", WAIT, "EXIT"
+    assert found(*skipped) == [(2, "operand written")]
+    always = f"{FROM_REGISTERS}, gsb0", "BRA 0x30", "MOV R100, R2", WAIT, "EXIT"
+    assert found(*always) == []
+
+
+def test_products_since_are_counted_by_the_shortest_path() -> None:
+    other = FROM_REGISTERS.replace("R100", "R108")
+    straight = disassembly(FROM_REGISTERS, other, f"{other}, gsb0", "MOV R100, R2", WAIT, "EXIT")
+    assert [touch.later for touch in touches(straight)] == [2]
+    shorter = disassembly(FROM_REGISTERS, "@P0 BRA 0x40", other, f"{other}, gsb0", "MOV R100, R2", WAIT, "EXIT")
+    assert [touch.later for touch in touches(shorter)] == [0]
+
+
+def with_order(instruction: Instruction, *, operands: int = 7, needs: tuple[int, ...] = ()) -> Instruction:
+    """Encoded with a scoreboard for its operands, and those that it waits for; 7 is none."""
+    bits = 1 | 7 << 5 | operands << 8 | sum(1 << 11 + i for i in needs)
+    return replace(instruction, encoding=bits << 105)
+
+
+@pytest.mark.parametrize(
+    ("scoreboard", "needs", "is_ordered"),
+    [(3, (3,), True), (3, (1, 2), False), (7, (0, 1, 2, 3, 4, 5), False), (3, (), False)],
+)
+def test_a_scoreboard_may_order_the_write(scoreboard: int, needs: tuple[int, ...], is_ordered: bool) -> None:
+    """Of the write itself, or of what comes before it on every path. It stays one that the wait does not cover."""
+    product, write, *rest = disassembly(f"{FROM_REGISTERS}, gsb0", "MOV R100, R2", WAIT, "EXIT")
+    product = with_order(product, operands=scoreboard)
+    (touch,) = touches([product, with_order(write, needs=needs), *rest])
+    assert touch.is_ordered == is_ordered
+    product, nop, write, *rest = disassembly(f"{FROM_REGISTERS}, gsb0", "NOP", "MOV R100, R2", WAIT, "EXIT")
+    product = with_order(product, operands=scoreboard)
+    (touch,) = touches([product, with_order(nop, needs=needs), with_order(write), *rest])
+    assert touch.is_ordered == is_ordered
+
+
+def test_a_scoreboard_must_order_every_path() -> None:
+    code = disassembly(f"{FROM_REGISTERS}, gsb0", "@P0 BRA 0x30", "NOP", "MOV R100, R2", WAIT, "EXIT")
+    code[0], code[2] = with_order(code[0], operands=3), with_order(code[2], needs=(3,))
+    assert [touch.is_ordered for touch in touches(code)] == [False]
+    code[1] = with_order(code[1], needs=(3,))
+    assert [touch.is_ordered for touch in touches(code)] == [True]
+    code[0] = with_order(code[0])
+    assert [touch.is_ordered for touch in touches(code)] == [False]
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="BRX at 0x10"):
+        touches(disassembly(FROM_REGISTERS, "BRX R2 -0x10", "EXIT"))
+    with pytest.raises(NotImplementedError, match="several"):
+        touches(disassembly(FROM_REGISTERS, "EXIT") * 2)
+    assert touches(disassembly("BRX R2 -0x10", "EXIT")) == []  # without products there is nothing to follow
+
+
+@pytest.mark.parametrize(
+    ("code", "results", "sources"),
+    [
+        ("MOV R1, R2", [1], [2]),
+        ("FFMA R30, R26, UR48, -R141.reuse", [30], [26, 141]),
+        ("IADD3 R4, P0, R2, 0x10, RZ", [4], [2]),
+        ("LOP3.LUT P0, RZ, R2, 0xf, RZ, 0xc0, !PT", [], [2]),
+        ("LOP3.LUT P0, R7, R2, 0xf, RZ, 0xc0, !PT", [7], [2]),
+        ("SHFL.BFLY PT, R23, R88, 0x2, 0x1f", [23], [88]),
+        ("ISETP.GE.AND P1, PT, R12, R3, PT", [], [12, 3]),
+        ("FSETP.NAN.AND P0, PT, |R24|, |R24|, PT", [], [24]),
+        ("HSETP2.BF16_V2.NE.AND P0, PT, R3.H0_H0, R4.H1_H1, PT", [], [3, 4]),
+        ("FCHK P0, R2, R3", [], [2, 3]),
+        ("R2P PR, R4, 0x7f", [], [4]),
+        ("P2R R5, PR, RZ, 0x1", [5], []),
+        ("R2UR UR5, R133", [], [133]),
+        ("REDUX.MAX.S32 UR6, R12", [], [12]),
+        ("VOTEU.ANY UP1, P0", [], []),
+        ("VOTE.ANY R6, PT, P0", [6], []),
+        ("IMAD.WIDE R4, R8, 0x4, R6", [4, 5], [8, 6, 7]),
+        ("IMAD.HI.U32 R4, R8, R9, RZ", [4], [8, 9]),
+        ("IMAD.MOV.U32 R4, RZ, RZ, R9", [4], [9]),
+        ("CS2R R32, SRZ", [32, 33], []),
+        ("CS2R.32 R32, SR_CLOCKLO", [32], []),
+        ("LDC.64 R12, c[0x0][0x4b0]", [12, 13], []),
+        ("LDG.E.128 R8, desc[UR4][R2.64+0x10]", [8, 9, 10, 11], [2, 3]),
+        ("LDG.E.U16 R8, desc[UR4][R2.64]", [8], [2, 3]),
+        ("LDS.64 R8, [R40+UR23]", [8, 9], [40]),
+        ("LDL R8, [R1+0x4]", [8], [1]),
+        ("LDSM.16.M88.4 R24, [R40+UR23]", [24, 25, 26, 27], [40]),
+        ("LDSM.16.MT88.2 R24, [R40]", [24, 25], [40]),
+        ("LDSM.16.M88 R24, [R40]", [24], [40]),
+        ("STSM.16.M88.4 [R33], R24", [], [33, 24, 25, 26, 27]),
+        ("STS.128 [R33+0x10], R24", [], [33, 24, 25, 26, 27]),
+        ("STG.E desc[UR4][R2.64], R24", [], [2, 3, 24]),
+        ("REDG.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R24", [], [2, 3, 24]),
+        ("ATOMG.E.ADD.F32 PT, R9, desc[UR4][R2.64], R24", [9], [2, 3, 24]),
+        ("LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64]", [], [5, 2, 3]),
+        ("HMMA.16816.F32.BF16 R4, R8, R12, R4", [4, 5, 6, 7], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+        ("HMMA.16816.F16 R4, R8, R12, RZ", [4, 5], [8, 9, 10, 11, 12, 13]),
+        ("F2FP.BF16.F32.PACK_AB R151, R30, R151", [151], [30, 151]),
+        ("F2F.F64.F32 R4, R8", [4, 5], [8]),
+        ("F2F.F32.F64 R4, R8", [4], [8, 9]),
+        ("F2F.BF16.F32 R4, R8", [4], [8]),
+        ("I2F.F64.U32 R4, R8", [4, 5], [8]),
+        ("I2F.RP R4, R8", [4], [8]),
+        ("F2I.S64.TRUNC R4, R8", [4, 5], [8]),
+        ("F2I.FTZ.U32.TRUNC.NTZ R4, R8", [4], [8]),
+        ("DFMA R4, R6, R8, R10", [4, 5], [6, 7, 8, 9, 10, 11]),
+        ("MUFU.RCP64H R5, R7", [5], [7]),
+        ("LEPC R20", [20, 21], []),
+        ("BAR.SYNC.DEFER_BLOCKING R2, 0x80", [], [2]),
+        ("SYNCS.ARRIVE.TRANS64 RZ, [UR33+0x30000], R23", [], [23]),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R5+URZ], R204", [], [5, 204]),
+        ("UTMALDG.4D [UR16], [UR4], desc[UR6]", [], []),
+        ("SEL R2, R3, R4, !P0", [2], [3, 4]),
+        ("MOV R2, c[0x0][R3]", [2], [3]),
+    ],
+)
+def test_registers_of_an_instruction(code: str, results: list[int], sources: list[int]) -> None:
+    (instruction,) = disassembly(code)
+    assert written(instruction) == set(results)
+    assert read(instruction) == set(sources)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "of_sum", "of_operand"),
+    [
+        ("HGMMA.64x64x16.F32.BF16", 32, 4),
+        ("HGMMA.64x256x16.F32", 128, 4),
+        ("HGMMA.64x8x16.F32", 4, 4),
+        ("HGMMA.64x128x8.F32.TF32", 64, 4),
+        ("HGMMA.64x64x16.F16", 16, 4),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3", 32, 4),
+        ("IGMMA.64x64x32.S8.S8", 32, 4),
+    ],
+)
+def test_registers_of_a_product(opcode: str, of_sum: int, of_operand: int) -> None:
+    """64 rows and 128 threads; 32 bytes of each row are multiplied at once."""
+    (instruction,) = disassembly(f"{opcode} R24, R152, gdesc[UR4], R24, gsb0")
+    product = product_of(instruction)
+    assert product is not None
+    assert product.sum == written(instruction) == set(range(24, 24 + of_sum))
+    assert product.operand == read(instruction) == set(range(152, 152 + of_operand))
+    (instruction,) = disassembly(f"{opcode} R24, gdesc[UR4], RZ, !UPT")
+    product = product_of(instruction)
+    assert product is not None
+    assert product.operand == set()
+
+
+def test_a_path_that_may_end_goes_on() -> None:
+    """An instruction with a predicate runs, and does not."""
+    assert found(f"{FROM_REGISTERS}, gsb0", "@P0 EXIT", "MOV R100, R2", WAIT, "EXIT") == [(2, "operand written")]
+
+
+def test_all_products_must_have_told() -> None:
+    """A scoreboard orders a write only behind the products that take it."""
+    code = disassembly(FROM_REGISTERS, f"{FROM_REGISTERS}, gsb0", "MOV R100, R2", WAIT, "EXIT")
+    code[0], code[1], code[2] = with_order(code[0], operands=3), with_order(code[1]), with_order(code[2], needs=(3,))
+    assert [touch.is_ordered for touch in touches(code)] == [False]

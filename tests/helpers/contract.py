@@ -1,0 +1,373 @@
+"""Everything the contract of ``attention()`` says about one problem, checked on the kernels and the torch backend.
+
+What a NaN or an infinity may reach follows from what is computed from what (decision 0003). One in a key or value
+reaches the queries that see it and, through their gradients, the keys that these see. One in a query or in the
+gradient of its output reaches the gradients of the keys that the query sees, and may reach those of other keys of its
+head: eager PyTorch, too, multiplies it there by a weight of 0. One in a bias reaches the queries to whose visible
+scores it is added, one in a sink those of its head; a bias of -inf is a number like others, which hides its pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedattn import reference, testing
+from fusedattn.testing import Inputs, Results
+from tests.conftest import (
+    DEVICE,
+    TORCH_LIMIT,
+    assert_equal,
+    assert_results_accurate,
+    sum_of_terms,
+    torch_attention,
+    torch_attention_beside_lse,
+    triton_attention,
+)
+from tests.helpers.hostile import Problem
+
+
+def check(problem: Problem) -> bool:
+    """Raise AssertionError, with the command that reproduces it, unless both backends do what they promise.
+
+    Returns:
+        Whether the numbers could be compared with the truth: False where they overflow on the way.
+    """
+    try:
+        return _check(problem)
+    except Exception as error:
+        raise AssertionError(f"{problem.command}\n{type(error).__name__}: {error}") from error
+
+
+def _check(problem: Problem) -> bool:
+    fits = _check_function(triton_attention, problem, DEVICE, 1.0)
+    # The torch backend promises less: not the strides, a wider budget, the same numbers only from the same kernel of
+    # torch's; denormals, overflow and a NaN in dout or dlse are left to that kernel.
+    limit, poison = TORCH_LIMIT[problem.case.dtype], tuple(p for p in problem.poison if p[0] not in ("dout", "dlse"))
+    tamer = replace(problem, magnitudes={}, poison=poison)
+    for function in (torch_attention, torch_attention_beside_lse):  # asked for lse, it takes another way
+        try:
+            _check_function(function, tamer, "cpu", limit, strides=False)
+        except AssertionError as error:
+            raise AssertionError(f"torch backend: {error}") from error
+    return fits
+
+
+def _check_function(
+    function: Callable[..., Any], problem: Problem, device: str, limit: float, *, strides: bool = True
+) -> bool:
+    inputs = problem.inputs(device)
+    before = {name: _memory(x).clone() for name, x in inputs.tensors().items()}
+    with _uninitialised_is_nan():
+        results = _run(function, inputs, list(inputs.leaves), problem.dlse)
+        again = _run(function, inputs, problem.needed_of(inputs), problem.dlse)
+        alone = function(inputs.q, inputs.k, inputs.v, **inputs.options)
+    for name, x in inputs.tensors().items():
+        assert torch.equal(_memory(x), before[name]), f"{name} was modified, or the memory around it"
+    _assert_made_alike(results, inputs, strides)
+    # The second run, of some of the gradients; without lse and without gradients.
+    found = [results]
+    same_kernel = inputs.q.shape[3] == inputs.v.shape[3] and all(name != "q" for name, *_ in problem.poison)
+    if strides or (same_kernel and not {"bias", "relative", "slopes"} & set(inputs.leaves)):
+        assert_equal(again, {name: results[name] for name in again})
+        assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
+    else:  # torch runs other kernels where a bias, values of another width, or a NaN in a query get no gradient
+        found += [{**results, **again}, {**results, "out": alone}]
+
+    reach = Reach.of(inputs, problem.dlse)
+    for results in found:
+        _assert_empty_is_zero(results, inputs, reach.hidden, reach)
+    if inputs.q.numel() == 0:
+        return True
+    clean = _clean(inputs if problem.dlse else testing.without_lse_gradient(inputs))
+    truth, eager = testing.golden(clean), testing.baseline(clean)
+    fits = _fits(clean, truth, eager)
+    left_out = {name: _like(rows, name) for name, rows in reach.may.items()}  # what a NaN or infinity may reach
+    for results in found:
+        _assert_nothing_is_lost(results, inputs, reach, problem, fits)
+        if fits:
+            _assert_empty_is_zero(results, inputs, reach.weightless, reach)
+            assert_results_accurate(results, clean, truth, eager, left_out=left_out, limit=limit)
+    return fits
+
+
+def _run(function: Callable[..., Any], inputs: Inputs, needed: list[str], with_dlse: bool) -> Results:
+    """out, lse and the gradients of the leaves that need one."""
+    leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
+    x = inputs.with_leaves(leaves)
+    out, lse = function(q=x.q, k=x.k, v=x.v, **x.options, return_lse=True)
+    with_dlse = with_dlse and lse.requires_grad  # eager: not where only v does
+    outputs, douts = ((out, lse), (inputs.dout, inputs.dlse)) if with_dlse else ((out,), (inputs.dout,))
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in needed], douts)
+    gradients = {f"d{name}": grad for name, grad in zip(needed, grads, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+@contextmanager
+def _uninitialised_is_nan() -> Iterator[None]:
+    """Memory that is allocated and not filled starts as NaN, and integers as their largest."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _memory(x: Tensor) -> Tensor:
+    """All bytes of the memory that ``x`` is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _assert_made_alike(results: Results, inputs: Inputs, strides: bool) -> None:
+    """Shapes, dtypes and, with `strides`, these; every result has memory of its own."""
+    rows, head_dim_v = inputs.q.shape[:3], inputs.v.shape[3]
+    out_like = inputs.q if inputs.q.shape[3] == head_dim_v else inputs.q.new_empty(*rows, head_dim_v)
+    for name, y in (("out", out_like), *((f"d{name}", x) for name, x in inputs.leaves.items())):
+        x = results[name]
+        assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), f"{name} is {x.shape} {x.dtype}"
+        if not strides or name not in testing.TENSORS:
+            continue
+        assert _is_dense(x), f"{name} has strides {x.stride()}, with gaps or overlaps"
+        if _is_dense(y) and y.numel() > 0 and (name != "out" or y is inputs.q):
+            like = "q" if name == "out" else name[1:]
+            assert _strides(x) == _strides(y), f"{name} has strides {x.stride()}, {like} {y.stride()}"
+    lse = results["lse"]
+    dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+    assert (lse.shape, lse.dtype) == (inputs.q.shape[:3], dtype), f"lse is {lse.shape} {lse.dtype}"
+    own = [x.untyped_storage().data_ptr() for x in results.values() if x.numel()]
+    others = {x.untyped_storage().data_ptr() for x in inputs.tensors().values()}
+    assert len(set(own) - others) == len(own), "results share memory, with each other or with the inputs"
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those that matter: of dimensions with more than one element."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether ``x`` uses each element of its part of the memory exactly once."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    dims = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    apart = all(b[0] >= a[0] * a[1] for a, b in itertools.pairwise(dims)) and all(s > 0 for s, _ in dims)
+    return x.numel() == 0 or (apart and extent == x.numel())
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What must be exactly 0, because all of its pairs are hidden.
+
+    Attributes:
+        queries: ``(batch, nheads_q, seqlen_q)``.
+        keys: ``(batch, nheads_kv, seqlen_k)``.
+        added: of the gradients of what else the scores are made of, where it is there, in their shapes.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    added: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, pairs: Tensor, inputs: Inputs) -> Hidden:
+        """Where these are all pairs that count."""
+        keys = per_key(pairs.any(-2), inputs)
+        return cls(~pairs.any(-1), ~keys, {name: ~x for name, x in _in_sums(inputs, pairs).items()})
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where a NaN or an infinity of the inputs must show in the results, and where it may.
+
+    Attributes:
+        hidden: what the mask hides.
+        weightless: what the mask or a bias of -inf hides.
+        must, may: for each result, its rows; of what is not in rows of head_dim, its elements.
+    """
+
+    hidden: Hidden
+    weightless: Hidden
+    must: dict[str, Tensor]
+    may: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, inputs: Inputs, with_dlse: bool) -> Reach:
+        """Of these inputs; `with_dlse` if a gradient comes back to lse."""
+        pairs = inputs.visible()
+        bias = torch.zeros_like(pairs, dtype=torch.float64)
+        if inputs.bias is not None:
+            bias = inputs.bias.dense(*pairs.shape[2:]).expand(pairs.shape)
+        live = pairs & (bias != -math.inf)
+        added = pairs & (bias.isnan() | (bias == math.inf))
+        kept = live & (testing.keep_factor(inputs) != 0)
+        return cls(
+            Hidden.of(pairs, inputs),
+            Hidden.of(live, inputs),
+            must=_reached(inputs, live, kept, added, with_dlse),
+            may=_reached(inputs, pairs, pairs, added, with_dlse, everywhere=True),
+        )
+
+
+def _in_sums(inputs: Inputs, pairs: Tensor) -> dict[str, Tensor]:
+    """Which gradients of what scores are made of have a term from one of these pairs, be it 0."""
+    found = {name: x != 0 for name, x in testing.through_bias(inputs, pairs.double()).items()}
+    by_head = pairs.any(-1).any(-1)  # (batch, nheads_q)
+    if "slopes" in inputs.leaves:
+        shape = inputs.leaves["slopes"].shape
+        found["dslopes"] = by_head.double().sum_to_size(shape) > 0
+    if "learned" in inputs.leaves:  # a gain for each head
+        found["dlearned"] = by_head.any(0)
+    return found
+
+
+def per_key(x: Tensor, inputs: Inputs) -> Tensor:
+    """``(batch, nheads_q, ...)`` -> ``(batch, nheads_kv, ...)``: of any query head of a group."""
+    nheads_kv = inputs.k.shape[1]
+    return x.unflatten(1, (nheads_kv, x.shape[1] // nheads_kv)).any(2)
+
+
+def _reached(
+    inputs: Inputs, pairs: Tensor, kept: Tensor, added: Tensor, with_dlse: bool, *, everywhere: bool = False
+) -> dict[str, Tensor]:
+    """The rows of each result that depend on a NaN or an infinity through `pairs`, of which dropout keeps `kept`.
+
+    `added` are the pairs with such a bias. `everywhere`: also what may be reached by a product with 0.
+    """
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    sees = pairs.any(-1)
+
+    def rows_that_see(keys: Tensor, pairs: Tensor) -> Tensor:
+        return (pairs & keys.repeat_interleave(group, 1)[:, :, None]).any(-1)
+
+    def keys_seen_by(rows: Tensor, pairs: Tensor) -> Tensor:
+        return per_key((pairs & rows[..., None]).any(-2), inputs)
+
+    def head_of(rows: Tensor) -> Tensor:
+        return per_key(rows.any(-1), inputs)[..., None]
+
+    bad = {name: ~getattr(inputs, name).isfinite().all(-1) for name in ("q", "k", "v", "dout")}
+    weights = rows_that_see(bad["k"], pairs) | (bad["q"] & sees) | added.any(-1)
+    lse, bad_dlse = weights, ~inputs.dlse.isfinite() & with_dlse
+    of_sink = torch.zeros_like(sees)
+    if inputs.sinks is not None:
+        of_sink = ~inputs.sinks.isfinite()[:, None].expand(sees.shape)
+        weights = weights | (of_sink & sees)
+        lse = weights | of_sink if everywhere else weights
+    out = weights | rows_that_see(bad["v"], kept)
+    scores = out | ((bad["dout"] | bad_dlse) & sees)  # their gradient
+    found = {
+        "out": out,
+        "lse": lse,
+        "dq": scores,
+        "dk": keys_seen_by(scores, pairs),
+        "dv": keys_seen_by(weights | (bad["dout"] & sees), kept),
+    }
+    found |= _in_sums(inputs, pairs & scores[..., None])
+    if inputs.sinks is not None:
+        found["dsinks"] = (scores | bad_dlse | lse).any(-1).any(0)
+    if everywhere:
+        found["dk"] = found["dk"] | head_of(bad["q"] & (sees | of_sink))
+        found["dv"] = found["dv"] | head_of(bad["dout"] & (sees | of_sink))
+    return found
+
+
+ADDED = ("bias", "relative", "sinks")
+ROWS = ("out", "dq", "dk", "dv")  # what is judged by rows of head_dim
+
+
+def _like(rows: Tensor, name: str) -> Tensor:
+    return rows[..., None] if name in ROWS else rows
+
+
+def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reach: Reach) -> None:
+    """Queries that see nothing, keys that nobody sees, and what is added to no visible score."""
+    empty = hidden.queries & ~reach.may["out"]
+    zeros = {"out": empty, "dq": hidden.queries & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
+    for name, rows in {**zeros, **hidden.added}.items():
+        here = rows & ~reach.may[name]
+        assert (results[name][here.expand(results[name].shape[: here.dim()])] == 0).all(), (
+            f"{name} of what sees nothing is not 0"
+        )
+    assert not results["out"][empty].signbit().any(), "out of what sees nothing is -0.0"
+    lse, expected = results["lse"], torch.full_like(results["lse"], -math.inf)
+    if inputs.sinks is not None:
+        expected = inputs.sinks.to(expected.dtype)[:, None].expand(expected.shape)
+    rows = empty & ~reach.may["lse"]
+    torch.testing.assert_close(
+        lse[rows],
+        expected[rows],
+        equal_nan=True,
+        msg=lambda m: f"lse of what sees nothing is neither -inf nor that of its sink: {m}",
+    )
+
+
+def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, problem: Problem, fits: bool) -> None:
+    """A NaN shows wherever it must; an infinity is never as if it were not there."""
+    nan = {name: x.isnan().any(-1) if name in ROWS else x.isnan() for name, x in results.items()}
+    assert not (nan["out"] & ~nan["dq"]).any(), "out is NaN where dq is not"
+    infinite = {name for name, value, _ in problem.poison if value in ("inf", "-inf")}
+    if not fits or infinite - {"v", "dout", "dlse"}:  # the weight of a score of -inf is 0
+        return
+    sees = ~reach.weightless.queries
+    assert not (results["lse"][sees] == -math.inf).any(), "lse is -inf of a query that sees something"
+    for name, rows in reach.must.items():
+        found = nan[name]
+        if infinite and name != "lse":
+            found = ~results[name].isfinite()
+            found = found.any(-1) if name in ROWS else found
+        lost = rows & ~found
+        assert not lost.any(), f"{name}: a NaN or infinity is lost in (batch, head, row) {lost.nonzero()[:3].tolist()}"
+
+
+def _clean(inputs: Inputs) -> Inputs:
+    """With 0 for each NaN and infinity; a bias of -inf hides its pairs and stays."""
+    leaves = {
+        name: x.nan_to_num(0.0, 0.0, -math.inf if name in ("bias", "relative") else 0.0)
+        for name, x in inputs.leaves.items()
+    }
+    other = inputs.with_leaves(leaves)
+    return replace(other, **{name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in ("dout", "dlse")})
+
+
+def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:
+    """Whether neither the results nor the sums on the way to them overflow, here or in eager PyTorch, and the results
+    follow from the numbers that are given.
+    """
+    # A large bias or sink decides alone, in the softmax, and is in no sum behind it.
+    leaves = {name: x.clamp(-1e3, 1e3) if name in ADDED else x for name, x in clean.leaves.items()}
+    # Kernels multiply dq and dk by the scale after they have added them up.
+    sums = sum_of_terms(clean.with_leaves(leaves), least_scale=1.0)
+    largest = max((x.max().item() for x in sums.values() if x.numel()), default=0.0)
+    if not largest <= torch.finfo(clean.q.dtype).max / 16:
+        return False
+    if not all(bool((eager[name].isfinite() | ~truth[name].isfinite()).all()) for name in truth):
+        return False
+    return not (residual_is_lost(clean, truth) or rounding_decides(clean))
+
+
+def residual_is_lost(inputs: Inputs, truth: Results) -> bool:
+    """Whether out is too small for what its rounding takes to be kept, so that delta misses it (decision 0005)."""
+    if inputs.q.dtype != torch.bfloat16 or truth["out"].numel() == 0:
+        return False
+    return 0.0 < truth["out"].abs().max().item() < torch.finfo(torch.bfloat16).tiny
+
+
+def rounding_decides(inputs: Inputs) -> bool:
+    """Whether a quarter of some query's weight moves to another key where a rotation is rounded to 16 bits.
+
+    It is rounded once, says the contract; of scores of 10,000, that may choose the largest.
+    """
+    if inputs.rope is None or inputs.q.dtype.itemsize > 2:
+        return False
+    exact = inputs.to(torch.float64)
+    rotated = (x.to(inputs.q.dtype).double() for x in inputs.rope.rotate(inputs.q.float(), inputs.k.float()))
+    rounded = replace(exact, **dict(zip("qk", rotated, strict=True)), rope=None)
+    weights, others = (reference.attention(x.q, x.k, x.v, **x.options)[2] for x in (exact, rounded))
+    return weights.numel() > 0 and not (weights - others).abs().max() < 0.25

@@ -1,0 +1,143 @@
+"""Models of transformers, small, and what comes out of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from tests.conftest import DEVICE
+
+VOCAB, BATCH, LENGTH, NEW_TOKENS = 60, 2, 11, 5
+
+
+PAD, START, END = 0, 1, 2
+
+
+WIDTH: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
+
+
+PLAIN = WIDTH | IDS | {"max_position_embeddings": 64}
+
+
+GROUPED = PLAIN | {"num_key_value_heads": 2}
+
+
+EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # grouped products have no float64
+
+
+SEQ2SEQ = IDS | {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "decoder_start_token_id": END, "dropout": 0.0,
+}  # fmt: skip
+
+
+# By name: the config, its class of model, and its arguments.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama, grouped queries": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "Mistral, windows": ("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 4}),
+    "Qwen 2, windows in one layer": (
+        "Qwen2Config", "Qwen2ForCausalLM",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "Qwen 3, normalised q and k": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "Gemma 2, soft-cap and windows": (
+        "Gemma2Config", "Gemma2ForCausalLM",
+        GROUPED | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
+                   "initializer_range": 0.2},  # scores that reach the cap
+    ),
+    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "Granite, a factor of scores": ("GraniteConfig", "GraniteForCausalLM", GROUPED | {"attention_multiplier": 0.5}),
+    "Phi, partial rotation": ("PhiConfig", "PhiForCausalLM", GROUPED | {"partial_rotary_factor": 0.5}),
+    "gpt-oss, sinks and windows": (
+        "GptOssConfig", "GptOssForCausalLM",
+        GROUPED | EXPERTS | {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2},
+    ),
+    "GPT-2": (
+        "GPT2Config", "GPT2LMHeadModel",
+        IDS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
+    ),
+    "BERT": ("BertConfig", "BertModel", PLAIN),
+    "ModernBERT, windows both ways": (
+        "ModernBertConfig", "ModernBertModel", PLAIN | {"local_attention": 6, "global_attn_every_n_layers": 2}
+    ),
+    "T5, relative bias": (
+        "T5Config", "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+            "pad_token_id": PAD, "decoder_start_token_id": PAD, "eos_token_id": END,
+            "feed_forward_proj": "gated-gelu",  # the gradient of relu jumps
+        },
+    ),
+    "BART, encoder and decoder": ("BartConfig", "BartForConditionalGeneration", SEQ2SEQ),
+}  # fmt: skip
+
+
+# On a CPU the kernels are interpreted, slowly: most tests there run the other backend, and some both.
+QUICK = "torch" if DEVICE == "cpu" else "triton"
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The model in eval(), with its own eager attention."""
+    config, cls, arguments = MODELS[name]
+    model = getattr(transformers, cls)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
+    return model.to(DEVICE, dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def _exact_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention of transformers rounds its weights to float32 even in a float64 model; not here."""
+    softmax = F.softmax
+
+    def exact(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **rest)
+
+    monkeypatch.setattr(F, "softmax", exact)
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    """Token ids, and which of them are real."""
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device=DEVICE)
+    real = torch.ones(BATCH, LENGTH, dtype=torch.long, device=DEVICE)
+    if side == "left":
+        real[0, :4] = 0
+    elif side == "right":
+        real[0, 7:] = 0
+    return ids, real
+
+
+def arguments(model: Any, ids: Tensor, real: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """What a model is called with, and which of its outputs have a meaning."""
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
+    if not model.config.is_encoder_decoder:
+        return given, real.bool()
+    given["decoder_input_ids"] = ids[:, :6]
+    return given, torch.ones_like(ids[:, :6], dtype=torch.bool)
+
+
+def outcome(model: Any, given: dict[str, Any], meant: Tensor) -> dict[str, Tensor]:
+    """The output where it has a meaning, and the gradient of every parameter."""
+    model.zero_grad()
+    result = model(**given)
+    out = (result.logits if "logits" in result else result.last_hidden_state)[meant]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    out.backward(weights)
+    return {"output": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """In float64: to 1e-9 of the largest gradient there is, as some are 0 by mathematics (that of a key's bias)."""
+    assert got.keys() == expected.keys()
+    largest = max(x.abs().max().item() for name, x in expected.items() if name != "output")
+    for name, x in expected.items():
+        scale = x.abs().max().item() if name == "output" else largest
+        # Norms round to float32 in between, which makes steps of 1e-7 of a difference in the last bit.
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-6 * scale)

@@ -1,0 +1,524 @@
+"""Which blocks are visited: checked against ``dense()``, block by block, and counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedattn import masks, reference_varlen
+from fusedattn.backends.triton import launching
+from fusedattn.backends.triton.operands import constants_of
+from fusedattn.kernels.call import Problem
+from fusedattn.kernels.configs import TileConfig
+from fusedattn.kernels.mask_arguments import key_range
+from fusedattn.kernels.masking import (
+    any_keys,
+    boundary_queries,
+    bounds_of,
+    key_blocks,
+    query_blocks,
+    tile_visited,
+)
+from fusedattn.kernels.primitives import program_tile
+from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape, place_of, with_head
+from fusedattn.masks import Band, Mask
+from fusedattn.options import Options, Packed
+from fusedattn.testing import triton_functions
+from tests.conftest import DEVICE
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+TILES = [(16, 16), (32, 16), (16, 32), (16, 64)]
+NHEADS, GROUP = 4, 2
+
+
+@triton.jit
+def write_key_blocks(
+    counts_ptr, starts_ptr, visited_ptr, call, nheads, seqlen_q, seqlen_k, n_tiles, n_key_tiles,
+    lower_start, upper_start, lower_end, upper_end,
+    RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """For every tile of queries: how many full and boundary blocks, and where; and which tiles of a grid it visits."""
+    tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
+    pid = tl.program_id(0)
+    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
+    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    start_m = tile * BLOCK_M
+    for i in range(0, n_key_tiles):
+        seen = tile_visited(call.mask, place, bounds, start_m, i * BLOCK_N, BLOCK_M, BLOCK_N)
+        tl.store(visited_ptr + pid * n_key_tiles + i, seen.to(tl.int32))
+    if start_m < place.seqlen_q:
+        blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, RUN * BLOCK_N)
+        tl.store(counts_ptr + pid * 2, blocks.n_full)
+        tl.store(counts_ptr + pid * 2 + 1, blocks.n_boundary)
+        for i in range(0, tl.minimum(blocks.n_full + blocks.n_boundary, MOST)):
+            tl.store(starts_ptr + pid * MOST + i, any_keys(i, blocks, call.mask, place, start_m, BLOCK_N))
+
+
+@triton.jit
+def write_query_blocks(
+    counts_ptr, starts_ptr, call, nheads_q, seqlen_q, seqlen_k, n_tiles,
+    lower_start, upper_start, lower_end, upper_end,
+    GROUP: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same for every tile of keys, and each query head of its group."""
+    tile, head_kv, sequence = program_tile(n_tiles, nheads_q // GROUP, 1, REVERSED=False)
+    first_place = place_of(call.sequences, sequence, head_kv * GROUP, seqlen_q, seqlen_k)
+    bounds = bounds_of(call.mask, first_place, lower_start, upper_start, lower_end, upper_end)
+    start_n = tile * BLOCK_N
+    if start_n < first_place.seqlen_k:
+        blocks = query_blocks(call.mask, first_place, bounds, GROUP, start_n, BLOCK_M, BLOCK_N, RUN * BLOCK_M)
+        for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
+            at = (sequence * nheads_q + head) * n_tiles + tile
+            place = with_head(first_place, head)
+            tl.store(counts_ptr + at * 2, blocks.n_full)
+            tl.store(counts_ptr + at * 2 + 1, blocks.n_boundary)
+            for i in range(0, tl.minimum(blocks.n_full, MOST)):
+                tl.store(starts_ptr + at * MOST + i, blocks.start + (blocks.n_left + i) * BLOCK_M)
+            for i in range(0, tl.minimum(blocks.n_boundary, MOST - blocks.n_full)):
+                start_m = boundary_queries(i, blocks, call.mask, place, start_n, BLOCK_M)
+                tl.store(starts_ptr + at * MOST + blocks.n_full + i, start_m)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The blocks that one tile of queries, or of keys, visits, each by its start; and which tiles of a grid."""
+
+    sequence: int
+    head: int
+    start: int
+    full: list[int]
+    boundary: list[int]
+    grid: list[bool]
+
+
+def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Packed | None = None) -> Problem:
+    """What the launchers get for a call with this mask."""
+    q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
+    k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
+    options = Options(mask, None, None, 1.0, None, None, None, 0.0, None)
+    return launching.problem_of(q, k, k, constants_of(options, keep_rest=False, packed=packed))
+
+
+def visits(
+    problem: Problem,
+    block_m: int,
+    block_n: int,
+    *,
+    by_query: bool,
+    heads: int = NHEADS,
+    grid: bool = False,
+    run: int = 1,
+) -> list[Visit]:
+    """For each tile of the first heads of all sequences what it visits; with `grid`, for queries, of a grid too.
+
+    Full blocks come in runs of `run`.
+    """
+    shape = problem.shape
+    n_m, n_n = -(-shape.max_seqlen_q // block_m), -(-shape.max_seqlen_k // block_n)
+    size, n_tiles, n_others = (block_m, n_m, n_n) if by_query else (block_n, n_n, n_m)
+    most = n_others + 8
+    n = shape.n_sequences * heads * n_tiles
+    counts = torch.zeros(n, 2, dtype=torch.int32, device=DEVICE)
+    starts = torch.zeros(n, most, dtype=torch.int32, device=DEVICE)
+    n_grid = n_n if grid else 0
+    shown = torch.zeros(n, n_grid, dtype=torch.int32, device=DEVICE)
+    sizes = problem.band.sizes
+    if n > 0 and by_query:
+        write_key_blocks[(n,)](
+            counts, starts, shown, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_m, n_grid, **sizes,
+            RUN=run, MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
+        )  # fmt: skip
+    elif n > 0:
+        group = min(GROUP, heads)
+        write_query_blocks[(n // group,)](
+            counts, starts, problem.call, heads, shape.seqlen_q, shape.seqlen_k, n_n, **sizes,
+            GROUP=group, RUN=run, MOST=most, BLOCK_M=block_m, BLOCK_N=block_n,
+        )  # fmt: skip
+    found = []
+    for i, (n_full, n_boundary) in enumerate(counts.tolist()):
+        assert n_full + n_boundary <= most, "more blocks than there are"
+        blocks = starts[i, : n_full + n_boundary].tolist()
+        where = (i // n_tiles // heads, i // n_tiles % heads, i % n_tiles * size)
+        found.append(Visit(*where, blocks[:n_full], blocks[n_full:], (shown[i] != 0).tolist()))
+    return found
+
+
+def check_visits(
+    problem: Problem,
+    dense_of: Callable[[int], Tensor],
+    block_m: int,
+    block_n: int,
+    *,
+    by_query: bool,
+    sharp: bool,
+    heads: int,
+    what: str,
+    run: int = 1,
+) -> None:
+    """Full blocks are fully visible, and what is not visited is hidden; with `sharp`, nothing is visited in vain.
+
+    `dense_of` a sequence is the mask that defines what it sees, ``(nheads or 1, seqlen_q, seqlen_k)``.
+    """
+    size, step = (block_m, block_n) if by_query else (block_n, block_m)
+    for visit in visits(problem, block_m, block_n, by_query=by_query, heads=heads, grid=by_query, run=run):
+        dense = dense_of(visit.sequence)
+        dense = dense[visit.head if dense.shape[0] > 1 else 0]
+        dense = dense if by_query else dense.mT
+        if visit.start >= dense.shape[0]:
+            continue  # packed: no tile of this sequence
+        at = f"{what}: {'queries' if by_query else 'keys'} of {block_m} x {block_n}: {visit}"
+        rows, n_others = dense[visit.start : visit.start + size], dense.shape[1]
+        visited = torch.zeros(n_others, dtype=torch.bool)
+        for block in (*visit.full, *visit.boundary):
+            inside = slice(max(block, 0), max(block + step, 0))
+            assert not visited[inside].any(), f"{at}: visited twice"
+            visited[inside] = True
+        assert len(visit.full) % run == 0, f"{at}: a run is not complete"
+        assert visit.full == [visit.full[0] + i * step for i in range(len(visit.full))], f"{at}: a run has gaps"
+        for block in visit.full:
+            assert 0 <= block <= n_others - step, f"{at}: full block {block} reaches out"
+            assert rows[:, block : block + step].all(), f"{at}: full block {block} has hidden pairs"
+            # The kernels read all rows of a full block, also of a tile that reaches beyond the last one.
+            assert by_query or visit.start + size <= dense.shape[0], f"{at}: full, but ragged"
+        seen = rows.any(0)
+        assert not seen[~visited].any(), f"{at}: visible, but not visited"
+        if by_query:
+            for i, shown in enumerate(visit.grid):
+                in_tile = slice(i * step, (i + 1) * step)
+                assert shown or not seen[in_tile].any(), f"{at}: tile {i} of the grid is visible, but not visited"
+                # The blocks are counted from the first key that is seen, so that the last may reach into a tile.
+                nearby = slice(max((i - 1) * step + 1, 0), (i + 1) * step)
+                assert not shown or not sharp or seen[nearby].any(), f"{at}: tile {i} of the grid is visited in vain"
+        # Some of the keys are hidden: the others may see less.
+        cut = not by_query and not rows.any(1).all()
+        if sharp and not cut:
+            places = seen.nonzero()[:, 0].tolist()
+            span = places[-1] - places[0] + 1 if places else 0
+            n_visited = len(visit.full) + len(visit.boundary)
+            assert n_visited == -(-span // step), f"{at}: visits {n_visited} blocks for {span} in a row"
+            for block in visit.boundary:
+                assert seen[max(block, 0) : block + step].any(), f"{at}: block {block} is visited in vain"
+            if by_query or visit.start + size <= dense.shape[0]:
+                n_all = int(rows.all(0).sum())
+                assert len(visit.full) >= (n_all // (step * run) - 1) * run, f"{at}: {n_all} in a row are fully visible"
+
+
+LENGTHS = (
+    (1, 1), (1, 40), (40, 1), (16, 32), (33, 33), (50, 70), (70, 50), (64, 100), (31, 95), (17, 0), (20, 34), (46, 62),
+)  # fmt: skip
+
+
+def valid_keys(padding: str, seqlen_k: int, generator: torch.Generator) -> Tensor:
+    positions = torch.arange(seqlen_k)
+    length = int(torch.randint(0, seqlen_k + 1, (), generator=generator))
+    return {
+        "right": positions < length,
+        "left": positions >= length,
+        "left, whole tiles": positions >= 32,
+        "uneven": torch.rand(seqlen_k, generator=generator) < 0.6,
+        "none valid": positions < 0,
+    }[padding]
+
+
+@pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
+@pytest.mark.parametrize(("block_m", "block_n", "run"), [*((*tile, 1) for tile in TILES), (32, 16, 2), (16, 16, 4)])
+def test_blocks(block_m, block_n, run, by_query):
+    """Causal masks and padding, of every kind with every other."""
+    generator = torch.Generator().manual_seed(block_m * block_n)
+    paddings = (None, "right", "left", "left, whole tiles", "uneven", "none valid")
+    cases = itertools.product(LENGTHS, (None, "bottom_right", "top_left"), paddings, (False, True))
+    for (seqlen_q, seqlen_k), causal, padding, boolean in cases:
+        if boolean and (seqlen_q, seqlen_k) != (50, 70):
+            continue
+        mask = masks.full() if causal is None else masks.causal(causal)
+        if padding is not None:
+            mask = mask & masks.padding(valid_keys(padding, seqlen_k, generator)[None])
+        if boolean:
+            mask = mask & masks.boolean(torch.rand(seqlen_q, seqlen_k, generator=generator) < 0.5)
+        dense = mask.dense(seqlen_q, seqlen_k)[0]
+        check_visits(
+            problem_of(mask.to(DEVICE), 1, seqlen_q, seqlen_k), lambda _, dense=dense: dense, block_m, block_n,
+            by_query=by_query, sharp=not boolean and padding != "uneven", heads=1, run=run,
+            what=f"seqlen {seqlen_q}, {seqlen_k}, causal={causal}, padding={padding}, boolean={boolean}",
+        )  # fmt: skip
+        if padding == "none valid" or (padding == "left, whole tiles" and not by_query):
+            hidden = [
+                visit
+                for visit in visits(problem_of(mask.to(DEVICE), 1, seqlen_q, seqlen_k), block_m, block_n,
+                                    by_query=by_query, heads=1)
+                if padding == "none valid" or visit.start + block_n <= 32
+            ]  # fmt: skip
+            assert all(visit.full + visit.boundary == [] for visit in hidden), "a tile of padding visits blocks"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of mask of two sequences and NHEADS heads, given (generator, seqlen_q, seqlen_k).
+
+    Attributes:
+        heads: how many of them to look at; all where they differ.
+        sharp: nothing is visited in vain. `sharp_alone`: unless there is padding, too, or seqlen_q != seqlen_k.
+    """
+
+    make: Callable[[torch.Generator, int, int], Mask]
+    heads: int = 1
+    sharp: bool = False
+    sharp_alone: bool = False
+
+
+def lengths_of(generator: torch.Generator, seqlen_k: int) -> Tensor:
+    return torch.randint(-3, seqlen_k + 3, (2,), generator=generator)
+
+
+def packed_ids(generator: torch.Generator, seqlen: int) -> Tensor:
+    return (torch.rand(2, seqlen, generator=generator) < 0.04).cumsum(-1)
+
+
+def blocks_of(
+    generator: torch.Generator, n: int, m: int, block_q: int, block_k: int, batch: int, heads: int, share: float = 0.5
+) -> Mask:
+    size = (batch, heads, -(-n // block_q), -(-m // block_k))
+    return masks.block_sparse(torch.rand(size, generator=generator) < share, (block_q, block_k))
+
+
+def documents_in_any_order(g: torch.Generator, n: int, m: int) -> Mask:
+    return masks.documents(*(torch.randint(-1, 4, (2, length), generator=g) for length in (n, m)))
+
+
+KINDS: dict[str, Kind] = {
+    "window": Kind(lambda g, n, m: masks.window(9, 4), sharp=True),
+    "window, wide": Kind(lambda g, n, m: masks.window(40, 0), sharp=True),
+    "window of one": Kind(lambda g, n, m: masks.window(0, 0), sharp=True),
+    "window, left": Kind(lambda g, n, m: masks.window(17, None), sharp=True),
+    "window, top-left": Kind(lambda g, n, m: masks.window(3, 20, "top_left"), sharp=True),
+    "window beside the diagonal": Kind(
+        lambda g, n, m: Mask(bands=frozenset({Band(-3, 30, "bottom_right")})), sharp=True,
+    ),
+    "window, causal from the other corner": Kind(lambda g, n, m: masks.window(9, 9) & masks.causal("top_left")),
+    "prefix": Kind(lambda g, n, m: masks.prefix_lm(lengths_of(g, m)), sharp=True),
+    "prefix, top-left": Kind(lambda g, n, m: masks.prefix_lm(lengths_of(g, m), "top_left"), sharp=True),
+    "prefix, window": Kind(lambda g, n, m: masks.prefix_lm(lengths_of(g, m)) & masks.window(20, None)),
+    "prefix, causal": Kind(lambda g, n, m: masks.prefix_lm(lengths_of(g, m), "top_left") & masks.causal()),
+    "documents": Kind(lambda g, n, m: masks.documents(packed_ids(g, n), packed_ids(g, m))),
+    "documents, shared": Kind(
+        lambda g, n, m: masks.documents(*(2 * [packed_ids(g, n)] if n == m else [packed_ids(g, n), packed_ids(g, m)])),
+        sharp_alone=True,
+    ),
+    "documents in any order": Kind(documents_in_any_order),
+    "documents, causal": Kind(lambda g, n, m: masks.documents(packed_ids(g, n), packed_ids(g, m)) & masks.causal()),
+    "documents, window": Kind(lambda g, n, m: documents_in_any_order(g, n, m) & masks.window(20, 5)),
+    "layout": Kind(lambda g, n, m: blocks_of(g, n, m, 16, 16, 1, 1)),
+    "layout per head": Kind(lambda g, n, m: blocks_of(g, n, m, 16, 32, 1, NHEADS), heads=NHEADS),
+    "layout per batch and head": Kind(lambda g, n, m: blocks_of(g, n, m, 32, 16, 2, NHEADS), heads=NHEADS),
+    "layout per batch, large": Kind(lambda g, n, m: blocks_of(g, n, m, 48, 64, 2, 1)),
+    "layout, almost empty": Kind(lambda g, n, m: blocks_of(g, n, m, 16, 16, 2, NHEADS, 0.1), heads=NHEADS),
+    "layout, causal": Kind(lambda g, n, m: blocks_of(g, n, m, 16, 16, 1, 1, 0.8) & masks.causal()),
+    "layout, window": Kind(lambda g, n, m: blocks_of(g, n, m, 16, 32, 1, 1, 0.8) & masks.window(20, 3)),
+    "layout, documents": Kind(
+        lambda g, n, m: blocks_of(g, n, m, 16, 16, 1, 1, 0.8) & masks.documents(packed_ids(g, n), packed_ids(g, m))
+    ),
+    "function": Kind(lambda g, n, m: triton_functions.mask_function(2, NHEADS, g), heads=2),
+    "function, window": Kind(lambda g, n, m: triton_functions.mask_function(2, NHEADS, g) & masks.window(9, 4)),
+    "boolean, prefix": Kind(
+        lambda g, n, m: masks.boolean(torch.rand(n, m, generator=g) < 0.5) & masks.prefix_lm(lengths_of(g, m))
+    ),
+}  # fmt: skip
+SHORT = ((1, 40), (40, 1), (33, 33), (50, 70), (70, 50), (31, 95), (17, 0))
+
+by_direction = pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
+
+
+def tiles_for(mask: Mask, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """As a call with this mask would launch instead."""
+    if mask.layout is None:
+        return tiles
+    block_q, block_k = mask.layout.block_q, mask.layout.block_k
+    within = [TileConfig(*tile, 4, 1).within(block_q, block_k) for tile in tiles]
+    return sorted({(tile.BLOCK_M, tile.BLOCK_N) for tile in within})
+
+
+@by_direction
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_of_other_masks(name, by_query):
+    """Alone and with padding, of sequences and heads that differ."""
+    kind, generator = KINDS[name], torch.Generator().manual_seed(len(name))
+    for (seqlen_q, seqlen_k), padding in itertools.product(SHORT, (None, "right", "left", "uneven")):
+        if padding is not None and (seqlen_q, seqlen_k) not in ((33, 33), (50, 70)):
+            continue
+        mask = kind.make(generator, seqlen_q, seqlen_k)
+        if padding is not None:
+            valid = [valid_keys(padding, seqlen_k, generator) for _ in range(2)]
+            mask = mask & masks.padding(torch.stack(valid))
+        dense = mask.dense(seqlen_q, seqlen_k, batch=2, nheads=NHEADS).expand(2, -1, -1, -1)
+        problem = problem_of(mask.to(DEVICE), 2, seqlen_q, seqlen_k)
+        sharp = (kind.sharp and padding != "uneven") or (kind.sharp_alone and not padding and seqlen_q == seqlen_k)
+        for block_m, block_n in tiles_for(mask, TILES[1:3]):
+            check_visits(
+                problem, lambda i, dense=dense: dense[i], block_m, block_n, by_query=by_query, sharp=sharp,
+                heads=kind.heads, what=f"seqlen {seqlen_q}, {seqlen_k}, padding={padding}",
+            )  # fmt: skip
+
+
+PACKED_KINDS = {
+    "full": lambda g, n, m: masks.full(),
+    "causal": lambda g, n, m: masks.causal(),
+    "window, top-left": lambda g, n, m: masks.window(20, 3, "top_left") & masks.causal(),
+    "documents": lambda g, n, m: masks.full(),
+    "documents, causal, padding": lambda g, n, m: masks.causal(),
+    "prefix, padding": lambda g, n, m: masks.prefix_lm(torch.randint(-2, m + 2, (4,), generator=g)),
+    "layout, window": lambda g, n, m: blocks_of(g, n, m, 16, 32, 4, NHEADS) & masks.window(20, None),
+    "function": lambda g, n, m: triton_functions.mask_function(4, NHEADS, g),
+    "boolean, causal": lambda g, n, m: (
+        masks.boolean(torch.rand(4, 1, n, m, generator=g) < 0.5) & masks.causal("top_left")
+    ),
+}
+
+
+@by_direction
+@pytest.mark.parametrize("name", PACKED_KINDS)
+def test_blocks_of_packed_sequences(name, by_query):
+    """Each as if it were alone: one of them is empty, and rows lie behind the last."""
+    generator = torch.Generator().manual_seed(len(name))
+    lengths_q, lengths_k, behind = (33, 0, 20, 50), (33, 7, 61, 18), 5
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lengths)]) for lengths in (lengths_q, lengths_k))
+    total_q, total_k = int(cu_q[-1]) + behind, int(cu_k[-1]) + behind
+    mask = PACKED_KINDS[name](generator, max(lengths_q), max(lengths_k))
+    if "documents" in name:
+        ids = [torch.randint(0, 3, (1, total), generator=generator) for total in (total_q, total_k)]
+        if "causal" in name:
+            ids = [x.sort()[0] for x in ids]
+        mask = mask & masks.documents(*ids)
+    if "padding" in name:
+        mask = mask & masks.padding(torch.rand(1, total_k, generator=generator) < 0.8)
+    packed = Packed(cu_q.int().to(DEVICE), cu_k.int().to(DEVICE), max(lengths_q), max(lengths_k))
+    problem = problem_of(mask.to(DEVICE), 1, total_q, total_k, packed)
+    assert problem.shape.n_sequences == 4
+
+    def dense_of(i: int) -> Tensor:
+        queries, keys = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+        own = reference_varlen._mask_of(mask, i, queries, keys)
+        return own.dense(lengths_q[i], lengths_k[i], batch=1, nheads=NHEADS, first_batch=i)[0]
+
+    sharp = name in ("full", "causal")
+    heads = NHEADS if name in ("layout, window", "function") else 1
+    for block_m, block_n in tiles_for(mask, TILES[1:3]):
+        check_visits(
+            problem, dense_of, block_m, block_n, by_query=by_query, sharp=sharp, heads=heads, what=name,
+        )  # fmt: skip
+
+
+@by_direction
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("layout")])
+def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
+    """Exactly those of its own head; bands hide some, too."""
+    kind, generator = KINDS[name], torch.Generator().manual_seed(0)
+    for seqlen_q, seqlen_k in ((70, 150), (150, 70)):
+        mask = kind.make(generator, seqlen_q, seqlen_k)
+        assert mask.layout is not None
+        block_q, block_k = mask.layout.block_q, mask.layout.block_k
+        n_q, n_k = mask.layout.blocks.shape[2:]
+        pairs = mask.layout.dense(torch.arange(n_q * block_q), torch.arange(n_k * block_k))
+        distance = torch.arange(n_k * block_k) - torch.arange(n_q * block_q)[:, None]
+        lower, upper = mask.band(seqlen_q, seqlen_k)
+        pairs = pairs if lower is None else pairs & (distance >= lower)
+        pairs = pairs if upper is None else pairs & (distance <= upper)
+        shown = pairs.unflatten(3, (n_k, block_k)).unflatten(2, (n_q, block_q)).any(-1).any(3).expand(2, NHEADS, -1, -1)
+        problem = problem_of(mask.to(DEVICE), 2, seqlen_q, seqlen_k)
+        for block_m, block_n in tiles_for(mask, TILES):
+            for visit in visits(problem, block_m, block_n, by_query=by_query, grid=by_query):
+                own = shown[visit.sequence, visit.head]
+                row = own[visit.start // block_q] if by_query else own[:, visit.start // block_k]
+                size, step, length = (block_k, block_n, n_k * block_k) if by_query else (block_q, block_m, seqlen_q)
+                expected = [
+                    start
+                    for block in row.nonzero()[:, 0].tolist()
+                    for start in range(block * size, (block + 1) * size, step)
+                ]
+                # Where other heads of the group have more, this one gets queries beyond the last.
+                assert [start for start in visit.boundary if start < length] == [
+                    start for start in expected if start < length
+                ]
+                assert visit.full == []
+                in_grid = [i * step for i, seen in enumerate(visit.grid) if seen]
+                assert not by_query or in_grid == [start for start in expected if start < seqlen_k]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_makes_less_work(side, causal):
+    """Half of the keys hidden: half of the blocks visited, and as many without mask arithmetic as could be."""
+    seqlen, block = 512, 16
+    valid = torch.arange(seqlen, device=DEVICE) < 256 if side == "right" else torch.arange(seqlen, device=DEVICE) >= 256
+    mask = masks.causal() if causal else masks.full()
+    n = seqlen // block
+    for by_query in (True, False):
+        everything, _ = work(mask, seqlen, block, by_query=by_query)
+        visited, boundary = work(mask & masks.padding(valid[None]), seqlen, block, by_query=by_query)
+        if not causal:
+            assert (everything, visited, boundary) == (n * n, n * n // 2, 0)
+        else:
+            assert everything == n * (n + 1) // 2
+            half = n // 2 * (n // 2 + 1) // 2
+            assert visited == (half if side == "left" else everything - half)
+            assert boundary <= n
+
+
+def work(mask: Mask, seqlen: int, block: int, *, by_query: bool) -> tuple[int, int]:
+    """How many blocks are visited, and how many of them are boundary blocks."""
+    tiles = visits(problem_of(mask, 1, seqlen, seqlen), block, block, by_query=by_query, heads=1)
+    return sum(len(x.full) + len(x.boundary) for x in tiles), sum(len(x.boundary) for x in tiles)
+
+
+@by_direction
+def test_work_is_proportional_to_what_is_visible(by_query):
+    """Windows and documents cost as much as their own pairs, whatever the length, and few need mask arithmetic."""
+    seqlen, block, n = 512, 16, 32
+    visited, boundary = work(masks.window(63, 0), seqlen, block, by_query=by_query)
+    assert visited <= 5 * n
+    assert boundary <= 2 * n
+    ids = (torch.arange(seqlen, device=DEVICE) // 128)[None]
+    assert work(masks.documents(ids), seqlen, block, by_query=by_query) == (n * n // 4, 0)
+    visited, boundary = work(masks.documents(ids) & masks.causal(), seqlen, block, by_query=by_query)
+    assert visited == 4 * 8 * 9 // 2
+    assert boundary == n
+    # Documents that lie between others: their range is visited, by pair.
+    visited, boundary = work(masks.documents(ids.fmod(2)), seqlen, block, by_query=by_query)
+    assert visited == boundary <= n * n
+    prefix = torch.tensor([256], device=DEVICE)
+    visited, boundary = work(masks.prefix_lm(prefix), seqlen, block, by_query=by_query)
+    assert visited == n * n // 2 + 16 * 17 // 2
+    assert boundary <= n
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 1, 5, 1023, 1024, 1025, 2500])
+def test_key_range(seqlen_k):
+    rows = [torch.zeros(seqlen_k), torch.ones(seqlen_k)]
+    for first, last in ((0, 0), (0, 3), (1, 4), (seqlen_k - 2, seqlen_k - 1), (1000, 1030)):
+        row = torch.zeros(seqlen_k)
+        row[max(first, 0) : last + 1] = 1
+        rows.append(row)
+        rows.append(row.clone())
+        rows[-1][max(first, 0) + 1 : last] = 0  # a gap, where there is room for one
+    rows += [(torch.rand(seqlen_k) < p).float() for p in (0.01, 0.5, 0.99)]
+    valid = torch.stack(rows).to(torch.uint8)
+    n = len(valid)
+    got = key_range(valid.to(DEVICE), NOT_PACKED, Shape(n, 1, 1, 1, seqlen_k, 1, seqlen_k)).cpu()
+    # The same rows one behind the other.
+    stops = torch.arange(n + 1, dtype=torch.int32, device=DEVICE) * seqlen_k
+    packed = Shape(n, 1, 1, 1, n * seqlen_k, 1, seqlen_k)
+    assert torch.equal(key_range(valid.to(DEVICE).view(1, -1), Sequences(stops, stops), packed).cpu(), got)
+    for row, (start, stop, contiguous) in zip(valid, got.tolist(), strict=True):
+        (seen,) = row.nonzero(as_tuple=True)
+        if len(seen) == 0:
+            assert (start, stop) == (0, 0)
+            continue
+        assert (start, stop) == (int(seen[0]), int(seen[-1]) + 1)
+        assert contiguous == (len(seen) == stop - start)

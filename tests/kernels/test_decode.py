@@ -1,0 +1,538 @@
+"""Few queries against many keys: rows of a tile that are pairs of a query and a head, and keys in splits.
+
+The interpreter's tile has 16 rows, and a split 32 keys (kernels/configs.py), so that short keys make several of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedattn import ScoreMod, attention_varlen, biases, fuse, masks, testing
+from fusedattn.integrations import flash_attn
+from fusedattn.kernels import attention_fwd, configs
+from fusedattn.kernels.grid import Tiling
+from fusedattn.testing import Case
+from fusedattn.transformer import GPTModel
+from tests.conftest import (
+    DEVICE,
+    DTYPES,
+    INTERPRETING,
+    assert_accurate,
+    assert_equal,
+    assert_results_accurate,
+    inputs_of,
+    member,
+    triton_attention,
+)
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU's splits are longer")
+SPLIT = configs.INTERPRETER_FEW_QUERIES.split
+ROWS = configs.INTERPRETER_FEW_QUERIES.config.BLOCK_M
+
+BASE = Case(batch=2, seqlen_q=2, seqlen_k=3 * SPLIT + 5, nheads_q=6, nheads_kv=2, head_dim=16)
+
+# (queries, heads that share a KV head): all rows of a tile, some of them, and groups that no tile holds.
+SHAPES = [(1, 1), (1, 3), (1, 7), (1, 8), (1, 16), (1, 20), (2, 4), (2, 7), (4, 3), (5, 2), (5, 1), (16, 1)]
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "causal, top-left": {"causal": "top_left"},
+    "right padding": {"padding": "right", "causal": "bottom_right"},
+    "left padding": {"padding": "left", "causal": "bottom_right"},
+    "padding with gaps": {"padding": "uneven", "empty_batch": True},
+    "window": {"window": (40, 0)},
+    "window, both sides": {"window": (70, 3), "causal": "top_left"},
+    "prefix": {"prefix": True, "causal": "bottom_right"},
+    "documents": {"documents": "packed", "seed": 3},
+    "shuffled documents": {"documents": "shuffled"},
+    "boolean": {"boolean": "full"},
+    "broadcast boolean": {"boolean": "broadcast"},
+    "block-sparse": {"layout": 16},
+    "mask function": {"mask_function": True},
+    "bias": {"bias": "full"},
+    "bias per head": {"bias": "per_head"},
+    "bias per key with -inf": {"bias": "per_key", "bias_inf": True},
+    "alibi": {"alibi": True},
+    "slopes per batch": {"alibi": "per_batch"},
+    "relative": {"relative": "per_head"},
+    "relative per query": {"relative": "per_query"},
+    "soft-cap": {"softcap": 0.7},
+    "score function": {"score_mod": True},
+    "sinks": {"sinks": True},
+    "rope": {"rope": "half", "causal": "bottom_right"},
+    "interleaved rope, in part": {"rope": "interleaved", "rotary_dim": 6, "head_dim": 24},
+    "positions": {"rope": "half", "rope_positions": True, "rope_tables": "per_batch"},
+    "dropout": {"dropout_p": 0.3},
+    "sinks and dropout": {"sinks": True, "dropout_p": 0.3, "causal": "bottom_right"},
+    "odd widths": {"head_dim": 20, "head_dim_v": 33},
+    "common part": {"offset": 4.0},
+    "scale": {"scale": -0.6},
+    "everything": {
+        "causal": "bottom_right", "padding": "uneven", "boolean": "full", "rope": "half", "rope_positions": True,
+        "window": (60, 2), "prefix": True, "documents": "packed", "bias": "full", "alibi": True,
+        "relative": "per_query", "softcap": 1.5, "sinks": True, "dropout_p": 0.2, "head_dim_v": 24, "seed": 4,
+    },
+    "sinks, one split": {"sinks": True, "seqlen_k": SPLIT - 3},
+}  # fmt: skip
+
+
+def shaped(case: Case, queries: int, group: int) -> Case:
+    nheads_kv = 1 if group in (8, 16) else 2
+    return replace(case, seqlen_q=queries, nheads_q=group * nheads_kv, nheads_kv=nheads_kv)
+
+
+@contextmanager
+def tilings() -> Iterator[list[Tiling]]:
+    """Those of the forwards inside."""
+    found: list[Tiling] = []
+    tiling_of = attention_fwd.tiling_of
+
+    def noted(problem: Any) -> Tiling:
+        found.append(tiling_of(problem))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_fwd, "tiling_of", noted)
+        yield found
+
+
+@contextmanager
+def in_tiles_of_one_head() -> Iterator[None]:
+    """Inside, few queries are computed as many are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configs, "lookup_few_queries", lambda *asked: None)
+        yield
+
+
+def forward(inputs: testing.Inputs, **changes: Any) -> dict[str, Tensor]:
+    out, lse = triton_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **(inputs.options | changes))
+    return {"out": out, "lse": lse}
+
+
+def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
+    """Of out and lse; gradients are made by the same kernels as ever."""
+    eager = testing.baseline(inputs)
+    assert_results_accurate(eager | forward(inputs), inputs, testing.golden(inputs), eager, what)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_accuracy(feature):
+    """Each feature in its turn with another shape and dtype."""
+    i = list(FEATURES).index(feature)
+    for n in range(2):
+        case = replace(BASE, **FEATURES[feature], dtype=DTYPES[(i + n) % 3])
+        case = shaped(case, *SHAPES[(5 * i + 7 * n) % len(SHAPES)])
+        with tilings() as found:
+            assert_forward_accurate(inputs_of(case), case)
+        if INTERPRETING:
+            of_functions = case.mask_function or case.score_mod
+            group = case.nheads_q // case.nheads_kv
+            assert (found[0].split > 0) == (case.layout is None and case.seqlen_k > SPLIT)
+            assert (found[0].heads > 1) == (group > 1 and case.layout is None and not of_functions)
+
+
+@interpreted
+@pytest.mark.parametrize(("queries", "group"), SHAPES)
+def test_shapes(queries, group):
+    """All rows of all heads, in every dtype."""
+    for dtype in DTYPES:
+        case = shaped(replace(BASE, dtype=dtype, causal="bottom_right", seqlen_k=2 * SPLIT + 3), queries, group)
+        with tilings() as found:
+            assert_forward_accurate(inputs_of(case), case)
+        (tiling,) = found
+        heads = min(16, triton.next_power_of_2(group))
+        assert (tiling.heads, tiling.split, tiling.n_tiles) == (heads, SPLIT, 3)
+        assert tiling.n_programs == 3 * case.batch * case.nheads_kv * (2 if group == 20 else 1)
+
+
+@interpreted
+@pytest.mark.parametrize(("queries", "group"), [(17, 1), (9, 2), (5, 3), (3, 8), (2, 9), (2, 20)])
+def test_what_does_not_fit_into_one_tile_is_computed_as_usual(queries, group):
+    inputs = inputs_of(shaped(BASE, queries, group))
+    with tilings() as found:
+        got = forward(inputs)
+    assert [(x.heads, x.split) for x in found] == [(1, 0)]
+    with in_tiles_of_one_head():
+        assert_equal(got, forward(inputs))
+
+
+@interpreted
+@pytest.mark.parametrize("seqlen_k", [0, 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT - 1, 2 * SPLIT, 2 * SPLIT + 1, 600])
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+def test_lengths_around_the_bounds_of_splits(seqlen_k, causal):
+    for n, (queries, group) in enumerate([(1, 3), (4, 3)]):
+        case = shaped(replace(BASE, seqlen_k=seqlen_k, causal=causal, dtype=DTYPES[seqlen_k % 3]), queries, group)
+        with tilings() as found:
+            assert_forward_accurate(inputs_of(replace(case, seed=n)), case)
+        assert [x.n_tiles for x in found] == [max(1, -(-seqlen_k // SPLIT))]
+
+
+GRADIENTS = ("plain", "padding with gaps", "rope", "sinks and dropout", "common part", "everything")
+
+
+@pytest.mark.parametrize("feature", GRADIENTS)
+def test_gradients(feature):
+    """From what the forward keeps of each row."""
+    # What is kept beside out is kept in 16 bits, and counts where keys and values have a common part.
+    dtype = torch.float32 if feature in ("plain", "rope", "everything") else torch.bfloat16
+    case = replace(BASE, **FEATURES[feature], nheads_q=3, nheads_kv=1, dtype=dtype, seqlen_k=2 * SPLIT + 5)
+    assert_accurate(triton_attention, inputs_of(case), case)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}])
+def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
+    """Where keys and values have a common part, out and its rest are together far nearer to the truth than out is."""
+    inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, offset=4.0, dtype=torch.bfloat16, **options))
+    kept = []
+    launch = attention_fwd.launch
+
+    def noted(*args: Any) -> None:
+        launch(*args)
+        kept.append(args[3])
+
+    monkeypatch.setattr(attention_fwd, "launch", noted)
+    testing.run(triton_attention, inputs)
+    truth = testing.golden(inputs)["out"]
+    (results,) = kept
+    unit = 2.0 ** results.out.double().abs().log2().floor() * (2.0**-7 / 127)
+    exact = results.out.double() + results.rest.double() * unit
+    assert (exact - truth).abs().mean() < 0.2 * (results.out.double() - truth).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"sinks": True, "dropout_p": 0.3}])
+def test_splits_change_rounding_alone(options, dtype):
+    """What is kept for the backward too: near to what one program makes of all keys, which the budget has judged."""
+    inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, dtype=dtype, **options))
+    got = testing.run(triton_attention, inputs)
+    with in_tiles_of_one_head():
+        expected = testing.run(triton_attention, inputs)
+    eps = torch.finfo(dtype).eps
+    for name, x in expected.items():
+        torch.testing.assert_close(got[name], x, rtol=4 * eps, atol=8 * eps * x.abs().max().item())
+
+
+def padded(inputs: testing.Inputs, lengths: list[int], *, left: bool, poison: float = torch.nan) -> testing.Inputs:
+    """With keys and values that are hidden poisoned."""
+    at = torch.arange(inputs.k.shape[2], device=DEVICE)
+    stops = torch.tensor(lengths, device=DEVICE)[:, None]
+    valid = at >= inputs.k.shape[2] - stops if left else at < stops
+    hidden = ~valid[:, None, :, None]
+    changed = {name: getattr(inputs, name).masked_fill(hidden, poison) for name in ("k", "v")}
+    return replace(inputs, **changed, mask=masks.padding(valid))
+
+
+def sliced(inputs: testing.Inputs, b: int, length: int, *, left: bool) -> testing.Inputs:
+    """Member `b` without its padding."""
+    one = member(inputs, b)
+    keys = slice(inputs.k.shape[2] - length, None) if left else slice(0, length)
+    return replace(one, k=one.k[:, :, keys], v=one.v[:, :, keys], mask=masks.full())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(left, dtype):
+    """Whether padding hides whole splits or a part of one, and whether there are splits at all without it."""
+    lengths = [0, 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5]
+    case = replace(BASE, batch=len(lengths), nheads_q=3, nheads_kv=1, dtype=dtype, rope=None)
+    inputs = padded(inputs_of(case), lengths, left=left)
+    together = testing.run(triton_attention, inputs)
+    for b, length in enumerate(lengths):
+        names = ("out", "lse", "dq")
+        in_batch = {name: together[name][b : b + 1] for name in names}
+        alone = testing.run(triton_attention, member(inputs, b))
+        assert_equal({name: alone[name] for name in names}, in_batch)
+        bare = testing.run(triton_attention, sliced(inputs, b, length, left=left))
+        assert_equal({name: bare[name] for name in names}, in_batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences_get_the_bits_of_each_alone(dtype):
+    """With a longest one whose splits the others have none of; one has no queries, one no keys."""
+    lengths_q, lengths_k = (2, 1, 0, 2, 1), (3 * SPLIT + 5, 1, SPLIT, 0, 2 * SPLIT)
+    stops_q, stops_k = (
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k)
+    )
+    q, k, v = (
+        torch.randn(n + 2, h, 16, device=DEVICE).to(dtype).requires_grad_()
+        for n, h in ((sum(lengths_q), 6), (sum(lengths_k), 2), (sum(lengths_k), 2))
+    )
+    sinks = torch.randn(6, device=DEVICE)
+    options: dict[str, Any] = {"mask": masks.causal(), "sinks": sinks, "backend": "triton"}
+    with tilings() as found:
+        out, lse = attention_varlen(q, k, v, stops_q, stops_k, 2, max(lengths_k), return_lse=True, **options)
+    assert not INTERPRETING or (found[0].heads, found[0].n_tiles) == (4, 4)
+    assert (out[sum(lengths_q) :] == 0).all()
+    assert (lse[:, sum(lengths_q) :] == -torch.inf).all()
+    dout = torch.randn_like(out)
+    (dq,) = torch.autograd.grad(out, q, dout)
+    for i, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        if n == 0:
+            continue
+        own, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
+        alone_q = q[own].detach().requires_grad_()
+        ones = (torch.tensor([0, x], dtype=torch.int32, device=DEVICE) for x in (n, m))
+        alone, alone_lse = attention_varlen(alone_q, k[keys], v[keys], *ones, 2, m, return_lse=True, **options)
+        (alone_dq,) = torch.autograd.grad(alone, alone_q, dout[own])
+        assert_equal(
+            {"out": alone, "lse": alone_lse, "dq": alone_dq}, {"out": out[own], "lse": lse[:, own], "dq": dq[own]}
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_runs_agree(dtype):
+    inputs = inputs_of(replace(BASE, **FEATURES["everything"], dtype=dtype))
+    assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, inputs))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_keys_and_values_have_no_part(value, dtype):
+    """Behind padding, and hidden from some of the rows of a tile alone: in each split, from a query and from a head."""
+    case = replace(BASE, dtype=dtype, seqlen_q=4, nheads_q=3, nheads_kv=1)
+    inputs = inputs_of(case)
+    allowed = torch.rand(2, 3, 4, case.seqlen_k, device=DEVICE) < 0.8
+    keys = torch.tensor([3, SPLIT, 2 * SPLIT + 7, case.seqlen_k - 1], device=DEVICE)
+    allowed[:, :, 1, keys], allowed[:, 2, :, keys] = False, False
+    clean = replace(inputs, mask=masks.boolean(allowed))
+    expected = testing.run(triton_attention, clean)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, keys], v[:, :, keys] = value, value
+    got = testing.run(triton_attention, replace(clean, k=k, v=v))
+    blind = ~allowed[..., keys].any(-1)  # (batch, heads, queries) that see none of these
+    assert blind.any()
+    for name in ("out", "lse", "dq"):
+        # The second pass, after a NaN was found, sums weights that are relative to the last maximum.
+        eps = torch.finfo(expected[name].dtype).eps
+        own, atol = expected[name][blind], 4 * eps * expected[name].abs().max().item()
+        torch.testing.assert_close(got[name][blind], own, rtol=4 * eps, atol=atol)
+    assert value == value or got["out"][~blind].isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True}])
+@pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
+def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
+    """In a part of a split, in all of one alone, and in all."""
+    parts = [slice(40, 41), slice(SPLIT, 2 * SPLIT), slice(None)]
+    for where, run in zip(parts, (functools.partial(testing.run, triton_attention), forward, forward), strict=True):
+        inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, **options))
+        q, k, v = inputs.q, inputs.k.clone(), inputs.v.clone()
+        q = q.abs()
+        if kind == "infinite":
+            k[:, :, where, 0] = torch.inf
+        elif kind == "minus infinite":
+            k[:, :, where, 0] = -torch.inf
+        elif kind == "NaN score":
+            k[:, :, where, 0] = torch.nan
+        else:
+            v[:, :, where, 0] = torch.nan
+        if kind == "NaN value of no weight":
+            k[:, :, where, 0] = -torch.inf
+        changed = replace(inputs, q=q, k=k, v=v)
+        got = run(changed)
+        with in_tiles_of_one_head():
+            expected = run(changed)
+        for name, x in expected.items():
+            assert torch.equal(got[name].isnan(), x.isnan()), (name, where)
+            torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("mask", "n_splits"),
+    [
+        (masks.full(), 10),
+        (masks.window(SPLIT - 2, 0), 1),
+        (masks.window(SPLIT - 1, 0), 2),
+        (masks.window(5, 5, "top_left"), 1),
+        (masks.causal() & masks.window(2 * SPLIT, None), 3),
+        (masks.window(None, 4), 10),
+    ],
+)
+def test_splits_that_a_window_hides_are_not_launched(mask, n_splits):
+    inputs = replace(inputs_of(replace(BASE, seqlen_k=10 * SPLIT)), mask=mask)
+    with tilings() as found:
+        assert_forward_accurate(inputs)
+    assert [x.n_tiles for x in found] == [n_splits]
+
+
+@pytest.mark.parametrize("name", ["plain", "rope", "sinks and dropout", "everything", "documents"])
+@interpreted
+def test_gradcheck(name):
+    changes = {"batch": 1, "nheads_q": 3, "nheads_kv": 1, "head_dim": 4, "rotary_dim": None, "dtype": torch.float64}
+    case = replace(BASE, **{**FEATURES[name], "head_dim_v": None}, **changes)
+    inputs = testing.make_inputs(replace(case, seqlen_k=SPLIT + 3))
+    tensors = list(inputs.leaves.values())
+
+    def function(x: Tensor) -> Tensor:
+        parts = x.split([t.numel() for t in tensors])
+        leaves = (part.view_as(t) for part, t in zip(parts, tensors, strict=True))
+        found = forward(inputs.with_leaves(dict(zip(inputs.leaves, leaves, strict=True))))
+        return torch.cat((found["out"], found["lse"].nan_to_num(neginf=0.0)[..., None]), -1)
+
+    x = torch.cat([t.flatten() for t in tensors]).requires_grad_()
+    with tilings() as found:
+        assert torch.autograd.gradcheck(function, x, fast_mode=True, atol=1e-6, rtol=1e-4)
+    assert {(tiling.heads, tiling.split) for tiling in found} == {(4, SPLIT)}
+
+
+def test_heads_and_queries_may_lie_anywhere():
+    """Expanded, transposed, with gaps, and out in the layout of q."""
+    case = replace(BASE, seqlen_q=4, nheads_q=3, nheads_kv=1, causal="bottom_right")
+    inputs = inputs_of(case)
+    expected = forward(inputs)
+    q = torch.empty(2, 4, 5, 40, device=DEVICE).permute(0, 2, 1, 3)[:, 1:4, :, 3:19].copy_(inputs.q)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (inputs.k, inputs.v))
+    got = forward(replace(inputs, q=q, k=k, v=v))
+    assert_equal(got, expected)
+    shared = inputs.q[:, :1].expand(-1, 3, -1, -1)
+    assert_equal(forward(replace(inputs, q=shared)), forward(replace(inputs, q=shared.contiguous())))
+
+
+@triton.jit
+def _only_the_first_head(batch, head, q_index, k_index, args):
+    if head == 0:
+        shown = k_index >= 0
+    else:
+        shown = k_index < 0
+    return shown & (q_index >= 0)
+
+
+@triton.jit
+def _doubled_for_the_first_head(score, batch, head, q_index, k_index, args):
+    if head == 0:
+        factor = 2.0
+    else:
+        factor = 1.0
+    return score * factor
+
+
+@triton.jit
+def _derivative(score, batch, head, q_index, k_index, args):
+    if head == 0:
+        factor = 2.0
+    else:
+        factor = 1.0
+    return tl.zeros_like(score) + factor
+
+
+def test_a_function_may_branch_on_the_head():
+    """It is given the number of one head, so that none share a tile."""
+    inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1))
+    first = torch.arange(3, device=DEVICE) == 0
+    with tilings() as found:
+        got = forward(inputs, mask=masks.function(_only_the_first_head))
+        scored = forward(inputs, score_mod=ScoreMod(_doubled_for_the_first_head, _derivative))
+    assert not INTERPRETING or {(x.heads, x.split) for x in found} == {(1, SPLIT)}
+    expected = forward(inputs)
+    assert_equal({"out": got["out"][:, :1]}, {"out": expected["out"][:, :1]})
+    assert (got["out"][:, 1:] == 0).all()
+    doubled = forward(replace(inputs, q=inputs.q * torch.where(first, 2.0, 1.0)[:, None, None]))
+    torch.testing.assert_close(scored["out"], doubled["out"])
+
+
+def test_batches_share_biases_and_masks():
+    """Broadcast along every dimension, by a tile that has several heads and queries."""
+    inputs = inputs_of(replace(BASE, seqlen_q=3, nheads_q=4, nheads_kv=1))
+    n_k = inputs.k.shape[2]
+    for shape in ((2, 1, 1, n_k), (1, 4, 1, 1), (1, 1, 3, 1), (2, 4, 3, n_k)):
+        bias = torch.randn(shape, device=DEVICE)
+        allowed = torch.rand(shape, device=DEVICE) < 0.7
+        assert_forward_accurate(replace(inputs, bias=biases.tensor(bias), mask=masks.boolean(allowed)))
+
+
+@contextmanager
+def allocations_of_splits() -> Iterator[list[tuple[int, ...]]]:
+    from fusedattn.kernels import combine
+
+    found: list[tuple[int, ...]] = []
+    empty = combine.empty_partials
+
+    def noted(*args: Any, **named: Any) -> Any:
+        partials = empty(*args, **named)
+        found.append(tuple(0 if x is None else x.numel() * x.itemsize for x in partials))
+        return partials
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combine, "empty_partials", noted)
+        yield found
+
+
+@interpreted
+def test_memory_of_splits():
+    """As documented: of each row and split the values, in float32, and two numbers; three or four for a backward."""
+    inputs = inputs_of(replace(BASE, dtype=torch.float16, head_dim_v=24))
+    rows = inputs.q.shape[0] * inputs.q.shape[1] * inputs.q.shape[2]
+    number = 4 * rows * 4  # splits, bytes
+    with allocations_of_splits() as found:
+        forward(inputs)
+        testing.run(triton_attention, inputs)
+        dropped = {"dropout_p": 0.2, "dropout_seed": torch.tensor([3])}
+        forward(inputs, **dropped)
+        testing.run(triton_attention, replace(inputs, **dropped))
+        one_split = replace(inputs, k=inputs.k[:, :, :SPLIT], v=inputs.v[:, :, :SPLIT])
+        testing.run(triton_attention, one_split)
+    values = 24 * number
+    assert found == [
+        (values, number, number, 0, 0),
+        (values, number, number, number, 0),
+        (values, number, number, 0, 0),
+        (values, number, number, number, number),
+    ]
+
+
+@interpreted
+def test_generating_text_goes_this_way():
+    torch.manual_seed(0)
+    model = GPTModel(17, 24, 6, 2, max_len=64, n_kv_heads=2, positions="rotary").eval()
+    ids = torch.randint(0, 17, (2, 40))
+    expected = model.generate(ids, max_new_tokens=5, temperature=0.0)
+    with tilings() as found:
+        got = fuse(model, backend="triton").generate(ids, max_new_tokens=5, temperature=0.0)
+    assert torch.equal(got, expected)
+    assert [(x.heads, x.n_tiles) for x in found] == [(1, 2)] * 2 + [(4, 2)] * 8
+
+
+@interpreted
+def test_flash_attn_with_kvcache_goes_this_way():
+    q, cache = torch.randn(2, 1, 6, 16), torch.randn(2, 2, 100, 2, 16)
+    lengths = torch.tensor([70, 33], dtype=torch.int32)
+    k, v = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
+    with tilings() as found:
+        out = flash_attn.flash_attn_with_kvcache(q, *cache.unbind(), k, v, cache_seqlens=lengths, causal=True)
+    assert [(x.heads, x.n_tiles) for x in found] == [(4, 4)]
+    for b, n in enumerate((71, 34)):
+        keys, values = (x[b : b + 1, :n].transpose(1, 2) for x in cache.unbind())
+        alone = triton_attention(q[b : b + 1].transpose(1, 2), keys, values)
+        assert torch.equal(out[b], alone[0].transpose(0, 1))
+
+
+def _tiles(lookup: Callable[..., Any]) -> Iterator[Any]:
+    for arch, dtype, head_dim, work in itertools.product(
+        configs.TABLE, (torch.float16, torch.float32), (1, 64, 65, 128, 256, 512), get_args(configs.Work)
+    ):
+        yield lookup(arch, head_dim, dtype, work)
+
+
+def test_configs_of_few_queries():
+    """They depend on nothing that a batch or a length could change."""
+    for few in _tiles(configs.lookup_few_queries):
+        assert few.split % few.config.BLOCK_N == 0
+        assert few.config.style == "pointers"
+    with pytest.raises(ValueError, match="split: got 40, allowed are multiples of 32"):
+        configs.FewQueries(configs.TileConfig(16, 32, 4, 1, EDGE=16), 40)

@@ -1,0 +1,178 @@
+"""``torch.autograd.gradcheck`` on the kernels themselves, in float64: every feature, and every pair of features.
+
+A difference quotient knows nothing of the formulas of the backward, nor of the reference. A GPU has no float64 kernels;
+this is for the interpreter alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import masks, testing
+from fusedattn.kernels import configs
+from fusedattn.testing import Case
+from tests.conftest import INTERPRETING, triton_attention
+
+pytestmark = [
+    pytest.mark.usefixtures("poison", "_seed"),
+    pytest.mark.skipif(not INTERPRETING, reason="float64 runs in the interpreter only"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_one_head(monkeypatch):
+    """As many queries are computed; few, as these would be, have theirs in tests/kernels/test_decode.py."""
+    monkeypatch.setattr(configs, "lookup_few_queries", lambda *asked: None)
+
+
+TINY = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=4, seqlen_k=5, head_dim=4, dtype=torch.float64)
+
+# What each feature changes in TINY. Two features are a pair if they do not want different values of one field.
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": "bottom_right"},
+    "causal, top-left": {"causal": "top_left"},
+    "right padding": {"padding": "right"},
+    "left padding": {"padding": "left"},
+    "uneven padding": {"padding": "uneven"},
+    "empty batch": {"padding": "uneven", "empty_batch": True, "batch": 2},
+    "boolean": {"boolean": "full"},
+    "broadcast boolean": {"boolean": "broadcast"},
+    "rope": {"rope": "half"},
+    "interleaved rope": {"rope": "interleaved"},
+    "partial rope": {"rope": "half", "rotary_dim": 2},
+    "partial interleaved rope": {"rope": "interleaved", "rotary_dim": 2},
+    "scaled tables per batch": {"rope": "half", "rope_tables": "per_batch", "batch": 2},
+    "positions": {"rope": "half", "rope_positions": True},
+    "scale": {"scale": 0.3},
+    "negative scale": {"scale": -0.7},
+    "grouped queries": {"nheads_q": 4, "nheads_kv": 2},
+    "multi-query": {"nheads_q": 2},
+    "head_dim 5": {"head_dim": 5, "rotary_dim": 2},
+    "more queries than keys": {"seqlen_q": 6, "seqlen_k": 3},
+    "one query": {"seqlen_q": 1},
+    "one key": {"seqlen_k": 1},
+    "several blocks": {"seqlen_q": 34, "seqlen_k": 35},
+    "common part": {"offset": 4.0},
+    "fewer features of values": {"head_dim_v": 3},
+    "window": {"window": (1, 1)},
+    "prefix": {"prefix": True},
+    "documents": {"documents": "packed"},
+    "blocks": {"layout": 16, "seqlen_q": 34, "seqlen_k": 35},
+    "mask function": {"mask_function": True},
+    "bias": {"bias": "full"},
+    "bias per head": {"bias": "per_head", "nheads_q": 2, "batch": 2},
+    "alibi": {"alibi": True},
+    "relative per query": {"relative": "per_query"},
+    "soft-cap": {"softcap": 0.7},
+    "score function": {"score_mod": True},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.4},
+}
+
+# Other forms of these features, which do not change what they do to each other.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "more features of values": {"head_dim_v": 6},
+    "shuffled documents": {"documents": "shuffled"},
+    "bias per batch": {"bias": "per_batch", "nheads_q": 2, "batch": 2},
+    "bias per key": {"bias": "per_key", "nheads_q": 2},
+    "bias per query with -inf": {"bias": "per_query", "bias_inf": True, "seed": 1},
+    "bias of one number": {"bias": "scalar"},
+    "slopes per batch": {"alibi": "per_batch", "batch": 2},
+    "relative per head": {"relative": "per_head", "batch": 2},
+}
+
+EVERYTHING = replace(
+    TINY, batch=2, causal="bottom_right", padding="uneven", boolean="full", rope="half", rotary_dim=2,
+    rope_tables="per_batch", rope_positions=True, scale=0.3, nheads_q=2, offset=1.0, head_dim_v=5, window=(3, 2),
+    prefix=True, documents="packed", layout=16, mask_function=True, bias="full", bias_inf=True, alibi=True,
+    relative="per_query", softcap=1.5, score_mod=True, sinks=True, dropout_p=0.2, seed=11,
+)  # fmt: skip
+
+
+@functools.cache
+def pairs() -> dict[str, Case]:
+    """Every pair that is a case of its own."""
+    seen = {replace(TINY, **changes) for changes in FEATURES.values()}
+    found = {}
+    for (one, a), (other, b) in itertools.combinations(FEATURES.items(), 2):
+        case = replace(TINY, **a, **{field: value for field, value in b.items() if field not in a})
+        if all(a.get(field, value) == value for field, value in b.items()) and case not in seen:
+            seen.add(case)
+            found[f"{one} and {other}"] = case
+    return found
+
+
+def with_something_visible(case: Case) -> Case:
+    """The same with the first seed under which that is so: of two random masks little may be left."""
+    seeds = (replace(case, seed=case.seed + n) for n in range(100))
+    return next(x for x in seeds if testing.make_inputs(x).visible().any())
+
+
+def gradcheck(case: Case, returned: str = "out and lse", *, joined: bool = False, **options: Any) -> None:
+    """Along random directions, unless `options` say otherwise; also that the backward repeats bit for bit.
+
+    With `joined`, all leaves move in one direction together, which takes a third of the evaluations, or less.
+    """
+    inputs = testing.make_inputs(case)
+    tensors = list(inputs.leaves.values())
+
+    def function(*x: Tensor) -> Tensor:
+        if joined:
+            parts = x[0].split([t.numel() for t in tensors])
+            x = tuple(part.view_as(t) for part, t in zip(parts, tensors, strict=True))
+        moved = inputs.with_leaves(dict(zip(inputs.leaves, x, strict=True)))
+        out, lse = triton_attention(moved.q, moved.k, moved.v, **moved.options, return_lse=True)
+        # The difference quotient of a constant -inf is NaN.
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+        # As one tensor, because each result costs backward passes of its own.
+        return {"out": out, "lse": lse, "out and lse": torch.cat((out, lse[..., None]), -1)}[returned]
+
+    x = [torch.cat([t.flatten() for t in tensors])] if joined else tensors
+    settings = {"fast_mode": True, "atol": 1e-6, "rtol": 1e-4, "check_undefined_grad": False, **options}
+    assert torch.autograd.gradcheck(function, [t.requires_grad_() for t in x], **settings)
+
+
+def test_every_feature_is_drawn_with_every_other():
+    """But for the pairs that contradict themselves, which are these."""
+    assert len(pairs()) > 600
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *VARIANTS])
+def test_gradcheck_of_a_feature(name):
+    gradcheck(replace(TINY, **{**FEATURES, **VARIANTS}[name]))
+
+
+@pytest.mark.parametrize("name", pairs())
+def test_gradcheck_of_a_pair(name):
+    gradcheck(with_something_visible(pairs()[name]), joined=True)
+
+
+@pytest.mark.parametrize("returned", ["out", "lse", "out and lse"])
+@pytest.mark.parametrize("case", [TINY, EVERYTHING], ids=["nothing", "everything"])
+def test_gradcheck_of_each_result(case, returned):
+    """And with gradients that autograd leaves undefined."""
+    gradcheck(case, returned, check_undefined_grad=True)
+
+
+def test_gradcheck_element_by_element():
+    """All of the Jacobian, where the other checks take random directions."""
+    case = replace(EVERYTHING, batch=1, nheads_q=1, seqlen_q=2, seqlen_k=2, head_dim=2, head_dim_v=3)
+    gradcheck(with_something_visible(case), joined=True, fast_mode=False)
+
+
+def test_gradcheck_of_an_out_of_order_mask():
+    """A query that sees later keys only; and one that sees every second."""
+    allowed = torch.zeros(5, 7, dtype=torch.bool)
+    allowed[0, 4:], allowed[1, ::2], allowed[3] = True, True, True
+    q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+    assert torch.autograd.gradcheck(
+        lambda *x: triton_attention(*x, mask=masks.boolean(allowed)), (q, k, v), fast_mode=True
+    )

@@ -1,0 +1,486 @@
+"""Tensors of more than 2^31 elements: every offset into them is right, forward and backward.
+
+Only the rows that are read or written take memory: their storage is committed page by page. Results must equal, bit
+for bit, those of the same rows packed together. A batch of 2^26 is run for its last sequence alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import Rope, biases, masks, testing
+from fusedattn.backends.triton import launching
+from fusedattn.backends.triton.operands import constants_of
+from fusedattn.backends.triton.ops import attention_bwd, attention_fwd
+from fusedattn.backends.triton.results import MAX_ROW_STRIDE
+from fusedattn.kernels.pairs import pairs
+from fusedattn.options import Options, Packed
+from fusedattn.testing import Case
+from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
+from tests.helpers.accesses import checked_accesses
+
+pytestmark = pytest.mark.usefixtures("_seed")
+
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU commits all memory and runs every program")
+
+FAR = 2**30 + 16  # the third row, head or batch starts beyond 2^31
+LIMIT = MAX_ROW_STRIDE
+ENOUGH = 2**24  # elements that are no trouble to touch
+DTYPES = (torch.float16, torch.float32)  # each has a kernel of its own for the rows
+
+
+def lazy(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU of which only the pages that are touched take memory, NaN on a GPU; or skip the test."""
+    if not INTERPRETING:
+        if numel * dtype.itemsize > 0.9 * torch.cuda.mem_get_info()[0]:
+            pytest.skip(f"needs {numel * dtype.itemsize / 2**30:.0f} GiB of GPU memory")
+        return torch.full((numel,), torch.nan if dtype.is_floating_point else 1, dtype=dtype, device=DEVICE)
+    noreserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve
+        memory = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        pytest.skip(f"needs {numel * dtype.itemsize / 2**30:.0f} GiB of address space: {error}")
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def _accesses() -> Iterator[None]:
+    """Looks at every address that is read or written, and at how much memory was committed."""
+    before = resident() if INTERPRETING else 0
+    with checked_accesses() if INTERPRETING else nullcontext():
+        yield
+    assert not INTERPRETING or resident() - before < 2**30
+
+
+def distant(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros (NaN on a GPU) with large strides."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return lazy(extent, dtype).as_strided(shape, strides)
+
+
+def far(x: Tensor, dim: int, stride: int) -> tuple[int, ...]:
+    """Strides of ``x`` packed but for one dimension."""
+    strides = list(x.stride())
+    strides[dim] = stride
+    return tuple(strides)
+
+
+@contextmanager
+def distant_outputs() -> Iterator[list[Tensor]]:
+    """What is allocated like a tensor with large strides has its strides too."""
+    empty_like = torch.empty_like
+    allocated: list[Tensor] = []
+
+    def like(x: Tensor, **kwargs: Any) -> Tensor:
+        if max(x.stride()) < LIMIT or kwargs.get("memory_format") is torch.contiguous_format:
+            return empty_like(x, **kwargs)
+        # Not a view in the eyes of autograd: an op may return it.
+        out = distant(x.shape, x.stride(), kwargs.get("dtype", x.dtype))
+        allocated.append(x.new_empty(0, dtype=out.dtype).set_(out.untyped_storage(), 0, x.shape, x.stride()))
+        return allocated[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", like)
+        yield allocated
+
+
+SMALL = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=20, seqlen_k=20, head_dim=16, causal="bottom_right")
+DISTANT = {
+    "batches": (replace(SMALL, batch=3, nheads_q=2, padding="right"), 0, FAR),
+    "heads": (replace(SMALL, nheads_q=3, nheads_kv=3), 1, FAR),
+    "query rows": (replace(SMALL, seqlen_q=530, seqlen_k=18), 2, LIMIT),
+    "key rows": (replace(SMALL, seqlen_q=18, seqlen_k=530, causal=None), 2, LIMIT),
+    "rows beyond what a tile can hold": (replace(SMALL, seqlen_q=33, seqlen_k=33), 2, LIMIT + 16),
+    "rows beyond int32": (replace(SMALL, seqlen_q=3, seqlen_k=3), 2, 2**31 + 16),
+    "heads of few queries": (replace(SMALL, nheads_q=3, seqlen_q=2, seqlen_k=70), 1, FAR),
+    "batches of few queries": (replace(SMALL, batch=3, nheads_q=3, seqlen_q=2, seqlen_k=70), 0, FAR),
+    "rotated batches": (replace(SMALL, batch=3, rope="half"), 0, FAR),
+    "rotated heads": (replace(SMALL, nheads_q=3, nheads_kv=3, rope="half"), 1, FAR),
+    "rotated rows": (replace(SMALL, seqlen_q=530, seqlen_k=18, rope="half"), 2, LIMIT),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in DISTANT for dtype in DTYPES if dtype == torch.float16 or "rotated" not in name],
+    ids=str,
+)
+def test_far_apart(name, dtype):
+    """q, k, v, dout, out and the gradients with more than 2^31 elements from their first row to their last."""
+    case, dim, stride = DISTANT[name]
+    inputs = testing.make_inputs(replace(case, dtype=dtype), DEVICE)
+    expected = testing.run(triton_attention, inputs)
+    room = 2**18  # in which each tensor finds its place in the storage of all four
+    extent = stride * max(inputs.q.shape[dim], inputs.k.shape[dim]) + 4 * room
+    storage = lazy(extent, dtype)
+    for at, name in enumerate(("q", "k", "v", "dout")):
+        x = getattr(inputs, name)
+        inputs = replace(inputs, **{name: storage.as_strided(x.shape, far(x, dim, stride), at * room).copy_(x)})
+        x = getattr(inputs, name)
+        assert (launching._tileable(x) is x) == (dim < 2 or stride <= LIMIT)
+    with distant_outputs() as allocated:
+        got = testing.run(triton_attention, inputs)
+    assert_equal(got, expected)
+    # out and its rest, dq, dk, dv; contiguous where the inputs had to be copied
+    n_outputs = 5 if dtype == torch.float16 else 4
+    assert len(allocated) == (n_outputs if dim < 2 or stride <= LIMIT else 0)
+
+
+def masked(allowed: Tensor, seqlen_q: int, seqlen_k: int) -> testing.Results:
+    case = replace(SMALL, batch=allowed.shape[0], nheads_q=allowed.shape[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    inputs = testing.make_inputs(replace(case, causal=None), DEVICE)
+    return testing.run(triton_attention, replace(inputs, mask=masks.boolean(allowed)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
+     ((3, 1, 9, 1), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
+    ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
+)  # fmt: skip
+def test_boolean_mask(shape, dim, stride):
+    """A boolean mask with more than 2^31 elements from its first to its last."""
+    seqlen_q, seqlen_k = shape[2], max(shape[3], 9 if shape[3] == 1 else 1)
+    allowed = (torch.rand(shape) < 0.6).to(DEVICE)
+    strides = list(far(allowed, dim, stride))
+    mask = distant(shape, strides, torch.bool)
+    mask.copy_(allowed)
+    assert_equal(masked(mask, seqlen_q, seqlen_k), masked(allowed, seqlen_q, seqlen_k))
+
+
+def added_to(bias: biases.Bias, seqlen_q: int, seqlen_k: int) -> testing.Results:
+    tensor = bias.tensor if bias.tensor is not None else bias.relative
+    batch, nheads_q = tensor.shape[:2]
+    case = replace(SMALL, batch=batch, nheads_q=nheads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=tensor.dtype)
+    return testing.run(triton_attention, replace(testing.make_inputs(case, DEVICE), bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
+     ((3, 3, 1, 9), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
+    ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
+)  # fmt: skip
+def test_bias(shape, dim, stride):
+    """A bias with more than 2^31 elements from its first to its last, and its gradient."""
+    seqlen_q, seqlen_k = max(shape[2], 5), shape[3]
+    bias = torch.randn(shape).to(DEVICE, torch.float16)
+    far_bias = distant(shape, far(bias, dim, stride), bias.dtype)
+    far_bias.copy_(bias)
+    got = added_to(biases.tensor(far_bias), seqlen_q, seqlen_k)
+    assert_equal(got, added_to(biases.tensor(bias), seqlen_q, seqlen_k))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 3, 9, 5), 0, FAR), ((1, 3, 1, 5), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 9, 5), 2, FAR),
+     ((1, 1, 9, 5), 3, FAR)],
+    ids=["batches", "heads", "queries", "queries, copied", "distances, copied"],
+)  # fmt: skip
+def test_relative_bias(shape, dim, stride):
+    """Likewise a relative one."""
+    seqlen_q = max(shape[2], 9)
+    table = torch.randn(shape).to(DEVICE, torch.float16)
+    far_table = distant(shape, far(table, dim, stride), table.dtype)
+    far_table.copy_(table)
+    assert_equal(added_to(biases.relative(far_table), seqlen_q, 9), added_to(biases.relative(table), seqlen_q, 9))
+
+
+@contextmanager
+def last_of(batch: int) -> Iterator[None]:
+    """Run only the last programs of a launch, one of `batch`, and allocate lazily; a smaller launch runs as it is.
+
+    The batch is the outermost in every grid: where it is `batch`, only its last sequence is computed. No heads of
+    different sequences run side by side.
+    """
+    from triton.runtime import interpreter
+
+    from fusedattn.kernels import devices
+
+    builder = interpreter.interpreter_builder
+    run, set_grid_dim, set_grid_idx = interpreter.GridExecutor.__call__, builder.set_grid_dim, builder.set_grid_idx
+
+    def run_last(executor: Any, *args: Any, **kwargs: Any) -> None:
+        n, *_ = executor.grid
+        to_run = n if n < batch else n // batch
+        executor.grid = (to_run, 1, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(builder, "set_grid_dim", lambda *_: set_grid_dim(n, 1, 1))
+            patch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(n - to_run + x, y, z))
+            run(executor, *args, **kwargs)
+
+    def lazily(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            like = allocate(*args, **{**kwargs, "device": "meta"})
+            if like.numel() == 0:
+                return allocate(*args, **kwargs)
+            out = distant(like.shape, like.stride(), like.dtype)
+            return torch.tensor([], dtype=like.dtype).set_(out.untyped_storage(), 0, like.shape, like.stride())
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", run_last)
+        patch.setitem(devices.L2_BYTES, "interpreter", 0)
+        patch.setattr(torch, "empty", lazily(torch.empty))
+        patch.setattr(torch, "empty_like", lazily(torch.empty_like))
+        patch.setattr(torch, "zeros", lazily(torch.zeros))
+        patch.setattr(Tensor, "new_empty", lazily(Tensor.new_empty))
+        for name in ("zero_", "fill_"):
+            fill = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda x, *args, fill=fill: x if x.numel() > ENOUGH else fill(x, *args))
+        patch.setattr(Tensor, "contiguous", lambda x: x if x.is_contiguous() else last_of_many(x[-1:], batch))
+        yield
+
+
+def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, Tensor]:
+    """Everything that the two ops return."""
+    options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, None, None, None, 0.0, None)
+    constants = constants_of(options, keep_rest=True, packed=packed).flat()
+    added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
+    slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
+    x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
+    names = ("out", "lse", "row_max", "row_sum", "rest")
+    got = dict(zip(names, attention_fwd(*x, *constants), strict=True))
+    out, _, *rows = got.values()
+    needed = [True, True, added is not None, relative is not None, False, False, False]
+    gradients = attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
+    got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative"), gradients, strict=False))
+    return {name: x for name, x in got.items() if x.numel() > 0}
+
+
+def last(results: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The last elements of each result, along every dimension as many as `like` has."""
+    return {name: x[tuple(slice(-n, None) for n in like[name].shape)] for name, x in results.items()}
+
+
+def last_of_many(x: Tensor, batch: int, seqlen_first: bool = False) -> Tensor:
+    """``x``, of batch 1, as the last of `batch` in a tensor that holds them all."""
+    shape = (batch, *x.shape[1:])
+    strides = torch.empty(shape, device="meta").stride()
+    if seqlen_first:
+        _, nheads, _, head_dim = shape
+        strides = (nheads * head_dim, head_dim, batch * nheads * head_dim, 1)
+    out = distant(shape, strides, x.dtype)
+    out[-1:] = x
+    return out
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "boolean"), [(torch.float16, None), (torch.float32, None), (torch.float32, "broadcast")], ids=str
+)
+def test_many_sequences(dtype, boolean):
+    """More than 2^31 rows of queries, of keys, of positions and of tables; and of every result."""
+    batch, seqlen = 2**26, 50
+    case = Case(
+        batch=1, nheads_q=2, nheads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, dtype=dtype,
+        causal="bottom_right", padding="right", boolean=boolean, seed=1,
+        rope="half", rotary_dim=4, rope_tables="per_batch", rope_positions=True,
+    )  # fmt: skip
+    inputs = testing.make_inputs(case)
+    inputs = replace(inputs, mask=replace(inputs.mask, valid=torch.arange(seqlen)[None] < 45))
+    expected = run_ops(inputs)
+
+    def many(owner: Any, *names: str) -> Any:
+        return replace(owner, **{name: last_of_many(getattr(owner, name), batch) for name in names})
+
+    inputs = replace(
+        many(inputs, "q", "k", "v", "dout", "dlse"),
+        mask=many(inputs.mask, "valid"),
+        rope=many(inputs.rope, "cos", "sin", "positions_q", "positions_k"),
+    )
+    assert batch * seqlen > 2**31
+    with last_of(batch):
+        got = run_ops(inputs)
+    assert_equal(last(got, expected), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_biases(dtype):
+    """More than 2^31 elements of a bias and of a relative one, for each pair, and of their gradients."""
+    batch, seqlen = 2**22, 50
+    case = Case(
+        batch=1, nheads_q=2, nheads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, dtype=dtype, seed=1,
+        causal="bottom_right", prefix=True, bias="full", relative="per_query", bias_dtype=torch.float32,
+        alibi="per_batch",
+    )  # fmt: skip
+    inputs = testing.make_inputs(case)
+    expected = run_ops(inputs)
+    large = {name: last_of_many(x, batch) for name, x in inputs.leaves.items()}
+    assert min(x.numel() for name, x in large.items() if name in ("bias", "relative")) > 2**31
+    bias, prefix = inputs.bias, inputs.mask.prefix
+    inputs = replace(
+        inputs,
+        bias=replace(bias, slopes=last_of_many(bias.slopes, batch)),
+        mask=replace(inputs.mask, prefix=replace(prefix, lengths=last_of_many(prefix.lengths, batch))),
+        dout=last_of_many(inputs.dout, batch),
+        dlse=last_of_many(inputs.dlse, batch),
+    ).with_leaves(large)
+    with last_of(batch):
+        got = run_ops(inputs)
+    assert_equal(last(got, expected), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_packed_sequences(dtype):
+    """2^30 queries and keys of four heads: rows, and statistics, of the last sequence begin beyond 2^31."""
+    total, seqlen_q, seqlen_k, behind = 2**30, 20, 37, 5
+    case = replace(
+        SMALL, nheads_q=4, nheads_kv=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, padding="uneven",
+        rope="half", boolean="full", bias="full", relative="per_query", bias_dtype=torch.float32,
+    )  # fmt: skip
+    inputs = testing.make_inputs(case)
+
+    def last_rows(x: Tensor, dim: int) -> Tensor:
+        """Its rows behind many others, with the heads of a row beside each other."""
+        shape = [*x.shape]
+        shape[dim] = total
+        strides = torch.empty(shape, device="meta").stride()
+        if x.dim() == 4:
+            _, nheads, _, head_dim = shape
+            strides = (total * nheads * head_dim, head_dim, nheads * head_dim, 1)
+        out = distant(shape, strides, x.dtype)
+        out.narrow(dim, total - behind - x.shape[dim], x.shape[dim]).copy_(x)
+        return out
+
+    def second_of(x: Tensor) -> Tensor:
+        """As the second of two sequences."""
+        return torch.cat((torch.zeros_like(x), x))
+
+    def rows_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, x in results.items():
+            if name in ("dbias", "drelative"):
+                found[name] = x[-1:]
+                continue
+            dim, n = (2, seqlen_k if name in ("dk", "dv") else seqlen_q)
+            found[name] = x.narrow(dim, x.shape[dim] - behind - n, n) if x.shape[dim] == total else x
+        return found
+
+    expected = run_ops(inputs)
+    stops_q, stops_k = (
+        torch.tensor([0, total - behind - n, total - behind], dtype=torch.int32) for n in (seqlen_q, seqlen_k)
+    )
+    mask, bias = inputs.mask, inputs.bias
+    inputs = replace(
+        inputs,
+        **{name: last_rows(getattr(inputs, name), 2) for name in ("q", "k", "v", "dout", "dlse")},
+        mask=replace(mask, valid=last_rows(mask.valid, 1), allowed=second_of(mask.allowed)),
+        bias=replace(bias, tensor=second_of(bias.tensor), relative=second_of(bias.relative)),
+    )
+    with last_of(2):
+        got = run_ops(inputs, Packed(stops_q, stops_k, seqlen_q, seqlen_k))
+    assert_equal(rows_of(got), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("positions_dtype", [torch.int32, torch.int64])
+def test_long_tables(positions_dtype):
+    """Rotary tables of more than 2^31 elements, used at their end."""
+    inputs = testing.make_inputs(replace(SMALL, rope="interleaved", dtype=torch.float16))
+    rope = inputs.rope
+    at = torch.randint(0, rope.n_positions, (20,), dtype=positions_dtype)
+    expected = testing.run(triton_attention, replace(inputs, rope=rope.at(at, at)))
+    n_positions = 2**30
+    cos, sin = (distant((n_positions, 8), (8, 1), torch.float32) for _ in range(2))
+    cos[-rope.n_positions :], sin[-rope.n_positions :] = rope.cos, rope.sin
+    at = at + (n_positions - rope.n_positions)
+    got = testing.run(triton_attention, replace(inputs, rope=Rope(cos, sin, True, at, at)))
+    assert_equal(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_with_far_rows(dtype):
+    """Outputs have the layout of q: in (seqlen, batch, nheads, head_dim), many sequences bring rows far apart."""
+    batch = 2**22
+    inputs = testing.make_inputs(replace(SMALL, nheads_q=2, nheads_kv=2, dtype=dtype))
+    expected = run_ops(inputs)
+    inputs = replace(
+        inputs,
+        dlse=last_of_many(inputs.dlse, batch),
+        **{name: last_of_many(getattr(inputs, name), batch, seqlen_first=True) for name in ("q", "k", "v", "dout")},
+    )
+    assert batch * inputs.q[0].numel() > 2**31
+    with last_of(batch):
+        got = run_ops(inputs)
+    assert_equal(last(got, expected), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_keys(dtype, monkeypatch):
+    """2^27 keys, of which only the last are valid: k, v and their gradients exceed 2^31 elements."""
+    from fusedattn.kernels import configs, mask_arguments
+
+    seqlen_k, packed = 2**27, configs.INTERPRETER.dkdv.BLOCK_N
+    case = replace(SMALL, seqlen_k=packed, causal=None, padding="left", dtype=dtype)
+    inputs = testing.make_inputs(case)
+    inputs = replace(inputs, mask=replace(inputs.mask, valid=torch.arange(packed)[None] >= 2))
+
+    def at_the_end(x: Tensor) -> Tensor:
+        """Its keys are the last of all."""
+        dim = 2 if x.dtype == dtype else -1
+        shape = [*x.shape]
+        shape[dim] = seqlen_k
+        out = distant(shape, torch.empty(shape, device="meta").stride(), x.dtype)
+        out.narrow(dim, seqlen_k - packed, packed).copy_(x)
+        return out
+
+    expected = run_ops(inputs)
+    inputs = replace(
+        inputs,
+        k=at_the_end(inputs.k),
+        v=at_the_end(inputs.v),
+        mask=replace(inputs.mask, valid=at_the_end(inputs.mask.valid)),
+    )
+    # Finding it would take a walk over all keys.
+    key_range = torch.tensor([[seqlen_k - packed + 2, seqlen_k, 1]], dtype=torch.int32)
+    monkeypatch.setattr(mask_arguments, "key_range", lambda *_: key_range)
+    with last_of(seqlen_k // packed):
+        got = run_ops(inputs)
+    assert_equal(last(got, expected), expected)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(20, 2**27), (2**27, 20), (2**20, 2**20)])
+def test_rows_of_a_boolean_mask_are_near_enough(seqlen_q, seqlen_k):
+    """Offsets inside a tile are int32: a mask whose rows are too long is transposed; no test has memory for one."""
+    allowed = torch.empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="meta")
+    for mask in (allowed, torch.empty(1, 1, seqlen_k, seqlen_q, dtype=torch.bool, device="meta").mT):
+        near = pairs(mask)
+        assert near.ptr.shape == mask.shape
+        assert max(near.ptr.stride()[2:]) <= LIMIT
+        assert near[1:] == tuple(
+            0 if n == 1 else stride for n, stride in zip(mask.shape, near.ptr.stride(), strict=True)
+        )
+
+
+def test_a_transposed_boolean_mask_is_the_same_mask(monkeypatch):
+    allowed = (torch.rand(1, 2, 20, 37) < 0.6).to(DEVICE)
+    expected = masked(allowed, 20, 37)
+    monkeypatch.setattr("fusedattn.kernels.pairs.MAX_ROW_STRIDE", 36)
+    assert pairs(allowed).ptr.stride()[2:] == (1, 20)
+    assert_equal(masked(allowed, 20, 37), expected)

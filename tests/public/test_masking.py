@@ -1,0 +1,427 @@
+"""Masks: what may be seen, what must not leak, and which blocks are visited."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import Rope, attention, biases, masks, testing
+from fusedattn.backends.torch import sdpa
+from fusedattn.masks import Mask
+from fusedattn.testing import Case
+from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, torch_attention_beside_lse, triton_attention
+
+pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+# Several tiles in both directions, ragged ones among them.
+SHAPE_ONLY = {"nheads_q": 2, "nheads_kv": 1, "seqlen_q": 45, "seqlen_k": 53, "head_dim": 16}
+SHAPE = Case(**SHAPE_ONLY)  # type: ignore[arg-type]
+
+
+def hiding(kind: str, inputs: testing.Inputs) -> tuple[Mask, Tensor]:
+    """A mask, and the keys ``(batch, seqlen_k)`` that it hides from every query."""
+    batch, seqlen_q, seqlen_k = inputs.q.shape[0], inputs.q.shape[2], inputs.k.shape[2]
+    hidden = torch.zeros(batch, seqlen_k, dtype=torch.bool)
+    if kind == "causal, top-left":
+        hidden[:, seqlen_q:] = True
+        mask = masks.causal("top_left")
+    else:
+        if kind == "right":
+            hidden[0, 20:], hidden[1, 33:] = True, True
+        elif kind == "left":
+            hidden[0, :17], hidden[1, :35] = True, True
+        elif kind == "uneven":
+            hidden[:, 3::4] = True
+        elif kind == "everything":
+            hidden[1] = True
+        hidden[0, 7] = True
+        mask = masks.padding(~hidden)
+    if kind == "boolean":
+        hidden[0] = hidden[1]
+        hidden[:, 5::7] = True
+        mask = masks.boolean(~hidden[:1, None, None, :])
+    return mask.to(DEVICE), hidden.to(DEVICE)
+
+
+@backends
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *((kind, math.nan) for kind in ("right", "left", "uneven", "everything", "boolean", "causal, top-left")),
+        ("uneven", math.inf),
+        ("boolean", -math.inf),
+        ("causal, top-left", math.inf),
+    ],
+)
+def test_keys_that_no_query_sees(kind, value, backend):
+    """Whatever they hold, nothing changes by a bit, and their own gradients are 0."""
+    inputs = testing.make_inputs(SHAPE, DEVICE)
+    mask, hidden = hiding(kind, inputs)
+    where = hidden[:, None, :, None]
+    inputs = replace(inputs, mask=mask)
+    clean = replace(inputs, k=inputs.k.masked_fill(where, 0.0), v=inputs.v.masked_fill(where, 0.0))
+    poisoned = replace(inputs, k=inputs.k.masked_fill(where, value), v=inputs.v.masked_fill(where, value))
+    function = functools.partial(attention, backend=backend)
+    got = testing.run(function, poisoned)
+    expected = testing.run(function, clean)
+    for name in ("dk", "dv"):
+        assert (got[name].masked_select(where) == 0).all()
+    if backend == "triton" and kind not in ("boolean", "causal, top-left"):
+        assert_equal(got, expected)
+    else:  # computed again, or by the reference, in another order
+        torch.testing.assert_close(got, expected)
+    out = function(poisoned.q, poisoned.k, poisoned.v, mask=mask)
+    torch.testing.assert_close(out, expected["out"])
+
+
+POISONED = {
+    "causal": Case(causal="bottom_right"),
+    "causal, top-left": Case(causal="top_left"),
+    "boolean": Case(boolean="full"),
+    "causal, padding": Case(causal="bottom_right", padding="uneven"),
+    "causal, RoPE": Case(causal="bottom_right", rope="interleaved", rotary_dim=8),
+    "everything": Case(causal="bottom_right", boolean="full", padding="right", rope="half"),
+}
+
+
+@backends
+@pytest.mark.parametrize(
+    ("kind", "tensor", "value", "dtype"),
+    [
+        *((kind, "k", math.nan, torch.float32) for kind in POISONED),
+        *((kind, "kv", math.nan, torch.float16) for kind in POISONED),
+        *((kind, "v", math.inf, torch.bfloat16) for kind in ("causal", "boolean", "everything")),
+        *((kind, "k", math.inf, torch.float32) for kind in ("causal", "boolean", "causal, RoPE")),
+        *((kind, "k", -math.inf, torch.bfloat16) for kind in ("causal", "boolean")),
+    ],
+)
+def test_what_reaches_whom(kind, tensor, value, dtype, backend):
+    """A NaN reaches the queries that see it. Nothing reaches the others, nor the keys that only the others see."""
+    inputs = testing.make_inputs(replace(POISONED[kind], **SHAPE_ONLY, dtype=dtype), DEVICE)
+    poisoned = torch.zeros(2, 2, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)
+    if "k" in tensor:
+        inputs.k[0, 0, [31, 37]] = value
+        inputs.k[1, 0, 44, 3] = value
+        poisoned[0, :, [31, 37]], poisoned[1, :, 44] = True, True
+    if "v" in tensor:
+        inputs.v[0, 0, 27, 5] = value
+        poisoned[0, :, 27] = True
+    seen = inputs.mask.dense(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE).expand(2, 2, -1, -1)
+    reached = (seen & poisoned[:, :, None]).any(-1)  # (batch, nheads_q, seqlen_q)
+    keys_reached = (seen & reached[..., None]).any(-2).any(1, keepdim=True)  # (batch, nheads_kv, seqlen_k)
+    assert 0 < int(reached.sum()) < reached.numel()
+    clean = replace(inputs, k=inputs.k.nan_to_num(0.0, 0.0, 0.0), v=inputs.v.nan_to_num(0.0, 0.0, 0.0))
+
+    function = functools.partial(attention, backend=backend)
+    got, truth, eager = testing.run(function, inputs), testing.golden(clean), testing.baseline(clean)
+    got["out without lse"] = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope)
+    for name, x in got.items():
+        free = ~(keys_reached if name in ("dk", "dv") else reached)
+        x, golden, same_dtype = (
+            t.masked_fill(~(free[..., None] if t.dim() == 4 else free), 0.0)
+            for t in (x, truth[name.partition(" ")[0]], eager[name.partition(" ")[0]])
+        )
+        assert int(x.isnan().sum()) == 0, name
+        if backend == "triton":
+            assert testing.compare(x, golden, same_dtype).used <= 1.5, name  # a part of the rows: see assert_accurate
+        else:
+            torch.testing.assert_close(x, same_dtype, atol=2e-2, rtol=2e-2)
+    if math.isnan(value):
+        assert clean_rows(got["out"][reached]) == 0
+        assert clean_rows(got["out without lse"][reached]) == 0
+        if tensor == "k":
+            assert clean_rows(got["lse"][reached][:, None]) == 0
+    # An infinity too: no row that is NaN in out may look clean in dq, nor a key that such a row sees in dk.
+    rows = got["out"].isnan().any(-1)
+    assert clean_rows(got["dq"][rows]) == 0
+    keys = (seen & rows[..., None]).any(-2).any(1, keepdim=True)
+    assert clean_rows(got["dk"][keys]) == 0
+    if tensor == "v":  # dv does not depend on v
+        assert got["dv"].isfinite().all()
+
+
+def clean_rows(x: Tensor) -> int:
+    """How many rows hold no NaN."""
+    return int((~x.isnan().any(-1)).sum())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@backends
+def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
+    """Where out is NaN, so is dq: a row must not look as if it had seen nothing."""
+    q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (5, 20, 20))
+    q, k = q.abs(), k.clone()
+    k[0, 0, 3, 0] = sign * math.inf
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    dq, _, _ = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    if sign > 0:
+        assert clean_rows(out) == 0
+    assert clean_rows(dq[out.isnan().any(-1)]) == 0
+    assert clean_rows(dq) == 0  # 0 times infinity, where the weight is 0
+    assert int((lse == -math.inf).sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensor", ["q", "k"])
+def test_a_row_whose_scores_are_all_nan(tensor, dtype):
+    """The maximum of such a row is that of no score at all, and yet it is no row that sees nothing."""
+    inputs = testing.make_inputs(replace(SHAPE, seqlen_q=3, seqlen_k=1 if tensor == "k" else 20, dtype=dtype), DEVICE)
+    getattr(inputs, tensor)[0, :, 0] = math.nan
+    results = testing.run(triton_attention, inputs)
+    rows = slice(0, 1) if tensor == "q" else slice(None)
+    for name in ("out", "dq"):
+        assert clean_rows(results[name][0, :, rows]) == 0, name
+        assert results[name][1].isfinite().all()
+    assert results["lse"][0, :, rows].isnan().all()
+
+
+@backends
+def test_a_row_whose_scores_are_all_minus_infinity(backend):
+    """Which takes an infinite query: out and lse are those of a row that sees nothing."""
+    q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (5, 20, 20))
+    q[0, 0, 2, 0], k = -math.inf, k.abs()
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    assert (out[0, 0, 2] == 0).all()
+    assert lse[0, 0, 2] == -math.inf
+    others = [0, 1, 3, 4]
+    assert out[0, 0, others].isfinite().all()
+    assert lse[0, 0, others].isfinite().all()
+
+
+@backends
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bias_that_is_no_number(backend, value):
+    """NaN in a row of such pairs, nothing in one where the mask hides them."""
+    q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
+    bias = torch.zeros(8, 8, device=DEVICE)
+    bias[5] = bias[1, 6] = value
+    out = attention(q, k, v, mask=masks.causal(), bias=bias, backend=backend)
+    assert out[:, :, 5].isnan().all()
+    others = [0, 1, 2, 3, 4, 6, 7]
+    expected = attention(q, k, v, mask=masks.causal(), backend=backend)
+    torch.testing.assert_close(out[:, :, others], expected[:, :, others])
+
+
+def with_empty_rows(kind: str) -> testing.Inputs:
+    if kind == "causal, more queries":
+        return testing.make_inputs(replace(SHAPE, seqlen_q=53, seqlen_k=20, causal="bottom_right"), DEVICE)
+    if kind == "left padding, causal":
+        inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
+        valid = torch.arange(53, device=DEVICE) >= torch.tensor([[12], [40]], device=DEVICE)
+        return replace(inputs, mask=inputs.mask & masks.padding(valid))
+    if kind == "empty batch":
+        return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True), DEVICE)
+    if kind == "empty batch, RoPE":
+        return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True, rope="half"), DEVICE)
+    inputs = testing.make_inputs(replace(SHAPE, boolean="full"), DEVICE)
+    assert inputs.mask.allowed is not None
+    inputs.mask.allowed[:, 0, 3::5] = False
+    inputs.mask.allowed[1, 1, 30:] = False
+    return inputs
+
+
+EMPTY_ROWS = ("causal, more queries", "left padding, causal", "empty batch", "empty batch, RoPE", "boolean")
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_rows_that_see_nothing(kind, dtype, backend):
+    inputs = with_empty_rows(kind).to(dtype)
+    function = functools.partial(attention, backend=backend)
+    results = testing.run(function, inputs)
+    empty = ~inputs.mask.dense(*results["out"].shape[2:3], inputs.k.shape[2], device=DEVICE).any(-1)
+    empty = empty.expand(results["lse"].shape)
+    assert empty.any()
+    assert not empty.all()
+    for name in ("out", "dq"):
+        assert (results[name][empty] == 0).all()
+        assert not results[name][empty].signbit().any() or name == "dq"
+    assert torch.equal(results["lse"] == -math.inf, empty)
+    assert all(results[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
+    if backend == "triton":
+        assert_accurate(function, inputs, kind)
+    out = function(inputs.q, inputs.k, inputs.v, mask=inputs.mask, rope=inputs.rope)
+    assert (out[empty] == 0).all()
+    assert out.isfinite().all()
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_a_sink_of_nothing_where_nothing_is_visible(seqlen_q, dtype, backend):
+    """One of -inf is none: lse is -inf there, and all gradients are 0."""
+    inputs = testing.make_inputs(Case(seqlen_q=seqlen_q, seqlen_k=33, sinks=True, dtype=dtype), DEVICE)
+    inputs = replace(inputs, mask=masks.boolean(torch.zeros(33, dtype=torch.bool, device=DEVICE)))
+    inputs = inputs.with_leaves(inputs.leaves | {"sinks": torch.full_like(inputs.sinks, -math.inf)})
+    results = testing.run(functools.partial(attention, backend=backend), replace(inputs, dlse=inputs.dlse * 0))
+    assert (results.pop("lse") == -math.inf).all()
+    assert all((x == 0).all() for x in results.values())
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with_bias):
+    """Some of them give NaN for a row that is masked altogether; the torch backend asks none for such a row."""
+
+    def naive(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        enable_gqa: bool,
+        attn_mask: Any = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = scale * q @ k.mT
+        if is_causal:
+            visible = masks.causal("top_left").dense(q.shape[2], k.shape[2], device=q.device)
+            scores = scores.masked_fill(~visible, -math.inf)
+        return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", naive)
+    inputs = with_empty_rows(kind)
+    inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
+    if with_bias:
+        inputs = replace(inputs, bias=biases.tensor(torch.randn(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE)))
+    expected, got = testing.baseline(inputs), testing.run(torch_attention_beside_lse, inputs)
+    torch.testing.assert_close(got, expected)
+
+
+@backends
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_nan_in_a_row_that_sees_nothing(kind, backend):
+    """In its query, in the gradient of its output and of its lse: no gradient anywhere knows of it."""
+    inputs = with_empty_rows(kind)
+    function = functools.partial(attention, backend=backend)
+    empty = ~inputs.mask.dense(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE).any(-1)
+    empty = empty.expand(inputs.dlse.shape)
+    nan = replace(
+        inputs,
+        q=inputs.q.masked_fill(empty[..., None], math.nan),
+        dout=inputs.dout.masked_fill(empty[..., None], math.nan),
+        dlse=inputs.dlse.masked_fill(empty, math.nan),
+    )
+
+    def run(x: testing.Inputs) -> dict[str, Tensor]:
+        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        out, lse = function(q, k, v, mask=x.mask, rope=x.rope, return_lse=True)
+        dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (x.dout, x.dlse))
+        return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+    clean = replace(inputs, dlse=inputs.dlse.masked_fill(empty, 0.0))
+    got, expected = run(nan), run(clean)
+    if backend == "triton":
+        assert_equal(got, expected)
+    else:
+        torch.testing.assert_close(got, expected)
+    assert (got["dq"][empty] == 0).all()
+
+
+@backends
+@pytest.mark.parametrize("rope", [None, "default", "positions", "positions per batch"])
+@pytest.mark.parametrize(
+    ("batch", "nheads_q", "nheads_kv", "seqlen_q", "seqlen_k"),
+    [(0, 4, 2, 5, 7), (2, 0, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (2, 4, 2, 0, 0), (0, 4, 2, 0, 0)],
+)
+def test_nothing_there(batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, rope, backend):
+    """Zero-length dimensions: shapes are right, and every number there is, is 0 or -inf."""
+    q = torch.randn(batch, nheads_q, seqlen_q, 16, device=DEVICE, requires_grad=True)
+    k, v = (torch.randn(batch, nheads_kv, seqlen_k, 16, device=DEVICE, requires_grad=True) for _ in "kv")
+    tables = None
+    if rope is not None:
+        tables = Rope.from_theta(8, 32, device=DEVICE)
+        at = [torch.arange(n, device=DEVICE) for n in (seqlen_q, seqlen_k)]
+        if rope == "positions":
+            tables = tables.at(*at)
+        elif rope == "positions per batch":
+            tables = tables.at(*(x.expand(batch, -1) for x in at))
+    valid = torch.ones(batch, seqlen_k, dtype=torch.bool, device=DEVICE)
+    allowed = torch.ones(batch, nheads_q, seqlen_q, seqlen_k, dtype=torch.bool, device=DEVICE)
+    for mask in (masks.full(), masks.causal() & masks.padding(valid) & masks.boolean(allowed)):
+        for return_lse in (True, False):
+            out = attention(q, k, v, mask=mask, rope=tables, return_lse=return_lse, backend=backend)
+            if return_lse:
+                out, lse = out
+                assert lse.shape == q.shape[:3]
+                assert (lse == -math.inf).all()
+            assert out.shape == q.shape
+            assert (out == 0).all()
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+            assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+            assert all((g == 0).all() for g in grads)
+
+
+def test_hidden_keys_and_empty_rows_may_have_any_position(monkeypatch):
+    """A tokenizer's positions are often -1 in the padding, and on a GPU nobody looks."""
+    monkeypatch.setattr(Rope, "check_positions", lambda self: None)
+    q, k, v = (torch.randn(2, 1, n, 16, device=DEVICE, requires_grad=True) for n in (9, 9, 9))
+    valid = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    valid[0, :4] = False
+    mask = masks.causal() & masks.padding(valid)
+    positions = (valid.long().cumsum(1) - 1).masked_fill(~valid, -1)
+    rope = Rope.from_theta(16, 16, device=DEVICE)
+    results = []
+    for at in (positions, positions.clamp(min=0)):
+        out = attention(q, k, v, mask=mask, rope=rope.at(at, at.clone()), backend="triton")
+        results.append({"out": out, **dict(zip("qkv", torch.autograd.grad(out.sum(), (q, k, v)), strict=True))})
+    torch.testing.assert_close(*results)
+
+
+@backends
+def test_visible_positions_outside_the_tables_are_never_a_number(backend, monkeypatch):
+    """Without the check, which a GPU and a compiled graph go without, NaN tells."""
+    if backend == "torch" and DEVICE == "cuda":
+        pytest.skip("indexing out of bounds is fatal to a CUDA context")
+    monkeypatch.setattr(Rope, "check_positions", lambda self: None)
+    q, k, v = (torch.randn(1, 1, 5, 16, device=DEVICE) for _ in "qkv")
+    at = torch.arange(5, device=DEVICE)
+    rope = Rope.from_theta(16, 5, device=DEVICE)
+    for bad in (-1, -5, 5):
+        try:
+            out = attention(q, k, v, rope=rope.at(at.where(at != 2, bad), at), backend=backend)
+        except (IndexError, ValueError):
+            continue
+        assert out[0, 0, 2].isnan().all(), bad
+        assert out[0, 0, [0, 1, 3, 4]].isfinite().all()
+
+
+def test_both_causal_alignments_at_once():
+    inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
+    assert_accurate(triton_attention, replace(inputs, mask=inputs.mask & masks.causal("top_left")))
+
+
+BANDS = {
+    "a window at the end": masks.window(2, 3),
+    "a window at the start": masks.window(2, 3, "top_left"),
+    "two of each side, at the end": masks.window(9, 2) & masks.window(4, 7),
+    "two of each side, at the start": masks.window(9, 2, "top_left") & masks.window(4, 7, "top_left"),
+    "one at either end": masks.window(5, None) & masks.window(None, 3, "top_left"),
+}
+
+
+@pytest.mark.parametrize("lengths", [(21, 37), (37, 21)])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_of_either_alignment(name, lengths):
+    """Each narrows the others, and counts from its own end."""
+    q, k, v = (
+        torch.randn(1, 1, n, 16, device=DEVICE, requires_grad=True) for n in (lengths[0], lengths[1], lengths[1])
+    )
+    results = []
+    for mask in (BANDS[name], BANDS[name].dense(*lengths, device=DEVICE)):
+        out = triton_attention(q, k, v, mask=mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,140 @@
+"""Arguments that are 1, which Triton makes constants: none is lost where a loop begins, and every kernel compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from fusedattn.kernels.dropout import DropoutArguments
+from fusedattn.kernels.epilogue import Partials, Results
+from fusedattn.kernels.exact_sum import Sums
+from fusedattn.kernels.masking import DocumentArguments, LayoutArguments, MaskArguments
+from fusedattn.kernels.pairs import Pairs
+from fusedattn.kernels.primitives import Heads
+from fusedattn.kernels.rope import RotationArguments
+from fusedattn.kernels.scores import ScoreArguments
+from fusedattn.kernels.sequences import Sequences
+from fusedattn.kernels.weights import Call
+from fusedattn.testing import triton_functions
+
+ROOT = Path(__file__).resolve().parents[2]
+X = torch.zeros(1)
+ON = tl.constexpr(True)
+
+HEADS = Heads(X, 1, 1, 1)
+PAIRS = Pairs(X, 1, 1, 1, 1)
+MASK = MaskArguments(
+    HAS_LOWER=ON, HAS_UPPER=ON, BY_PAIR=ON, MAY_HIDE_ROWS=ON, valid_ptr=X, key_range_ptr=X, allowed=PAIRS,
+    prefix_ptr=X, PREFIX_AT_END=ON, documents=DocumentArguments(X, X, X, X, 1, 1),
+    layout=LayoutArguments(X, X, X, X, X, 1, 1, 1, 1, 1, 1), function_args=(X, 1, 1.0), FUNCTION=None,
+)  # fmt: skip
+SCORE = ScoreArguments(
+    softcap=1.0, slopes_ptr=X, slopes_stride=1, reach=1, function_args=(1, X, 1.0), bias=PAIRS, relative=HEADS,
+    FUNCTION=None, DERIVATIVE=None, MODIFIED=ON, UNBOUNDED=ON,
+)  # fmt: skip
+TUPLES: dict[str, tuple[Any, ...]] = {
+    "results": Results(lse=X, row_max=X, row_sum=X, out=HEADS, rest=HEADS),
+    "results without a rest": Results(lse=X, row_max=X, row_sum=X, out=HEADS, rest=None),
+    "partials": Partials(X, X, X, X, None),
+    "mask": MASK,
+    "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),
+    "mask of a prefix alone": MASK._replace(valid_ptr=None, key_range_ptr=None, allowed=Pairs(None, 0, 0, 0, 0)),
+    "score": SCORE,
+    "score without slopes, of one distance": SCORE._replace(softcap=None, slopes_ptr=None, slopes_stride=0, reach=0),
+    "score of far distances": SCORE._replace(slopes_stride=16, reach=32),
+    "call": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, X)),
+    "rotation": RotationArguments(X, X, X, 1, 1, ON, tl.constexpr(2)),
+    "sums": Sums(X, X),
+}
+
+
+class Argument:
+    """A tuple inside a kernel of Triton 3.6: its values, and what is known of them, which is all that a loop keeps.
+
+    Values are filled in first, and constants then; each renews what its own tuple knows, but not what the tuple around
+    that knows of it.
+    """
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = [Argument(x) if isinstance(x, tuple) else None for x in values]
+        self.known = list(map(_known, values))
+
+    def fill(self, values: tuple[Any, ...], *, constants: bool) -> None:
+        for i, x in enumerate(values):
+            inner = self.values[i]
+            if isinstance(inner, Argument):
+                inner.fill(x, constants=constants)
+            elif _is_constant(x) == constants:
+                self.values[i] = _known(x)
+                self.known = [y.known if isinstance(y, Argument) else y for y in self.values]
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether Triton compiles a kernel for this value."""
+    is_one = isinstance(x, int) and x == 1
+    return is_one or x is None or isinstance(x, tl.constexpr) or (callable(x) and not isinstance(x, torch.Tensor))
+
+
+def _known(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return list(map(_known, x))
+    return x if _is_constant(x) else type(x).__name__
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_loop_loses_no_argument_that_is_1(name: str) -> None:
+    """docs/decisions/0007. Triton 3.7 keeps all of them in any order."""
+    argument = Argument(TUPLES[name])
+    for constants in (False, True):
+        argument.fill(TUPLES[name], constants=constants)
+    assert argument.known == _known(TUPLES[name])
+
+
+# Of the calls of bench/codegen/ones.py, those that have the most; `python -m bench.codegen --ones` compiles all.
+CALLS = ("one feature", "one of each", "one query", "one packed", "args of 1", "one number")
+
+
+def test_calls_in_which_numbers_are_1_become_kernels(tmp_path: Path) -> None:
+    """As far as Triton's own language goes, which is where an argument may be lost; forward and backward."""
+    script = f"""
+from unittest.mock import patch
+import torch
+import triton.compiler
+from triton._C.libtriton import ir
+from triton.compiler import make_backend
+from bench.codegen import launches, ones
+
+def read(src, target, options):
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    src.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+
+for name in {CALLS}:
+    with launches.compiling("sm_90") as found, patch.object(triton.compiler, "compile", read):
+        launches.call(ones.head_dim_of(name), torch.bfloat16, ones.ONES[name])
+    for launch in found:
+        print(name, launch.kernel, launch.error or "is read", sep=": ")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if not line.endswith(": is read")] == []
+    assert {line.partition(":")[0] for line in lines} == set(CALLS)
+    assert {"attention_fwd", "attention_combine", "attention_bwd_rows", "attention_bwd_dkdv", "attention_bwd_dq"} | {
+        "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned", "_rope"
+    } == {line.split(": ")[1] for line in lines}  # fmt: skip

@@ -1,0 +1,396 @@
+"""The import law: who may import whom, and what `import fusedattn` may load."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fusedattn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What the arguments of attention are made of, with no attention in it.
+VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
+
+# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages, whose own files may
+# import each other; of integrations, testing and backends, each module. "fusedattn" is the public names in
+# fusedattn/__init__.py.
+ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "integrations.kernels_hub": {"fusedattn"},
+    "cli": {"fusedattn", "attention", "testing", "checks", "support", "testing.peers", "transformer", "kernels"},
+    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
+    "fusion": {
+        "integrations.modules",
+        "integrations.torch_nn",
+        "integrations.transformers",
+        "checks",
+        "support",
+        "transformer",
+    },
+    "integrations.transformers": {"attention", "weights", "support", *VALUES},
+    "integrations.torch_nn": {"attention", "varlen", "weights", "checks", "support", *VALUES},
+    "integrations.torch_functions": {"attention", "prepare", "checks", "support", *VALUES},
+    "integrations.modules": {"attention", "support", "transformer", *VALUES},
+    "integrations.flash_attn": {"attention", "varlen", "weights", "checks", *VALUES},
+    "attention": {
+        "varlen",
+        "backends.triton.autograd",
+        "backends.torch.fast_path",
+        "backends.torch.sdpa",
+        "prepare",
+        "checks",
+        "support",
+        *VALUES,
+    },
+    "varlen": {
+        "backends.triton.autograd",
+        "backends.torch.sdpa",
+        "prepare",
+        "checks",
+        "reference_varlen",
+        "options",
+        "support",
+        *VALUES,
+    },
+    "integrations.torch_flash": {
+        "backends.triton.ops",
+        "prepare",
+        "backends.triton.operands",
+        "checks",
+        "options",
+        *VALUES,
+    },
+    "backends.triton.autograd": {
+        "backends.triton.ops",
+        "backends.triton.operands",
+        "reference_varlen",
+        "options",
+        "reference",
+        *VALUES,
+    },
+    "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
+    "testing": {"testing.budget", "testing.cases"},
+    "backends.torch.fast_path": {"backends.torch.sdpa", "checks", "backends.torch.plan", "support", *VALUES},
+    "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
+    "testing.budget": {"testing.cases", "reference", *VALUES},
+    "backends.torch.sdpa": {
+        "backends.torch.eager",
+        "backends.torch.plan",
+        "options",
+        "reference",
+        "backends.torch.flash",
+        "backends.torch.slicing",
+        *VALUES,
+    },
+    "weights": {"checks", "reference", *VALUES},
+    "prepare": {"checks", "options", "support", *VALUES},
+    "backends.triton.results": {"backends.triton.operands", *VALUES},
+    "testing.cases": {"testing.triton_functions", *VALUES},
+    "reference_varlen": {"options", "reference", *VALUES},
+    "backends.torch.eager": {"reference", *VALUES},
+    "checks": {"options", *VALUES},
+    "backends.triton.operands": {"options", *VALUES},
+    "testing.triton_functions": VALUES,
+    "testing.peers": VALUES,
+    "support": {"kernels", *VALUES},
+    "reference": VALUES,
+    "options": VALUES,
+    "transformer": VALUES,
+    "backends.torch.plan": VALUES,
+    "score_mod": {"functions", "indices"},
+    "masks": {"functions", "indices"},
+    "dropout": {"indices"},
+    "biases": {"indices"},
+    "integrations": set(),
+    "kernels": set(),
+    "functions": set(),
+    "backends.triton": set(),
+    "backends.torch.slicing": set(),
+    "indices": set(),
+    "backends.torch.flash": set(),
+    "strides": set(),
+    "backends.torch": set(),
+    "backends": set(),
+    "rope": set(),
+}
+
+# Written in Triton, or above what is, or for another library: others load these only inside functions, so that the
+# package imports without it.
+IN_TRITON = {"kernels", "testing.triton_functions", "backends.triton.launching"}
+ON_DEMAND = {*IN_TRITON, "integrations.transformers"}
+
+# Allowed besides the standard library and torch; only inside functions, except in what is loaded on demand.
+ALLOWED_OUTSIDE: dict[str, set[str]] = {
+    "kernels": {"triton"},
+    "testing.triton_functions": {"triton"},
+    "support": {"triton"},
+    "integrations.transformers": {"transformers"},
+    "cli": {"triton", "rich", "matplotlib", "numpy"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: the dotted module it loads, its line, and when it is loaded."""
+
+    module: str
+    line: int
+    when: str  # "import": with the module; "call": inside a function; "typing": for type checkers
+
+
+def source_files() -> list[Path]:
+    """Every module of the package, with kernels/ standing for fusedattn.kernels."""
+    package = ROOT / "fusedattn"
+    own = [p for p in package.rglob("*.py") if not p.is_relative_to(package / "kernels")]
+    return sorted(own) + sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "kernels":
+        parts = ("fusedattn", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted_name(path): path for path in source_files()}
+EVERY_MODULE = MODULES | {dotted_name(path): path for top in ("bench", "tests") for path in (ROOT / top).rglob("*.py")}
+
+
+def unit_of(module: str) -> str:
+    """The row of the table: `cli` for `fusedattn.cli.demo.command`, `fusedattn` for the package itself."""
+    _, *parts = module.split(".")
+    depth = {"integrations": 2, "testing": 2, "backends": 3}.get(parts[0], 1) if parts else 0
+    return ".".join(parts[:depth]) or "fusedattn"
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import in ``source``, wherever it stands, with relative names made absolute."""
+    package = module if is_package else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, when: str) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, when)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                # `from fusedattn import masks` loads a module, `... import fuse` a name.
+                full = f"{base}.{alias.name}"
+                is_module = full in EVERY_MODULE or full == "fusedattn.kernels"
+                yield Import(full if is_module else base, node.lineno, when)
+        elif isinstance(node, ast.Call) and _callee(node) in ("import_module", "__import__"):
+            target = node.args[0] if node.args else None
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield Import(target.value, node.lineno, when)
+            else:  # a computed name could be anything, so the law could not be checked
+                yield Import("<computed name>", node.lineno, when)
+
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for statement in node.body:
+                yield from visit(statement, "typing")
+            for statement in node.orelse:
+                yield from visit(statement, when)
+            return
+        inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, "call" if inside_function and when == "import" else when)
+
+    return visit(ast.parse(source), "import")
+
+
+def _callee(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What ``source``, as the module of that name, imports against the law."""
+    unit = unit_of(module)
+    allowed, outside = ALLOWED.get(unit, set()), ALLOWED_OUTSIDE.get(unit, set())
+    found = []
+    for item in imports_of(source, module, is_package):
+        top = item.module.partition(".")[0]
+        problem = None
+        if top == "fusedattn":
+            target = unit_of(item.module)
+            if target != unit and target not in allowed:
+                problem = f"{unit} may not import {target}"
+            elif target in ON_DEMAND - {unit} and unit not in ON_DEMAND and item.when == "import":
+                problem = f"{target} loads only inside functions, so that the package imports without what it needs"
+        elif top in sys.stdlib_module_names or top == "torch":
+            pass
+        elif top not in outside:
+            problem = f"{unit} may not import {top}"
+        elif unit not in ON_DEMAND and item.when == "import":
+            problem = f"{top} loads only inside functions, so that the package imports without it"
+        if problem:
+            found.append(f"{module}, line {item.line}: {item.module}: {problem}")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_module_keeps_the_law(module: str) -> None:
+    path = MODULES[module]
+    found = violations(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_every_module_is_in_the_table() -> None:
+    units = {unit_of(module) for module in MODULES}
+    assert units - ALLOWED.keys() == set(), "new: give it a row in ALLOWED, as low as it can stand"
+    assert ALLOWED.keys() - units == set(), "gone: remove its row from ALLOWED"
+
+
+def test_the_table_has_no_cycle() -> None:
+    order = list(graphlib.TopologicalSorter(ALLOWED).static_order())
+    assert set(order) == ALLOWED.keys()
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Also inside a package, where the table does not look, and whenever the import runs."""
+    graph = {
+        module: {
+            item.module
+            for item in imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+            if item.module in EVERY_MODULE and item.module not in (module, "fusedattn")
+        }
+        for module, path in EVERY_MODULE.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_tests_share_helpers_not_each_other() -> None:
+    found = [
+        f"{module}, line {item.line}: {item.module}"
+        for module, path in EVERY_MODULE.items()
+        if module.startswith("tests.")
+        for item in imports_of(path.read_text(encoding="utf-8"), module)
+        if item.module.startswith("tests.") and item.module.rpartition(".")[2].startswith("test_")
+    ]
+    assert not found, "move what they share to tests/helpers:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fusedattn.masks", "import triton"),
+        ("fusedattn.masks", "from fusedattn import rope"),
+        ("fusedattn.rope", "def f():\n    import numpy"),
+        ("fusedattn.reference", "def f():\n    from fusedattn.kernels import attention_fwd"),
+        ("fusedattn.reference", "def f():\n    from .kernels.attention_fwd import forward"),
+        ("fusedattn.transformer.model", "from fusedattn.attention import attention"),
+        ("fusedattn.transformer.model", "from ..modules import fuse"),
+        ("fusedattn.transformer.model", "from fusedattn import fuse"),
+        ("fusedattn.attention", "from fusedattn.kernels import attention_fwd"),
+        ("fusedattn.attention", "from fusedattn import kernels"),
+        ("fusedattn.attention", "import triton"),
+        ("fusedattn.testing.cases", "from fusedattn.testing import triton_functions"),
+        ("fusedattn.attention", "class A:\n    from fusedattn.kernels import rope"),
+        ("fusedattn.attention", "if True:\n    import fusedattn.kernels.rope"),
+        ("fusedattn.attention", "def f():\n    import fusedattn.integrations.modules"),
+        ("fusedattn.attention", "import importlib\nimportlib.import_module('fusedattn.integrations.modules')"),
+        ("fusedattn.backends.triton.results", "from fusedattn.backends.torch.sdpa import is_finite"),
+        ("fusedattn.backends.torch.sdpa", "from fusedattn.backends.triton import ops"),
+        ("fusedattn.fusion", "from fusedattn.integrations import transformers"),
+        ("fusedattn.integrations.torch_nn", "from fusedattn.integrations.flash_attn import flash_attn_func"),
+        ("fusedattn.integrations.flash_attn.bert_padding", "import transformers"),
+        ("fusedattn.support", "def f(name):\n    return __import__(name)"),
+        ("fusedattn.kernels.rope", "from fusedattn.rope import Rope"),
+        ("fusedattn.kernels.rope", "from kernels.primitives import rotate"),
+        ("fusedattn.kernels.rope", "import numpy"),
+        ("fusedattn.nowhere", "import fusedattn.masks"),
+    ],
+)
+def test_the_check_sees(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fusedattn.backends.triton.ops", "def f():\n    from fusedattn.backends.triton import launching"),
+        ("fusedattn.backends.triton.launching", "from fusedattn.kernels import attention_fwd"),
+        (
+            "fusedattn.attention",
+            "from fusedattn import masks\nfrom .rope import Rope\nimport math, torch.nn",
+        ),
+        ("fusedattn.support", "if TYPE_CHECKING:\n    from fusedattn.kernels.configs import Fwd"),
+        (
+            "fusedattn.kernels.rope",
+            "import triton.language as tl\nfrom fusedattn.kernels import primitives",
+        ),
+        ("fusedattn.cli.demo.command", "def f():\n    import rich.table\n    from fusedattn import fuse"),
+    ],
+)
+def test_the_check_allows(module: str, source: str) -> None:
+    assert violations(source, module) == []
+
+
+def run_python(code: str, *path: Path) -> str:
+    """Output of ``code`` in a fresh interpreter that finds the modules under ``path`` first."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, path or (ROOT,)))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+WITHOUT_TRITON = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, NoTriton())
+"""
+
+
+def test_package_works_without_triton() -> None:
+    """Every module but the kernels imports, and CPU tensors still have a backend."""
+    units = sorted(ALLOWED.keys() - ON_DEMAND - {"fusedattn", "__main__"})
+    code = WITHOUT_TRITON + (
+        "import importlib, torch, fusedattn\n"
+        f"for unit in {units!r}:\n"
+        "    importlib.import_module(f'fusedattn.{unit}')\n"
+        "q = torch.randn(1, 2, 5, 16)\n"
+        "out = fusedattn.attention(q, q, q, mask=fusedattn.masks.causal())\n"
+        "print(tuple(out.shape), 'triton' in sys.modules)"
+    )
+    assert run_python(code) == "(1, 2, 5, 16) False"
+
+
+def test_import_loads_neither_triton_nor_the_kernels_nor_transformers() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import fusedattn\n"
+        "new = set(sys.modules) - before\n"
+        "print(sorted(n for n in new if n.startswith(('triton', 'transformers', 'fusedattn.kernels'))))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> None:
+    """Even where the checkout comes first on the path, as for a script run from its root."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    theirs = tmp_path / "kernels" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.write_text("")
+    assert run_python("import kernels; print(kernels.__file__)", ROOT, tmp_path) == str(theirs)
+
+
+def test_dir_shows_what_is_public():
+    assert dir(fusedattn) == sorted(fusedattn.__all__)

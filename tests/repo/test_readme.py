@@ -1,0 +1,92 @@
+"""Every ```python block of the documentation runs as printed.
+
+A block whose first line starts with `# not run:` (and says why) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+# An opening fence, possibly indented (in a list), up to a closing fence of the same indent.
+BLOCK = re.compile(r"^([ \t]*)```python[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+# One interpreter for all blocks of a file: importing torch costs more than running them. A block
+# does not see the names of another, just as when a reader pastes it. Line numbers are the file's.
+RUNNER = """
+import json, sys, traceback
+failed = 0
+for line, code in json.load(sys.stdin):
+    try:
+        exec(compile("\\n" * (line - 1) + code, sys.argv[1], "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failed += 1
+        print(f"--- the block at line {line}", file=sys.stderr)
+        traceback.print_exc()
+sys.exit(failed > 0)
+"""
+
+
+def blocks_of(text: str) -> list[tuple[int, str]]:
+    """The ```python blocks to run, each with the line on which its code starts."""
+    found = []
+    for match in BLOCK.finditer(text):
+        code = textwrap.dedent(match[2])
+        if not code.lstrip().startswith("# not run:"):
+            found.append((text.count("\n", 0, match.start(2)) + 1, code))
+    return found
+
+
+def run_blocks(path: Path, cwd: Path) -> None:
+    # The reader's environment: nothing set for Triton, and the package importable from anywhere.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(path)],
+        input=json.dumps(blocks_of(path.read_text(encoding="utf-8"))),
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{path}\n{done.stdout}\n{done.stderr}"
+
+
+def test_readme_has_examples() -> None:
+    assert README.is_file(), "README.md is missing"
+    assert blocks_of(README.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "path", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_blocks_run(path: Path, tmp_path: Path) -> None:
+    assert path.is_file(), f"{path} is missing"
+    if blocks_of(path.read_text(encoding="utf-8")):
+        run_blocks(path, tmp_path)
+
+
+def test_blocks_are_found_and_failures_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 1\n```\n"
+        "- in a list:\n\n  ```python\n  assert 'x' not in globals()\n  ```\n"
+        "```text\nnot python\n```\n"
+        "```python\n# not run: needs a GPU\nraise SystemExit\n```\n"
+    )
+    assert blocks_of(page.read_text()) == [(2, "x = 1\n"), (7, "assert 'x' not in globals()\n")]
+    run_blocks(page, tmp_path)
+    page.write_text("text\n\n```python\nimport math\nmath.nothing\n```\n")
+    with pytest.raises(AssertionError, match=r"line 5"):
+        run_blocks(page, tmp_path)

@@ -1,0 +1,87 @@
+"""``python -m tests.tools.figures`` writes the figures of docs/testing.md, from docs/results/ and bench/baselines/."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.report.page import with_block
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/testing.md"
+
+
+def with_figures(page: str) -> str:
+    """The page with the committed figures between its markers."""
+    table = "\n".join(f"| {what} | {figure} |" for what, figure in [("what", "figure"), ("---", "---"), *figures()])
+    return with_block(page, table + "\n")
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """What was measured, and the figure."""
+    yield from _accuracy(_results("accuracy"))
+    yield from _fuzz(_results("fuzz"))
+    yield from _mutants(_results("mutants"))
+    yield from _soak(_results("soak"))
+    for path in sorted((ROOT / "bench/baselines").glob("*.json")):
+        yield from _machine_code(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _results(name: str) -> Any:
+    return json.loads((ROOT / f"docs/results/{name}.json").read_text(encoding="utf-8"))
+
+
+def _accuracy(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    kept = sum(row["ok"] for row in report["features"])
+    used = max(row["used"] for row in report["results"])
+    yield (
+        "error budget",
+        f"{kept} of {len(report['features'])} (case, dtype) pairs keep it; the worst tensor uses {used:.0%} of it",
+    )
+
+
+def _fuzz(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in report["by_dtype"].items())
+    yield "fuzzing", f"{report['problems']} problems ({dtypes}), of which {len(report['failures'])} fail"
+
+
+def _mutants(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    fate = {"killed": report["killed"], "shown to change nothing": len(report["equivalent"])}
+    fate["survive"] = len(report["survived"])
+    yield f"{report['planted']} planted faults", ", ".join(f"{number} {what}" for what, number in fate.items())
+
+
+def _soak(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    ratio, losses = report["departure_over_noise"], report["final_loss"]
+    yield (
+        f"soak, {report['steps']} steps in float32",
+        f"loss {report['first_loss']:.3f} to {losses['fused']:.3f} fused, {losses['eager']:.3f} eager; the fused run "
+        f"departs from eager {ratio['geometric_mean']:.2f} times as far as eager in another order of sums",
+    )
+    for dtype, run in report["mixed"].items():
+        yield (
+            f"soak, {run['steps']} steps in {dtype}",
+            f"{run['nan_gradients']} with a NaN; loss {run['final_loss']['fused']:.3f} fused, "
+            f"{run['final_loss']['eager']:.3f} eager",
+        )
+
+
+def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    known = baseline["known_faults"]
+    yield (
+        f"machine code, Triton {baseline['triton']}",
+        f"{len(baseline['entries'])} kernels compiled, {len(known)} with known faults",
+    )
+
+
+def main() -> int:
+    """Rewrite the page; exit status 0."""
+    PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""``python -m tests.tools.fuzz 1000``: that many new problems, checked one by one; those that failed before come first.
+
+Failures are kept in ``.hypothesis/``. The last line sums up what was tried, and ``docs/results/fuzz.json`` (or the file
+named as second argument) has the same as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, given
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+from fusedattn.cli.machine import versions
+from tests.conftest import DEVICE
+from tests.helpers.contract import check
+from tests.helpers.hostile import Problem, added_leaves
+from tests.helpers.strategies import problems
+
+RESULTS = "docs/results/fuzz.json"
+DATABASE = ".hypothesis/fuzz"
+RUN = 10  # what hypothesis draws beyond ten examples in one run are variations of these
+PROGRESS = 100
+MAX_FAILURES = 5  # to find the smallest problem that fails takes minutes
+
+
+def checked(seed: int | None, function: Callable[[Problem], object], **settings: Any) -> Callable[[], None]:
+    """A test of `function` on drawn problems; the same ones whenever `seed` is."""
+
+    @hypothesis.settings(deadline=None, suppress_health_check=list(HealthCheck), **settings)
+    @given(problems())
+    def test(problem: Problem) -> None:
+        function(problem)
+
+    return test if seed is None else hypothesis.seed(seed)(test)
+
+
+class Tally:
+    """What was tried."""
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.tried: set[str] = set()  # every run of hypothesis begins with the simplest problem
+        self.shrinking = False
+        self.start = time.monotonic()
+
+    def check(self, problem: Problem) -> None:
+        """As :func:`tests.helpers.contract.check`; what is tried to make a failing problem smaller does not count."""
+        if repr(problem) in self.tried:
+            return
+        counts = not self.shrinking
+        if counts:
+            self.count.update(kinds(problem))
+        try:
+            fits = check(problem)
+        except AssertionError:
+            self.shrinking = True
+            raise
+        self.tried.add(repr(problem))
+        if counts:
+            self.count["compared with float64"] += fits
+
+    def run(self, **settings: Any) -> None:
+        """One run of hypothesis; a failure is printed and kept."""
+        try:
+            checked(None, self.check, report_multiple_bugs=False, derandomize=False, **settings)()
+        except AssertionError as error:
+            command, _, reason = str(error).partition("\n")
+            if command not in self.failures:
+                self.failures.append(command)
+                print(f"{command}\n    {reason}", flush=True)
+        self.shrinking = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for :data:`RESULTS`."""
+        by_dtype = {name: self.count[name] for name in ("float32", "float16", "bfloat16")}
+        hostile = {name: n for name, n in sorted(self.count.items()) if name not in (*by_dtype, "problems")}
+        return {
+            "problems": self.count["problems"],
+            "by_dtype": by_dtype,
+            "compared_with_float64": hostile.pop("compared with float64", 0),
+            "of_these": hostile,
+            "failures": self.failures,
+            "seconds": round(time.monotonic() - self.start),
+            "device": "interpreter" if DEVICE == "cpu" else torch.cuda.get_device_name(),
+            "versions": {**versions(), "hypothesis": hypothesis.__version__},
+        }
+
+
+def kinds(problem: Problem) -> set[str]:
+    """What a problem is counted as."""
+    case = problem.case
+    found = {
+        "problems": True,
+        str(case.dtype).removeprefix("torch."): True,
+        "zero sizes": 0 in (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_k),
+        "length 1": 1 in (case.seqlen_q, case.seqlen_k),
+        "strided, expanded or overlapping": bool(problem.layouts),
+        "broadcast": bool(problem.broadcast),
+        "misaligned": problem.storage_offset > 0,
+        "huge or tiny values": bool(problem.magnitudes),
+        "one visible key": problem.rows == "one key",
+        "nothing visible": problem.rows == "all empty" or case.empty_batch,
+        "NaN or infinity": any(value in ("nan", "inf", "-inf") for _, value, _ in problem.poison),
+        "largest and lowest numbers": any(value in ("highest", "lowest") for _, value, _ in problem.poison),
+        "masked": bool(case.causal or case.padding or case.boolean),
+        "window or prefix": case.window is not None or case.prefix,
+        "documents or blocks": case.documents is not None or case.layout is not None,
+        "functions of masks or scores": case.mask_function or case.score_mod,
+        "rope": case.rope is not None,
+        "bias": bool(case.bias or case.alibi or case.relative),
+        "soft-cap": case.softcap is not None,
+        "sinks": case.sinks,
+        "dropout": case.dropout_p > 0,
+        "head_dim of values": case.head_dim_v is not None,
+        "some gradients only": not {"q", "k", "v", *(name[0] for name in added_leaves(case))} <= set(problem.needed),
+    }
+    return {name for name, is_so in found.items() if is_so}
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The results in one line."""
+    dtypes = ", ".join(f"{name} {n}" for name, n in results["by_dtype"].items())
+    packages = ", ".join(f"{name} {results['versions'][name]}" for name in ("torch", "triton"))
+    return (
+        f"{results['problems']} problems ({dtypes}), {results['compared_with_float64']} compared with float64, "
+        f"{len(results['failures'])} failures, {results['seconds']} s, {results['device']}, {packages}"
+    )
+
+
+def main(n_problems: int, path: Path) -> int:
+    """Try the problems that failed before, then at least `n_problems` new ones; 1 if any failed."""
+    tally, database = Tally(), DirectoryBasedExampleDatabase(DATABASE)
+    phases, shown = [Phase.reuse, Phase.generate, Phase.shrink], 0
+    try:
+        while tally.count["problems"] < n_problems and len(tally.failures) < MAX_FAILURES:
+            tally.run(database=database, phases=phases, max_examples=RUN)
+            phases = [Phase.generate, Phase.shrink]
+            if tally.count["problems"] >= shown + PROGRESS:
+                shown = tally.count["problems"]
+                print(f"{shown} problems, {len(tally.failures)} failures", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    results = tally.as_json()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(summary(results))
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else RESULTS)))

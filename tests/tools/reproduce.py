@@ -1,0 +1,38 @@
+"""``python -m tests.tools.reproduce "Problem(...)"``: check it, on the GPU or, without one, in the interpreter."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.helpers.contract import check  # through tests.conftest, which decides how Triton runs
+from tests.helpers.hostile import Problem
+
+
+def problem_of(text: str) -> Problem:
+    """The problem that printed as `text`."""
+    from fusedattn.testing import Case
+
+    problem = eval(text, {"Problem": Problem, "Case": Case, "torch": torch})
+    if not isinstance(problem, Problem):
+        raise TypeError(f"got {type(problem).__name__}, allowed is a Problem")
+    return problem
+
+
+def main() -> int:
+    """0 if the contract holds, 1 if it is broken, with the reason on standard error."""
+    if len(sys.argv) != 2:
+        print('usage: python -m tests.tools.reproduce "Problem(...)"', file=sys.stderr)
+        return 2
+    try:
+        fits = check(problem_of(sys.argv[1]))
+    except AssertionError as error:
+        print(f"broken: {error}", file=sys.stderr)
+        return 1
+    print("holds" if fits else "holds; the numbers overflow, or hang on one rounding, and were not compared")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

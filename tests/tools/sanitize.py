@@ -1,0 +1,195 @@
+"""The kernels under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck and synccheck, on a machine with a GPU.
+
+``python -m tests.tools.sanitize`` runs a few small cases, forward and backward, under each tool, after a kernel with a
+planted fault that memcheck must find. Exit status: 0 if nothing else was found, 1 if something was, 2 if the GPU or
+compute-sanitizer is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fusedattn import attention, testing
+from fusedattn.testing import Case
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+FOUND = 99  # the exit status of compute-sanitizer where it found something; none of Python's own
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
+
+# Each feature at least once; more than one tile of each kind, and a ragged one.
+SUITE = (
+    Case("causal, grouped queries", seqlen_q=200, seqlen_k=200, head_dim=64, causal="bottom_right"),
+    Case("padding with gaps", seqlen_q=70, seqlen_k=150, head_dim=80, padding="uneven", empty_batch=True),
+    Case("left padding, RoPE", seqlen_q=130, seqlen_k=130, head_dim=128, causal="bottom_right", padding="left",
+         rope="half"),
+    Case("boolean mask", seqlen_q=90, seqlen_k=140, head_dim=64, boolean="full"),
+    replace(testing.CASES[-1], seqlen_q=133, seqlen_k=190),
+)  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def candidates() -> Iterator[Path]:
+    """Where compute-sanitizer may lie: on PATH, in a CUDA toolkit, in a wheel of NVIDIA's."""
+    name = "compute-sanitizer"
+    if on_path := shutil.which(name):
+        yield Path(on_path)
+    toolkits = [Path(os.environ[key]) for key in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(key)]
+    toolkits += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    for toolkit in toolkits:
+        yield from (toolkit / "bin" / name, toolkit / name / name)
+    for packages in map(Path, (*site.getsitepackages(), site.getusersitepackages())):
+        yield from sorted((packages / "nvidia").glob(f"*/bin/{name}"))
+
+
+def find_sanitizer() -> Path | None:
+    """The first candidate that can be run."""
+    return next((path for path in candidates() if path.is_file() and os.access(path, os.X_OK)), None)
+
+
+def missing(sanitizer: Path | None) -> str | None:
+    """Why nothing can be run here, in one line."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return f"no CUDA device for the torch {torch.__version__} of {sys.executable}; this target needs an NVIDIA GPU"
+    if sanitizer is None:
+        return (
+            f"no compute-sanitizer on PATH, in a CUDA toolkit or in the packages of {sys.executable}; "
+            "it is part of the CUDA toolkit, and of the wheel nvidia-cuda-sanitizer-api (-cu12 for CUDA 12)"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run of one tool came to."""
+
+    tool: str
+    status: int
+    output: str
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """The line in which the tool sums up, if it got that far."""
+        found = SUMMARY.findall(self.output)
+        return found[-1] if found else "no summary"
+
+    @property
+    def clean(self) -> bool:
+        """Whether the tool ran to its end and found nothing."""
+        return self.status == 0 and self.summary != "no summary"
+
+    @property
+    def found(self) -> bool:
+        """Whether the tool found something."""
+        return self.status == FOUND and self.summary != "no summary"
+
+
+def command(sanitizer: Path, tool: str, what: str) -> list[str]:
+    """The command that runs the suite (or the planted fault) under a tool."""
+    # The process itself, not ptxas, which Triton starts in another.
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    options += ["--target-processes", "application-only"]
+    if tool == "memcheck":
+        # Room between allocations, so that beyond one is not inside the next; and no word of calls that torch and
+        # Triton make to see what the driver can do.
+        options += ["--padding", "65536", "--report-api-errors", "no"]
+    if tool == "racecheck":
+        options += ["--racecheck-report", "all"]
+    return [str(sanitizer), *options, sys.executable, "-m", "tests.tools.sanitize", what]
+
+
+def environment() -> dict[str, str]:
+    """Each tensor gets memory of its own, so that its bounds, and what was written to it, are known to the tools."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def run_tool(sanitizer: Path, tool: str, what: str) -> Report:
+    """Run the suite, or the planted fault, under one tool."""
+    start = time.monotonic()
+    result = subprocess.run(
+        command(sanitizer, tool, what),
+        env=environment(),
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return Report(tool, result.returncode, result.stdout, time.monotonic() - start)
+
+
+def run_suite() -> None:
+    """Forward and backward of every case, in every dtype."""
+    for case in SUITE:
+        for dtype in DTYPES:
+            inputs = testing.make_inputs(replace(case, dtype=dtype), "cuda")
+            results = testing.run(functools.partial(attention, backend="triton"), inputs)
+            torch.cuda.synchronize()
+            if any(x.isnan().any() for x in results.values()):
+                raise RuntimeError(f"NaN in the results of {replace(case, dtype=dtype)}")
+
+
+def run_fault() -> None:
+    """Read and write far beyond the end of tensors: 4096 rows, of which the statistics have one."""
+    from fusedattn.backends.triton import launching
+    from fusedattn.backends.triton.operands import constants_of
+    from fusedattn.kernels import attention_bwd_rows
+    from fusedattn.masks import Mask
+    from fusedattn.options import Options
+
+    out = torch.ones(1, 1, 4096, 16, dtype=torch.float16, device="cuda")
+    row = torch.ones(1, 1, 1, device="cuda")
+    options = Options(Mask(), None, None, 1.0, None, None, None, 0.0, None)
+    problem = launching.problem_of(out, out, out, constants_of(options, keep_rest=True))
+    attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.Statistics(row, row, None), problem)
+    torch.cuda.synchronize()
+
+
+def check(sanitizer: Path) -> int:
+    """Run everything, print what was found and a table; returns the exit status."""
+    fault = run_tool(sanitizer, "memcheck", "fault")
+    if not fault.found:
+        print(fault.output)
+        print(f"error: memcheck does not find a planted fault (exit status {fault.status}, {fault.summary})")
+        return 1
+    reports = []
+    for tool in TOOLS:
+        print(f"{tool} ...", flush=True)
+        reports.append(run_tool(sanitizer, tool, "suite"))
+        if not reports[-1].clean:
+            print(reports[-1].output)
+    for report in reports:
+        verdict = "clean" if report.clean else "ERRORS" if report.found else f"failed ({report.status})"
+        print(f"{report.tool:<10} {verdict:<12} {report.seconds:6.0f} s  {report.summary}")
+    return 0 if all(report.clean for report in reports) else 1
+
+
+def main(arguments: list[str]) -> int:
+    """``suite`` and ``fault`` are what the tools run; without arguments, run the tools."""
+    if arguments in (["suite"], ["fault"]):
+        run_suite() if arguments == ["suite"] else run_fault()
+        return 0
+    sanitizer = find_sanitizer()
+    if (reason := missing(sanitizer)) is not None or sanitizer is None:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    print(f"{sanitizer} on {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    return check(sanitizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
