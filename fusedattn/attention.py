@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from fusedattn.backends.torch import fast_path, sdpa
-from fusedattn.backends.triton import autograd
-from fusedattn.biases import Bias
+from fusedattn import backends
+from fusedattn.backends.torch import fast_path
+from fusedattn.biases import Bias, as_bias
 from fusedattn.checks import unknown_argument
-from fusedattn.masks import Mask
-from fusedattn.prepare import autocast, checked, with_positive_scale
+from fusedattn.masks import Mask, as_mask
+from fusedattn.options import Keywords, Options
+from fusedattn.prepare import prepared, scale_of
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend
-from fusedattn.varlen import any_nested, nested_attention
+from fusedattn.varlen import are_nested, nested_attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = ...,
-    rope: Rope | None = ...,
-    bias: Bias | Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreMod | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    backend: Backend | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = ...,
-    rope: Rope | None = ...,
-    bias: Bias | Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreMod | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    backend: Backend | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -149,28 +123,20 @@ def attention(
     """
     if others:
         raise unknown_argument("attention", others)
-    if any_nested(q, k, v):
-        return nested_attention(
-            q, k, v, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-            dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse,
-            backend=backend,
-        )  # fmt: skip
+    is_nested = are_nested(q, k, v)
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
     plainly = plainly and score_mod is None and sinks is None and not return_lse and type(deterministic) is bool
-    if plainly and type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None:
+    plainly = plainly and type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
+    if plainly and not is_nested:
         answer = fast_path.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
-    q, k, v = autocast(q, k, v)
-    options, backend = checked(
-        q, k, v, None, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
+    options = Options(
+        as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
+        deterministic, return_lse,
     )  # fmt: skip
-    q, options = with_positive_scale(q, options)
-    results: tuple[Tensor, Tensor | None]
-    if backend == "triton":
-        results = autograd.attention(q, k, v, options, deterministic=deterministic)
-    else:
-        results = sdpa.attention(q, k, v, options, return_lse=return_lse)
-    out, lse = results
+    if is_nested:
+        return nested_attention(q, k, v, options, backend)
+    q, k, v, backend = prepared(q, k, v, options, backend)
+    out, lse = backends.attention(q, k, v, options, backend)
     return (out, lse) if return_lse and lse is not None else out

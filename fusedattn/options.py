@@ -1,8 +1,9 @@
-"""What a call computes, checked: the options, and where packed sequences lie."""
+"""What a call is asked to compute: everything besides q, k and v."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -10,21 +11,23 @@ from fusedattn.biases import Bias
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+from fusedattn.support import Backend
 
 
-@dataclass(eq=False)  # and not frozen: of a short call, making this would be a fiftieth
-class Options:
-    """The keyword arguments of :func:`fusedattn.attention` that say what is computed, checked; scale positive."""
+class Keywords(TypedDict, total=False):
+    """What callers may name, for type checkers; :func:`fusedattn.attention` says what each means."""
 
-    mask: Mask
+    mask: Mask | Tensor | None
     rope: Rope | None
-    bias: Bias | None
-    scale: float
+    bias: Bias | Tensor | None
+    scale: float | None
     softcap: float | None
     score_mod: ScoreMod | None
     sinks: Tensor | None
     dropout_p: float
     dropout_seed: Tensor | None
+    deterministic: bool
+    backend: Backend | None
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,34 @@ class Packed:
     def n_sequences(self) -> int:
         """How many there are."""
         return self.cu_seqlens_q.shape[0] - 1
+
+
+@dataclass(eq=False)  # and not frozen: that would take a fiftieth of a short call
+class Options:
+    """One call of :func:`fusedattn.attention` or :func:`fusedattn.attention_varlen`, besides q, k and v.
+
+    :func:`fusedattn.prepare.prepared` checks it and fills in what the caller left open. Then the scale is positive,
+    and there is a seed where there is dropout.
+
+    Attributes:
+        packed: where the sequences lie; None where each batch is one.
+        first_batch: the number of the first batch, which functions and dropout count from.
+    """
+
+    mask: Mask
+    rope: Rope | None = None
+    bias: Bias | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    deterministic: bool = True
+    return_lse: bool = False
+    packed: Packed | None = None
+    first_batch: int = 0
+
+    def of_numbers(self) -> dict[str, Any]:
+        """What the results depend on, as :func:`fusedattn.reference.attention` takes it."""
+        return {name: x for name, x in vars(self).items() if name not in ("deterministic", "return_lse", "packed")}

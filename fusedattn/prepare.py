@@ -5,95 +5,93 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedattn import checks
-from fusedattn.biases import Bias, as_bias
 from fusedattn.dropout import draw_seed
-from fusedattn.masks import Mask, as_mask
-from fusedattn.options import Options, Packed
-from fusedattn.rope import Rope
-from fusedattn.score_mod import ScoreMod
+from fusedattn.options import Options
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
 
-def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed | None,
-    *,
-    mask: Mask | Tensor | None,
-    rope: Rope | None,
-    bias: Bias | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    deterministic: bool,
-    backend: Backend | None,
-) -> tuple[Options, Backend]:
-    """The options of a call, defaults and a seed filled in, and what runs it; q, k and v have four dimensions.
+def scale_of(scale: float | None, q: Tensor) -> float:
+    """That of the caller, or the default one.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`attention`.
+        TypeError, ValueError: the scale is no finite number.
     """
-    mask, bias = as_mask(mask), as_bias(bias)
+    if scale is None:
+        has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # all others are refused later
+        return 1.0 / math.sqrt(q.shape[-1]) if has_features else 1.0
+    checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+    return float(scale)
+
+
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend | None
+) -> tuple[Tensor, Tensor, Tensor, Backend]:
+    """q, k and v, ``(batch, nheads, seqlen, head_dim)``, as a backend takes them, and which one that is.
+
+    `options` get what the caller left open, and a positive scale.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`fusedattn.attention`.
+    """
+    q, k, v = autocast(q, k, v)
+    packed, mask, score_mod = options.packed, options.mask, options.score_mod
+    if packed is not None:
+        checks.check_packed(packed, q, k)
     checks.check_backend(backend)
-    kind = _kind(q, k, v, scale, backend)
+    kind = _kind(q, k, v, backend)
     known = None if kind is None else _known.get(kind)
-    is_new = known is None
     if known is None:
         checks.check_qkv(q, k, v)
-        if scale is not None:
-            checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
-        known = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), backend or default_backend(q.device)
     checks.check_mask(mask, q, k, packed)
-    if rope is not None:
-        checks.check_rope(rope, q, k, packed)
-    if bias is not None:
-        checks.check_bias(bias, q, k, packed)
+    if options.rope is not None:
+        checks.check_rope(options.rope, q, k, packed)
+    if options.bias is not None:
+        checks.check_bias(options.bias, q, k, packed)
     if score_mod is not None:
         checks.check_score_mod(score_mod, q)
-    if sinks is not None:
-        checks.check_sinks(sinks, q)
-    if softcap is not None:
-        checks.check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
-        softcap = float(softcap)
-    if dropout_p != 0.0 or type(dropout_p) is not float:
-        checks.check_dropout_p(dropout_p)
-    if dropout_seed is not None:
-        checks.check_dropout_seed(dropout_seed, q)
-    checks.check_deterministic(deterministic)
-    scale, backend = known
-    if is_new or mask.function is not None or score_mod is not None:
-        reasons = reasons_of(q, k, v, mask, score_mod, backend)
+    if options.sinks is not None:
+        checks.check_sinks(options.sinks, q)
+    if options.softcap is not None:
+        checks.check_number("softcap", options.softcap, sys.float_info.min, sys.float_info.max, "a positive number")
+        options.softcap = float(options.softcap)
+    if options.dropout_p != 0.0 or type(options.dropout_p) is not float:
+        checks.check_dropout_p(options.dropout_p)
+        options.dropout_p = float(options.dropout_p)
+    if options.dropout_seed is not None:
+        checks.check_dropout_seed(options.dropout_seed, q)
+    if type(options.deterministic) is not bool:
+        checks.check_deterministic(options.deterministic)
+    chosen = known or backend or default_backend(q.device)
+    if known is None or mask.function is not None or score_mod is not None:
+        reasons = reasons_of(q, k, v, mask, score_mod, chosen)
         if reasons:
-            raise NotImplementedError(f"attention cannot run on backend {backend!r}: " + "; ".join(reasons))
-    if is_new and kind is not None:
+            raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
+    if known is None and kind is not None:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[kind] = known
+        _known[kind] = chosen
     # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.
-    if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        rope.check_positions()
-    if dropout_p and dropout_seed is None:
-        dropout_seed = draw_seed(q.device)
-    return Options(mask, rope, bias, scale, softcap, score_mod, sinks, float(dropout_p), dropout_seed), backend
+    if options.rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        options.rope.check_positions()
+    if options.dropout_p and options.dropout_seed is None:
+        options.dropout_seed = draw_seed(q.device)
+    if options.scale < SMALLEST_SCALE:
+        q = _with_positive_scale(q, options)
+    return q, k, v, chosen
 
 
 MOST_KNOWN = 256
-_known: dict[Hashable, tuple[float, Backend]] = {}  # the scale and backend of each kind that a backend can run
+_known: dict[Hashable, Backend] = {}  # of each kind that some backend can run: which
 
 
-def _kind(q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend | None) -> Hashable:
-    """What decides whether q, k, v and the scale pass, and by which backend; None where it is more than that.
+def _kind(q: Tensor, k: Tensor, v: Tensor, backend: Backend | None) -> Hashable:
+    """What decides whether q, k and v pass, and by which backend; None where it is more than that.
 
     A short call takes longer to check than to look up.
     """
@@ -102,10 +100,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, scale: float | None, backend: Backend
     # Sizes may be symbols, or tensors.
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return None
-    if not (scale is None or type(scale) is float) or not (backend is None or type(backend) is str):
-        return None
     return (
-        scale,
         backend or default_backend(q.device),
         q.is_cuda or interpreting(),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
@@ -122,18 +117,18 @@ _PLAIN = (Tensor, Parameter)
 SMALLEST_SCALE = 2.0**-126
 
 
-def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
-    """The same scores by a scale of at least SMALLEST_SCALE.
+def _with_positive_scale(q: Tensor, options: Options) -> Tensor:
+    """The queries that have the same scores by a scale of at least SMALLEST_SCALE, which `options` get.
 
     Kernels take the maximum of scores, or hide some by -inf, before they scale: a negative scale would turn the maximum
     into the minimum, and ``0 * -inf`` is NaN.
     """
     scale = options.scale
-    if scale >= SMALLEST_SCALE:
-        return q, options
     if scale <= -SMALLEST_SCALE:
-        return -q, replace(options, scale=-scale)
-    return q * (scale / SMALLEST_SCALE), replace(options, scale=SMALLEST_SCALE)
+        options.scale = -scale
+        return -q
+    options.scale = SMALLEST_SCALE
+    return q * (scale / SMALLEST_SCALE)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -18,16 +18,14 @@ from fusedattn.rope import Rope
 
 
 class Attend(Protocol):
-    """``(out, lse)`` of one sequence, which is number `first_batch`; lse None if it is not known."""
+    """``(out, lse)`` of one sequence; lse None if it is not known."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_batch: int
-    ) -> tuple[Tensor, Tensor | None]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None]: ...
 
 
-def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_batch: int) -> tuple[Tensor, Tensor]:
+def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """By :func:`fusedattn.reference.attention`."""
-    return reference.attention(q, k, v, **vars(options), first_batch=first_batch)[:2]
+    return reference.attention(q, k, v, **options.of_numbers())[:2]
 
 
 def attention(
@@ -52,8 +50,10 @@ def attention(
             mask=mask,
             bias=None if options.bias is None else _bias_of(options.bias, i, queries, keys),
             rope=None if options.rope is None else _rope_of(options.rope, queries, keys),
+            packed=None,
+            first_batch=i,
         )
-        out, lse = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own, first_batch=i)
+        out, lse = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own)
         outs.append(out)
         if lse is not None:
             lses.append(lse)
@@ -156,7 +156,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -
     )
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse, _ = reference.attention(
-        *(of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))), **vars(own)
+        *(of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))), **own.of_numbers()
     )
 
     def of_tokens(x: Tensor, rest: float) -> Tensor:

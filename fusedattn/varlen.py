@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fusedattn import checks, reference_varlen
-from fusedattn.backends.torch import sdpa
-from fusedattn.backends.triton import autograd
-from fusedattn.biases import Bias
-from fusedattn.masks import Mask
-from fusedattn.options import Packed
-from fusedattn.prepare import autocast, checked, with_positive_scale
+from fusedattn import backends, checks
+from fusedattn.biases import Bias, as_bias
+from fusedattn.masks import Mask, as_mask
+from fusedattn.options import Keywords, Options, Packed
+from fusedattn.prepare import prepared, scale_of
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
@@ -30,18 +30,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     *,
-    mask: Mask | Tensor | None = ...,
-    rope: Rope | None = ...,
-    bias: Bias | Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreMod | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    backend: Backend | None = ...,
+    **keywords: Unpack[Keywords],
 ) -> Tensor: ...
 
 
@@ -55,18 +45,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     *,
-    mask: Mask | Tensor | None = ...,
-    rope: Rope | None = ...,
-    bias: Bias | Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreMod | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[True],
-    backend: Backend | None = ...,
+    **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -122,52 +102,54 @@ def attention_varlen(
     """
     if others:
         raise checks.unknown_argument("attention_varlen", others)
-    q, k, v = autocast(q, k, v)
+    options = Options(
+        as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
+        deterministic, return_lse,
+    )  # fmt: skip
+    return _packed_attention(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), options, backend)
+
+
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_seqlens: tuple[int | None, int | None],
+    options: Options,
+    backend: Backend | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Of tensors ``(total, nheads, head_dim)``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: got {got}, allowed is three dimensions, (total, nheads, head_dim)")
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    packed = Packed(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        q.shape[2] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[2] if max_seqlen_k is None else max_seqlen_k,
-    )
-    checks.check_packed(packed, q, k)
-    options, backend = checked(
-        q, k, v, packed, mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap, score_mod=score_mod,
-        sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
-    q, options = with_positive_scale(q, options)
-    lse: Tensor | None
-    if backend == "triton":
-        out, lse = autograd.attention(q, k, v, options, deterministic=deterministic, packed=packed)
-    else:
-        attend = functools.partial(sdpa.attention, return_lse=return_lse)
-        out, lse = reference_varlen.attention(q, k, v, options, packed, attend=attend)
+    longest = (x.shape[2] if most is None else most for x, most in zip((q, k), max_seqlens, strict=True))
+    options.packed = Packed(*cu_seqlens, *longest)
+    q, k, v, backend = prepared(q, k, v, options, backend)
+    out, lse = backends.attention(q, k, v, options, backend)
     out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse and lse is not None else out
+    return (out, lse[0]) if options.return_lse and lse is not None else out
 
 
-def any_nested(*tensors: Tensor) -> bool:
-    """Whether any of them is nested."""
-    for x in tensors:  # noqa: SIM110  (of every call, and a generator takes longer)
+def are_nested(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are nested tensors.
+
+    Raises:
+        ValueError: some are dense, or of another layout than torch.jagged, or not ragged in seqlen alone.
+    """
+    for x in (q, k, v):
         if isinstance(x, Tensor) and x.is_nested:
+            _check_nested(q, k, v)
             return True
     return False
 
 
-def nested_attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`fusedattn.attention` of nested tensors ``(batch, nheads, seqlen, head_dim)``, ragged in seqlen.
-
-    Raises:
-        ValueError: some are dense, or of another layout, or ragged elsewhere.
-    """
+def _check_nested(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_nested:
-            raise ValueError(f"{name}: got a dense tensor, allowed is a nested one, as q is" if name != "q" else
-                             "q: got a dense tensor, allowed is a nested one, as k and v are")  # fmt: skip
+            others = "as k and v are" if name == "q" else "as q is"
+            raise ValueError(f"{name}: got a dense tensor, allowed is a nested one, {others}")
         if x.layout != torch.jagged:
             raise ValueError(f"{name}: got the layout {x.layout}, allowed is torch.jagged")
         if x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
@@ -175,16 +157,24 @@ def nested_attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Any
                 f"{name}: got a nested tensor of shape {tuple(x.shape)}, allowed is (batch, nheads, seqlen, head_dim), "
                 "ragged in seqlen and without gaps"
             )
+
+
+def nested_attention(
+    q: Any, k: Any, v: Any, options: Options, backend: Backend | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`fusedattn.attention` of nested tensors ``(batch, nheads, seqlen, head_dim)``, ragged in seqlen."""
     offsets_q, offsets_k = q.offsets(), k.offsets()
-    packed: list[Any] = [x.transpose(1, 2).values() for x in (q, k, v)]
     longest_q, longest_k = _longest(q), _longest(k)
-    packed += [offsets_q.to(torch.int32), offsets_k.to(torch.int32), longest_q, longest_k]
-    out, lse = attention_varlen(*packed, return_lse=True, **options)
-    out, lse = (
-        torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
-        for x in (out, lse.transpose(0, 1))
-    )
-    return (out, lse) if return_lse else out
+    q, k, v = (x.transpose(1, 2).values() for x in (q, k, v))
+    cu_seqlens = offsets_q.to(torch.int32), offsets_k.to(torch.int32)
+    found = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
+    out, *lse = found if isinstance(found, tuple) else (found,)
+
+    def nested(x: Tensor) -> Tensor:
+        """Of ``(total, nheads, ...)``."""
+        return torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
+
+    return (nested(out), nested(lse[0].transpose(0, 1))) if lse else nested(out)
 
 
 def _longest(x: Any) -> int | None:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from fusedattn import checks, masks
+from fusedattn import masks
 from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed
-from fusedattn.prepare import checked, with_positive_scale
+from fusedattn.prepare import prepared, scale_of
 
 NAME = "fusedattn"
 
@@ -259,13 +259,8 @@ def _problem(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
     """What the kernels take, checked."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if packed is not None:
-        checks.check_packed(packed, q, k)
-    options, _ = checked(
-        q, k, v, packed, mask=mask, rope=None, bias=None, scale=scale, softcap=None, score_mod=None, sinks=None,
-        dropout_p=dropout_p, dropout_seed=seed, deterministic=True, backend="triton",
-    )  # fmt: skip
-    q, options = with_positive_scale(q, options)
+    options = Options(mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed)
+    q, k, v, _ = prepared(q, k, v, options, "triton")
     return (q, k, v), options
 
 
@@ -275,7 +270,7 @@ def _forward(
     """out, lse and the seed of dropout."""
     seed = draw_seed(q.device) if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = constants_of(options, keep_rest=False, packed=packed)
+    constants = constants_of(options, keep_rest=False)
     out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
     return out, lse, seed
 
@@ -294,7 +289,7 @@ def _backward(
     """dq, dk and dv, of the forward run once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = constants_of(options, keep_rest=True, packed=packed)
+    constants = constants_of(options, keep_rest=True)
     out, _, *kept = ops.forward((*inputs, *_OTHERS), constants)
     dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
     assert dq is not None

@@ -103,8 +103,7 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
     """What the launchers get for a call with this mask."""
     q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
     k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
-    options = Options(mask, None, None, 1.0, None, None, None, 0.0, None)
-    return launching.problem_of(q, k, k, constants_of(options, keep_rest=False, packed=packed))
+    return launching.problem_of(q, k, k, constants_of(Options(mask, packed=packed), keep_rest=False))
 
 
 def visits(

@@ -352,8 +352,8 @@ def test_opcheck(needs):
     q, k, v = (torch.randn(1, h, 9, 8, device=DEVICE) for h in (2, 1, 1))
     from fusedattn.options import Options
 
-    options = Options(masks.causal(), None, None, 0.5, None, None, None, 0.0, None)
-    flat = constants_of(options, keep_rest=True, deterministic=False).flat()
+    options = Options(masks.causal(), scale=0.5, deterministic=False)
+    flat = constants_of(options, keep_rest=True).flat()
     nothing = (None,) * 5
     out, lse, *saved = attention_fwd(q, k, v, *nothing, *flat)
     call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *nothing, out, *saved, [*needs, *(False,) * 5])

@@ -69,7 +69,6 @@ FLASH_OF_TORCH = (
     Fault(FLASH, "None if x is None or x < 0 else x", "None if x is None or x <= 0 else x", "torch's flash: a window of 0 is none", torch_flash("heads_last")),
     Fault(FLASH, "lse if packed is None else lse[0]", "lse if packed is None else lse[0].T", "torch's flash: lse of packed sequences with tokens first", torch_flash("test_packed")),
     Fault(FLASH, "Packed(cum_seq_q, cum_seq_k, int(max_q)", "Packed(cum_seq_k, cum_seq_q, int(max_q)", "torch's flash: offsets of queries and keys exchanged", torch_flash("test_packed")),
-    Fault(FLASH, "        checks.check_packed(packed, q, k)\n", "        pass\n", "torch's flash: offsets are not checked", torch_flash("refused")),
     Fault(FLASH, "seed = draw_seed(q.device) if dropout_p else None", "seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout_p else None", "torch's flash: one seed for ever", torch_flash("dropout")),
     Fault(FLASH, "reshape(-1)[:1] if dropout_p", "reshape(-1)[1:] if dropout_p", "torch's flash: the backward drops other weights", torch_flash("dropout")),
     Fault(FLASH, "dq = dq * (-1.0 if scale < 0 else 0.0)", "dq = dq * 1.0", "torch's flash: dq of a negative scale", torch_flash("test_dense")),

@@ -37,16 +37,17 @@ class Compute(Protocol):
     ) -> Results: ...
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, first_batch: int = 0) -> Results:
-    """``(out, lse)`` of :func:`fusedattn.attention`, lse None if not asked for; `options` checked, scale positive.
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """``(out, lse)`` of :func:`fusedattn.attention`, lse None if not asked for.
 
-    Dropout and a function of scores count the batches from `first_batch` on; a function of the mask does not.
+    A function of the mask counts batches from 0, whatever `options.first_batch` is.
     """
+    return_lse, first_batch = options.return_lse, options.first_batch
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     has_kernel = options.softcap is None and options.score_mod is None and not options.dropout_p
     is_plain = has_kernel and options.sinks is None
     if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
-        return _by_reference(q, k, v, options, return_lse, first_batch)
+        return _by_reference(q, k, v, options)
     rope, bias, mask = options.rope, options.bias, options.mask
     given = [q, k, v, *(x for x in (options.sinks, options.dropout_seed) if x is not None)]
     for value in (bias, options.score_mod):
@@ -54,9 +55,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     readable = reference.is_readable(*given, *mask.tensors().values())
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
-        return _by_reference(q, k, v, options, return_lse, first_batch)
+        return _by_reference(q, k, v, options)
     if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # no weight of 0 contains them
-        return _by_reference(q, k, v, options, return_lse, first_batch)
+        return _by_reference(q, k, v, options)
     # In float32 at least, as in 16 bits a large negative bias would become -inf.
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32))
     lowest = highest = 0.0
@@ -70,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     if readable and not (highest < math.inf and is_finite(k, v, q)):
         cleaned = _cleaned(q, k, v, mask, _is_differentiated(q, k, *given)) if highest < math.inf else None
         if cleaned is None:
-            return _by_reference(*unrotated, options, return_lse, first_batch)
+            return _by_reference(*unrotated, options)
         q, k, v, poisoned = cleaned
 
     q, k, v = _apart(q), _apart(k), _apart(v)
@@ -92,12 +93,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: 
     return out, lse if return_lse else None
 
 
-def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, first_batch: int) -> Results:
+def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Results:
-        return reference.attention(q, k, v, **vars(options), first_batch=first_batch)[:2]
+        return reference.attention(q, k, v, **options.of_numbers())[:2]
 
     out, lse = _widened(compute, q, k, v)
-    return out, lse if return_lse else None
+    return out, lse if options.return_lse else None
 
 
 def _widened(compute: Callable[[Tensor, Tensor, Tensor], Results], q: Tensor, k: Tensor, v: Tensor) -> Results:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedattn import reference, reference_varlen
+from fusedattn import reference_varlen
 from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import Constants, constants_of
 from fusedattn.indices import four_dimensional
-from fusedattn.options import Options, Packed
+from fusedattn.options import Options
 
 Eager = Callable[..., tuple[Tensor, Tensor]]
 
@@ -182,9 +182,7 @@ def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], ar
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, deterministic: bool, packed: Packed | None = None
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` by the Triton kernels, differentiable."""
     bias, sinks = options.bias, options.sinks
     added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
@@ -195,7 +193,7 @@ def attention(
     learned = None if options.score_mod is None else options.score_mod.learned
     inputs = (q, k, v, added, relative, sinks, slopes, learned)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
-    constants = constants_of(options, keep_rest=needs_gradient, deterministic=deterministic, packed=packed)
+    constants = constants_of(options, keep_rest=needs_gradient)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
     if torch.compiler.is_compiling():
@@ -217,11 +215,11 @@ def attention(
         if score_mod is not None and learned is not None:
             score_mod = score_mod.with_learned(learned)
         changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
-        if packed is not None:
-            out, lse = reference_varlen.attention(q, k, v, changed, packed)
-            assert lse is not None
-            return out, lse
-        return reference.attention(q, k, v, **vars(changed))[:2]
+        if changed.packed is None:
+            return reference_varlen.by_reference(q, k, v, changed)
+        out, lse = reference_varlen.attention(q, k, v, changed, changed.packed)
+        assert lse is not None
+        return out, lse
 
     function = Attention if ops.transforming() else DirectAttention
     out, lse, *_ = function.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedattn.functions import read, without_learned
 from fusedattn.indices import four_dimensional
 from fusedattn.masks import Band
-from fusedattn.options import Options, Packed
+from fusedattn.options import Options
 
 UNBOUNDED = 2**62
 
@@ -163,16 +163,16 @@ class Constants:
         )
 
 
-def constants_of(
-    options: Options, *, keep_rest: bool, deterministic: bool = True, packed: Packed | None = None
-) -> Constants:
+def constants_of(options: Options, *, keep_rest: bool) -> Constants:
     """What of the options gets no gradient, and what else the operators take."""
-    mask, rope, score_mod = options.mask, options.rope, options.score_mod
+    mask, rope, score_mod, packed = options.mask, options.rope, options.score_mod, options.packed
     # A compiler would trace what is behind the cache, and take all that is looked at for an input.
     has_tensors = not mask.only_bands or score_mod is not None or packed is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
-        found = _of_numbers(mask.bands, interleaved, deterministic, options.scale, options.softcap or 0.0, keep_rest)
+        found = _of_numbers(
+            mask.bands, interleaved, options.deterministic, options.scale, options.softcap or 0.0, keep_rest
+        )
         if rope is None:
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
@@ -192,7 +192,7 @@ def constants_of(
         cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
         cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
     )
-    sizes = _sizes_of(mask.bands, deterministic)._replace(
+    sizes = _sizes_of(mask.bands, options.deterministic)._replace(
         prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
         block_q=16 if mask.layout is None else mask.layout.block_q,
         block_k=16 if mask.layout is None else mask.layout.block_k,
