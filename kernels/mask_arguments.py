@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -65,46 +65,33 @@ class Band:
         return lower, min(sizes["upper_start"], sizes["upper_end"] + at_end)
 
 
-class MaskTensors(NamedTuple):
-    """A mask; None masks nothing.
+def mask_arguments(
+    mask: Any, sizes: Any, function: Any, function_args: tuple[Any, ...], band: Band, sequences: Sequences, shape: Shape
+) -> MaskArguments:
+    """A mask as the kernels read it.
 
-    Attributes:
-        valid: bool ``(batch, seqlen_k)``.
-        allowed: bool, ``n_sequences``, nheads_q, seqlen_q and seqlen_k long, or 1 where it is broadcast.
-        prefix: int ``(n_sequences,)``; `prefix_at_end` as PREFIX_AT_END of the kernels.
-        documents_q, documents_k: int ``(batch, seqlen)``.
-        layout: bool ``(n_sequences, nheads_q, blocks of queries, blocks of keys)``, each 1 where it is broadcast, of
-            `block_q` by `block_k`.
-        function, function_args: the user's, and its tensors.
+    Args:
+        mask: has the fields `valid`, bool ``(batch, seqlen_k)``; `allowed`, bool, ``n_sequences``, nheads_q, seqlen_q
+            and seqlen_k long, or 1 where it is broadcast; `prefix`, int ``(n_sequences,)``; `documents_q` and
+            `documents_k`, int ``(batch, seqlen)``; `layout`, bool ``(n_sequences, nheads_q, blocks of queries, blocks
+            of keys)``, each 1 where it is broadcast. None masks nothing.
+        sizes: has `prefix_at_end`, as PREFIX_AT_END of the kernels, and `block_q` and `block_k`, of the layout.
+        function, function_args: the user's, and its tensors and numbers.
+        band: bounds of the distance from a query to its keys.
+        sequences, shape: of the call.
     """
-
-    valid: torch.Tensor | None = None
-    allowed: torch.Tensor | None = None
-    prefix: torch.Tensor | None = None
-    prefix_at_end: bool = False
-    documents_q: torch.Tensor | None = None
-    documents_k: torch.Tensor | None = None
-    layout: torch.Tensor | None = None
-    block_q: int = 16
-    block_k: int = 16
-    function: Any = None
-    function_args: tuple[torch.Tensor, ...] = ()
-
-
-def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: Shape) -> MaskArguments:
-    """A mask for the kernels."""
     valid = None if mask.valid is None else mask.valid.contiguous().view(torch.uint8)
     documents: DocumentArguments | None = None
     layout: LayoutArguments | None = None
     if mask.documents_q is not None and mask.documents_k is not None and mask.documents_k.numel() > 0:
         documents = _documents(mask.documents_q, mask.documents_k)
     if mask.layout is not None:
-        n_q, n_k = triton.cdiv(shape.max_seqlen_q, mask.block_q), triton.cdiv(shape.max_seqlen_k, mask.block_k)
+        n_q, n_k = triton.cdiv(shape.max_seqlen_q, sizes.block_q), triton.cdiv(shape.max_seqlen_k, sizes.block_k)
         blocks = mask.layout.expand(-1, -1, n_q, n_k)
         if sequences.cu_q_ptr is None:
-            blocks = blocks & _blocks_in_band(blocks, mask.block_q, mask.block_k, *band.at(shape))
-        layout = _layout(blocks, mask.block_q, mask.block_k)
-    by_pair = mask.allowed is not None or mask.layout is not None or mask.function is not None
+            blocks = blocks & _blocks_in_band(blocks, sizes.block_q, sizes.block_k, *band.at(shape))
+        layout = _layout(blocks, sizes.block_q, sizes.block_k)
+    by_pair = mask.allowed is not None or mask.layout is not None or function is not None
     irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None
     return MaskArguments(
         HAS_LOWER=_SWITCH[band.has_lower],
@@ -115,11 +102,11 @@ def mask_arguments(mask: MaskTensors, band: Band, sequences: Sequences, shape: S
         key_range_ptr=None if valid is None else key_range(valid, sequences, shape),
         allowed=None if mask.allowed is None else pairs(mask.allowed.view(torch.uint8)),
         prefix_ptr=None if mask.prefix is None else mask.prefix.to(torch.int32).contiguous(),
-        PREFIX_AT_END=_SWITCH[mask.prefix_at_end],
+        PREFIX_AT_END=_SWITCH[bool(sizes.prefix_at_end)],
         documents=documents,
         layout=layout,
-        function_args=mask.function_args,
-        FUNCTION=mask.function,
+        function_args=function_args,
+        FUNCTION=function,
     )
 
 

@@ -49,7 +49,7 @@ VISITED = (
     Fault(MASKING, "(start_n < blocks.start + n * BLOCK_N)", "(start_n + BLOCK_N <= blocks.start + n * BLOCK_N)", "tile_visited: a tile that blocks end in is left out", budget("bias")),
     Fault(MASKING, "(start_m < place.seqlen_q) & (n > 0) & inside", "(start_m < place.seqlen_q) & inside", "tile_visited: tiles of queries that visit nothing", BLOCKS),
     Fault(ARGUMENTS, "mask.allowed is not None or mask.layout is not None or", "mask.layout is not None or", "boolean: full blocks without a look at it", BOOLEAN),
-    Fault(ARGUMENTS, "mask.layout is not None or mask.function is not None", "mask.layout is not None", "mask function: full blocks without a call of it", MASK_FUNCTION),
+    Fault(ARGUMENTS, "mask.layout is not None or function is not None", "mask.layout is not None", "mask function: full blocks without a call of it", MASK_FUNCTION),
 )
 
 PARTS = (
@@ -153,7 +153,7 @@ LAYOUTS = (
     Fault(ARGUMENTS, "(~blocks).to(torch.uint8).argsort", "blocks.to(torch.uint8).argsort", "layout: hidden blocks first", SPARSE),
     Fault(ARGUMENTS, "first_k <= first_q + block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", "tests/public/test_attention.py -k layouts_are_broadcast"),
     Fault(ARGUMENTS, "first_k + block_k - 1 >= first_q + lower", "first_k >= first_q + lower", "layout: blocks on the left of a window hidden", BLOCKS),
-    Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(blocks, mask.block_q, mask.block_k, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
+    Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(blocks, sizes.block_q, sizes.block_k, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
     Fault(ARGUMENTS, "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"] + at_end)", "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"])", "layout: the last query not aligned to the last key", SPARSE),
     Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/public/test_properties.py -k accuracy"),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.backends.triton import results
-from fusedattn.backends.triton.operands import NO_TENSORS, UNBOUNDED, Constants
+from fusedattn.backends.triton.operands import NO_TENSORS, UNBOUNDED, Constants, ConstantSizes
 from fusedattn.functions import readers_of, registered, with_learned
 from fusedattn.kernels import (
     attention_bwd,
@@ -28,7 +28,7 @@ from fusedattn.kernels.call import Problem
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
-from fusedattn.kernels.mask_arguments import Band, MaskTensors, mask_arguments
+from fusedattn.kernels.mask_arguments import Band, mask_arguments
 from fusedattn.kernels.primitives import INTERPRETED
 from fusedattn.kernels.replay import recorded
 from fusedattn.kernels.rope import Rotation
@@ -120,7 +120,9 @@ def problem_of(
     else:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
         dropout = dropout_arguments(tensors.dropout_seed, constants.dropout_p)
-        call = Call(mask_arguments(_mask(constants), band, sequences, shape), score, dropout, sequences)
+        function = registered(constants.functions.mask) if constants.functions.mask else None
+        mask = mask_arguments(tensors, sizes, function, constants.mask_args, band, sequences, shape)
+        call = Call(mask, score, dropout, sequences)
         call_kind = kind_of(call)
     by_pair = tensors.allowed is not None or tensors.documents_q is not None or constants.functions.mask
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
@@ -158,26 +160,9 @@ def problem_of(
 @lru_cache(maxsize=256)
 def _plain_call(band: Band) -> tuple[Call, Hashable]:
     """The call that has nothing but bounds, and its kind."""
-    mask = mask_arguments(MaskTensors(), band, NOT_PACKED, Shape(0, 0, 0, 0, 0, 0, 0))
+    mask = mask_arguments(NO_TENSORS, ConstantSizes(), None, (), band, NOT_PACKED, Shape(0, 0, 0, 0, 0, 0, 0))
     call = Call(mask, UNMODIFIED, NO_DROPOUT, NOT_PACKED)
     return call, kind_of(call)
-
-
-def _mask(constants: Constants) -> MaskTensors:
-    tensors, sizes, key = constants.tensors, constants.sizes, constants.functions.mask
-    return MaskTensors(
-        valid=tensors.valid,
-        allowed=tensors.allowed,
-        prefix=tensors.prefix,
-        prefix_at_end=bool(sizes.prefix_at_end),
-        documents_q=tensors.documents_q,
-        documents_k=tensors.documents_k,
-        layout=tensors.layout,
-        block_q=sizes.block_q,
-        block_k=sizes.block_k,
-        function=registered(key) if key else None,
-        function_args=constants.mask_args,
-    )
 
 
 def _score(

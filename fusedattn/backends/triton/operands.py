@@ -22,7 +22,7 @@ Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
 
 
 class ConstantTensors(NamedTuple):
-    """Tensors without a gradient, None where a call has none; :class:`fusedattn.kernels.mask_arguments.MaskTensors`,
+    """Tensors without a gradient, None where a call has none; :func:`fusedattn.kernels.mask_arguments.mask_arguments`,
     :class:`fusedattn.kernels.scores.ScoreArguments` and :class:`fusedattn.Rope` have their shapes.
 
     `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1.
