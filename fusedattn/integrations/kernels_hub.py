@@ -282,7 +282,7 @@ def _modules() -> dict[str, str]:
             raise NotImplementedError(f"{module}: imported from {NAME}, but no module of it")
         source, imported = _rewritten(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
         found[path.relative_to(PACKAGE).as_posix()] = source
-        waiting += imported
+        waiting += [*imported, *filter(_path_of, [module.rpartition(".")[0]])]
     return found
 
 
@@ -301,6 +301,7 @@ def _relative(module: str, package: str) -> str:
 def _rewritten(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
     """``source`` with its imports of the package made relative and its operators renamed; the modules it imports."""
     package = module if is_package else module.rpartition(".")[0]
+    source = _without_typing(source)
     tree = ast.parse(source)
     edits: list[tuple[int, int, str, str]] = []  # line, column in bytes, old text, new text
     imported: list[str] = []
@@ -331,6 +332,15 @@ def _rewritten(source: str, module: str, is_package: bool) -> tuple[str, list[st
     if problems := list(_problems(text)):
         raise NotImplementedError(f"{module}: {'; '.join(problems)}")
     return text, imported
+
+
+def _without_typing(source: str) -> str:
+    """``source`` without the imports that only type checkers see, which may be of other packages."""
+    lines = source.splitlines(keepends=True)
+    for node in reversed(ast.parse(source).body):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            lines[node.lineno - 1 : node.end_lineno] = []
+    return "".join(lines)
 
 
 def _target_of(node: ast.ImportFrom, package: str) -> str:

@@ -1,4 +1,4 @@
-"""The import law: who may import whom, and what `import fusedattn` may load."""
+"""The import law of tests/helpers/import_law.py is kept, and `import fusedattn` loads what it should."""
 
 from __future__ import annotations
 
@@ -14,88 +14,10 @@ from pathlib import Path
 import pytest
 
 import fusedattn
+from bench.report.page import with_block
+from tests.helpers.import_law import ALLOWED, LAYERS, table
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# What the arguments of attention are made of, with no attention in it.
-VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-
-# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages, whose own files may
-# import each other; of integrations, testing and backends, each module. "fusedattn" is the public names in
-# fusedattn/__init__.py.
-ALLOWED: dict[str, set[str]] = {
-    "__main__": {"cli"},
-    "integrations.kernels_hub": {"fusedattn"},
-    "cli": {"fusedattn", "attention", "testing", "checks", "support", "testing.peers", "transformer", "kernels"},
-    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
-    "fusion": {
-        "integrations.modules",
-        "integrations.torch_nn",
-        "integrations.transformers",
-        "checks",
-        "support",
-        "transformer",
-    },
-    "integrations.transformers": {"attention", "weights", "support", *VALUES},
-    "integrations.torch_nn": {"attention", "varlen", "weights", "checks", "support", *VALUES},
-    "integrations.torch_functions": {"attention", "prepare", "checks", "support", *VALUES},
-    "integrations.modules": {"attention", "support", "transformer", *VALUES},
-    "integrations.flash_attn": {"attention", "varlen", "weights", "checks", *VALUES},
-    "attention": {"varlen", "backends", "backends.torch.fast_path", "prepare", "checks", "options", "support", *VALUES},
-    "varlen": {"backends", "prepare", "checks", "options", "support", *VALUES},
-    "backends": {"backends.triton.autograd", "backends.torch.sdpa", "reference_varlen", "options", "support"},
-    "integrations.torch_flash": {"backends.triton.ops", "prepare", "backends.triton.operands", "options", *VALUES},
-    "backends.triton.autograd": {
-        "backends.triton.ops",
-        "backends.triton.operands",
-        "reference_varlen",
-        "options",
-        *VALUES,
-    },
-    "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
-    "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
-    "testing": {"testing.budget", "testing.cases"},
-    "weights": {"checks", "reference", *VALUES},
-    "prepare": {"checks", "options", "support", *VALUES},
-    "backends.torch.fast_path": {"backends.torch.sdpa", "checks", "backends.torch.plan", "support", *VALUES},
-    "backends.triton.results": {"backends.triton.operands", *VALUES},
-    "testing.budget": {"testing.cases", "reference", *VALUES},
-    "reference_varlen": {"options", "reference", *VALUES},
-    "checks": {"options", *VALUES},
-    "backends.triton.operands": {"options", *VALUES},
-    "backends.torch.sdpa": {
-        "backends.torch.eager",
-        "options",
-        "backends.torch.plan",
-        "reference",
-        "backends.torch.flash",
-        "backends.torch.slicing",
-        *VALUES,
-    },
-    "testing.cases": {"testing.triton_functions", *VALUES},
-    "options": {"support", *VALUES},
-    "backends.torch.eager": {"reference", *VALUES},
-    "testing.triton_functions": VALUES,
-    "testing.peers": VALUES,
-    "support": {"kernels", *VALUES},
-    "reference": VALUES,
-    "transformer": VALUES,
-    "backends.torch.plan": VALUES,
-    "score_mod": {"functions", "indices"},
-    "masks": {"functions", "indices"},
-    "dropout": {"indices"},
-    "biases": {"indices"},
-    "integrations": set(),
-    "functions": set(),
-    "kernels": set(),
-    "backends.triton": set(),
-    "indices": set(),
-    "backends.torch.slicing": set(),
-    "backends.torch.flash": set(),
-    "strides": set(),
-    "backends.torch": set(),
-    "rope": set(),
-}
 
 # Written in Triton, or above what is, or for another library: others load these only inside functions, so that the
 # package imports without it.
@@ -224,6 +146,19 @@ def test_every_module_is_in_the_table() -> None:
     units = {unit_of(module) for module in MODULES}
     assert units - ALLOWED.keys() == set(), "new: give it a row in ALLOWED, as low as it can stand"
     assert ALLOWED.keys() - units == set(), "gone: remove its row from ALLOWED"
+
+
+def test_layers_have_every_module_once_and_imports_go_down() -> None:
+    level = {unit: i for i, layer in enumerate(LAYERS) for unit in layer.units}
+    assert level.keys() == ALLOWED.keys()
+    assert sum(len(layer.units) for layer in LAYERS) == len(level)
+    upward = [(unit, other) for unit, others in ALLOWED.items() for other in others if level[other] < level[unit]]
+    assert not upward
+
+
+def test_the_page_has_the_layers() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert with_block(page, table() + "\n") == page, "run: python -m tests.tools.figures"
 
 
 def test_the_table_has_no_cycle() -> None:

@@ -1,4 +1,8 @@
-"""``python -m tests.tools.figures`` writes the figures of docs/testing.md, from docs/results/ and bench/baselines/."""
+"""``python -m tests.tools.figures`` writes what is generated on two pages.
+
+The figures of docs/testing.md come from docs/results/ and bench/baselines/, the layers of docs/architecture.md from the
+import law.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.page import with_block
+from tests.helpers import import_law
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/testing.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
 
 
 def with_figures(page: str) -> str:
@@ -78,8 +84,10 @@ def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Rewrite the page; exit status 0."""
+    """Rewrite the pages; exit status 0."""
     PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    layers = with_block(ARCHITECTURE.read_text(encoding="utf-8"), import_law.table() + "\n")
+    ARCHITECTURE.write_text(layers, encoding="utf-8")
     return 0
 
 

@@ -1,0 +1,134 @@
+"""The import law: what each module may import from fusedattn, and the layers that follow from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# What the arguments of attention are made of, with no attention in it.
+VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
+
+# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages, whose own files may
+# import each other; of integrations, testing and backends, each module. "fusedattn" is the public names in
+# fusedattn/__init__.py.
+ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "integrations.kernels_hub": {"fusedattn"},
+    "cli": {"fusedattn", "attention", "testing", "checks", "support", "testing.peers", "transformer", "kernels"},
+    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
+    "fusion": {
+        "integrations.modules",
+        "integrations.torch_nn",
+        "integrations.transformers",
+        "checks",
+        "support",
+        "transformer",
+    },
+    "integrations.transformers": {"attention", "weights", "support", *VALUES},
+    "integrations.torch_nn": {"attention", "varlen", "weights", "checks", "support", *VALUES},
+    "integrations.torch_functions": {"attention", "prepare", "checks", "support", *VALUES},
+    "integrations.modules": {"attention", "support", "transformer", *VALUES},
+    "integrations.flash_attn": {"attention", "varlen", "weights", "checks", *VALUES},
+    "attention": {"varlen", "backends", "backends.torch.fast_path", "prepare", "checks", "options", "support", *VALUES},
+    "varlen": {"backends", "prepare", "checks", "options", "support", *VALUES},
+    "backends": {"backends.triton.autograd", "backends.torch.sdpa", "reference_varlen", "options", "support"},
+    "integrations.torch_flash": {"backends.triton.ops", "prepare", "backends.triton.operands", "options", *VALUES},
+    "backends.triton.autograd": {
+        "backends.triton.ops",
+        "backends.triton.operands",
+        "reference_varlen",
+        "options",
+        *VALUES,
+    },
+    "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
+    "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
+    "testing": {"testing.budget", "testing.cases"},
+    "weights": {"checks", "reference", *VALUES},
+    "prepare": {"checks", "options", "support", *VALUES},
+    "backends.torch.fast_path": {"backends.torch.sdpa", "checks", "backends.torch.plan", "support", *VALUES},
+    "backends.triton.results": {"backends.triton.operands", *VALUES},
+    "testing.budget": {"testing.cases", "reference", *VALUES},
+    "reference_varlen": {"options", "reference", *VALUES},
+    "checks": {"options", *VALUES},
+    "backends.triton.operands": {"options", *VALUES},
+    "backends.torch.sdpa": {
+        "backends.torch.eager",
+        "options",
+        "backends.torch.plan",
+        "reference",
+        "backends.torch.flash",
+        "backends.torch.slicing",
+        *VALUES,
+    },
+    "testing.cases": {"testing.triton_functions", *VALUES},
+    "options": {"support", *VALUES},
+    "backends.torch.eager": {"reference", *VALUES},
+    "testing.triton_functions": VALUES,
+    "testing.peers": VALUES,
+    "support": {"kernels", *VALUES},
+    "reference": VALUES,
+    "transformer": VALUES,
+    "backends.torch.plan": VALUES,
+    "score_mod": {"functions", "indices"},
+    "masks": {"functions", "indices"},
+    "dropout": {"indices"},
+    "biases": {"indices"},
+    "integrations": set(),
+    "functions": set(),
+    "kernels": set(),
+    "backends.triton": set(),
+    "indices": set(),
+    "backends.torch.slicing": set(),
+    "backends.torch.flash": set(),
+    "strides": set(),
+    "backends.torch": set(),
+    "rope": set(),
+}
+
+
+class Layer(NamedTuple):
+    """Modules that stand on one level: none imports from a layer above."""
+
+    name: str
+    what: str
+    units: tuple[str, ...]
+
+
+LAYERS = (
+    Layer("command line", "`python -m fusedattn`, and the package as a kernel of the Hugging Face Hub",
+          ("__main__", "cli", "integrations.kernels_hub")),
+    Layer("public names", "`fusedattn/__init__.py`", ("fusedattn",)),
+    Layer("fusing a model", "which module is replaced by which", ("fusion",)),
+    Layer("other libraries", "the interface of each, over `attention()`; none knows another",
+          ("integrations", "integrations.flash_attn", "integrations.modules", "integrations.torch_flash",
+           "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
+    Layer("error budget", "cases, and how far from float64 a function may be",
+          ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
+    Layer("public functions", "signatures, and what they mean", ("attention", "varlen", "weights")),
+    Layer("dispatch", "from arguments to one prepared call, and to the backend that runs it", ("backends", "prepare")),
+    Layer("torch backend", "torch's functions, composed to the contract",
+          ("backends.torch", "backends.torch.fast_path", "backends.torch.sdpa", "backends.torch.plan",
+           "backends.torch.slicing", "backends.torch.eager", "backends.torch.flash")),
+    Layer("triton backend", "autograd, operators, launches",
+          ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",
+           "backends.triton.results", "backends.triton.operands")),
+    Layer("correctness", "the definition of every result, in eager PyTorch", ("reference_varlen", "reference")),
+    Layer("one call", "its options, the checks of its arguments, what each backend can run",
+          ("checks", "options", "support")),
+    Layer("reference Transformer", "textbook eager PyTorch, which does not know that fused kernels exist",
+          ("transformer",)),
+    Layer("values", "what users build: masks, biases, rotations, functions of scores",
+          ("masks", "rope", "biases", "score_mod", "dropout", "functions", "indices", "strides")),
+    Layer("kernels", "Triton; import nothing of the package", ("kernels",)),
+)  # fmt: skip
+
+
+def table() -> str:
+    """Layers, from the top, in Markdown."""
+    of_unit = {unit: layer for layer in LAYERS for unit in layer.units}
+    rows = ["| layer | what is in it | modules | imports from |", "| --- | --- | --- | --- |"]
+    for layer in LAYERS:
+        below = {of_unit[other].name for unit in layer.units for other in ALLOWED[unit]} - {layer.name}
+        names = ", ".join(f"`{unit}`" for unit in layer.units)
+        imports = ", ".join(other.name for other in LAYERS if other.name in below) or "nothing"
+        rows.append(f"| {layer.name} | {layer.what} | {names} | {imports} |")
+    return "\n".join(rows)
