@@ -13,7 +13,7 @@ import triton.language as tl
 from fusedattn import masks
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
-from fusedattn.kernels import call as problems
+from fusedattn.kernels import call as kernel_call
 from fusedattn.kernels import configs, devices
 from fusedattn.kernels.call import programs_of, sizes_of
 from fusedattn.kernels.primitives import program_tile
@@ -57,7 +57,7 @@ def test_order(n_tiles, nheads, batch, together, reverse):
 def test_persistent_programs(monkeypatch):
     """As many as the multiprocessors hold, or as there are tiles; none where a number would leave int32."""
     tile = configs.TileConfig(32, 16, 4, 1, persistent=2)
-    monkeypatch.setattr(problems, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(kernel_call, "multiprocessors", lambda device: 5)
     device = torch.device(DEVICE)
     assert programs_of(replace(tile, persistent=0), 7, device) == (7, None)
     assert programs_of(tile, 7, device) == (7, 7)
@@ -70,7 +70,7 @@ def test_heads_side_by_side_fit_into_the_cache():
     """Query heads of one KV head count once; without a diagonal there is nothing to balance."""
     q, k = (torch.zeros((), dtype=torch.float16, device=DEVICE).expand(2, n, 100, 64) for n in (8, 2))
 
-    def together(problem: problems.Problem, of_keys: bool) -> int:
+    def together(problem: kernel_call.Problem, of_keys: bool) -> int:
         return sizes_of(q, k, problem, 4, of_keys=of_keys)[5]
 
     found = {}
