@@ -118,7 +118,7 @@ def _packed_attention(
     options: Options,
     backend: Backend | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Of tensors ``(total, nheads, head_dim)``."""
+    """What :func:`attention_varlen` returns, with its arguments collected."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -147,9 +147,10 @@ def are_nested(q: Any, k: Any, v: Any) -> bool:
 
 def _check_nested(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_nested:
+        if not getattr(x, "is_nested", False):
+            got = "a dense tensor" if isinstance(x, Tensor) else type(x).__name__
             others = "as k and v are" if name == "q" else "as q is"
-            raise ValueError(f"{name}: got a dense tensor, allowed is a nested one, {others}")
+            raise ValueError(f"{name}: got {got}, allowed is a nested tensor, {others}")
         if x.layout != torch.jagged:
             raise ValueError(f"{name}: got the layout {x.layout}, allowed is torch.jagged")
         if x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:

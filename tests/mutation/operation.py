@@ -127,7 +127,7 @@ CARRIED = (
     Fault(CONSTANTS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == UNBOUNDED else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
     Fault(CONSTANTS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
     Fault(CONSTANTS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
-    Fault(CONSTANTS, "mask.layout.block_k,\n        interleaved", "mask.layout.block_q,\n        interleaved", "kernels: blocks of keys as long as those of queries", "tests/public/test_fuzz.py -k contract"),
+    Fault(CONSTANTS, "mask.layout.block_k,\n        interleaved", "mask.layout.block_q,\n        interleaved", "kernels: blocks of keys as long as those of queries", "tests/public/test_attention.py -k square"),
     Fault(CONSTANTS, "            read(keys.mask_numbers, rest) if keys.mask else (),\n            read(keys.score_numbers, rest) if keys.score else (),\n", "            read(keys.score_numbers, rest) if keys.score else (),\n            read(keys.mask_numbers, rest) if keys.mask else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),
     Fault(CONSTANTS, "args = (*self.mask_args, *self.score_args)", "args = (*self.score_args, *self.mask_args)", "kernels: arguments of the score function first", budget("everything")),
     Fault(FUNCTIONS, 'int(text) if text.lstrip("-").isdigit() else float(text)', "float(text)", "functions: whole numbers become broken ones", MASK_FUNCTION),
@@ -138,7 +138,7 @@ CARRIED = (
     Fault(INDICES, "return x[(None,) * (4 - x.dim())]", "return x[(..., *(None,) * (4 - x.dim()))]", "kernels: dimensions of a bias are added behind", budget("query")),
     Fault(CONSTANTS, "positions_k=None if rope is None else rope.positions_k", "positions_k=None if rope is None else rope.positions_q", "kernels: keys at the positions of queries", budget("RoPE")),
     Fault(CONSTANTS, "interleaved=int(rope is not None and rope.interleaved)", "interleaved=0", "kernels: pairs of the other kind of RoPE", budget("RoPE")),
-    Fault(CONSTANTS, "scale=options.scale,", "scale=1.0,", "kernels: scale dropped", budget("scale")),
+    Fault(CONSTANTS, "scale=options.scale,", "scale=1.0,", "kernels: scale dropped", budget("everything")),
 )
 
 DIFFERENTIATED = (

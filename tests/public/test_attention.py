@@ -427,6 +427,13 @@ def test_layouts_are_broadcast(shape, mask):
     assert_ratios(testing.check(triton_attention, inputs), Case(), 1.0)
 
 
+def test_blocks_of_a_layout_need_not_be_square():
+    blocks = torch.tensor([[True, False], [False, True], [True, True]], device=DEVICE)
+    inputs = inputs_of(Case(nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=45, head_dim=16))
+    inputs = replace(inputs, mask=masks.block_sparse(blocks, (16, 32)))
+    assert_ratios(testing.check(triton_attention, inputs), Case(), 1.0)
+
+
 @backends
 @pytest.mark.parametrize("scale", [None, 0.3, -0.2, 0.0])
 @pytest.mark.parametrize(

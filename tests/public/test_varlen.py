@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedattn import Rope, attention, attention_varlen, biases, masks, testing
 from fusedattn.testing import triton_functions
-from tests.conftest import DEVICE, INTERPRETING, assert_equal, assert_ratios, triton_attention
+from tests.conftest import BACKENDS, DEVICE, INTERPRETING, assert_equal, assert_ratios, triton_attention
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -248,10 +248,25 @@ def test_nested_tensors(backend):
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (*of_q, *of_k, *of_v))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_keys_than_all_queries(backend):
+    """Without `max_seqlen_k`, which is the number of keys then."""
+    q, k = torch.randn(3, 2, 8, device=DEVICE), torch.randn(9, 2, 8, device=DEVICE)
+    stops = [torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (3, 9)]
+    found = attention_varlen(q, k, k, *stops, backend=backend)
+    expected = attention(*(x.transpose(0, 1)[None] for x in (q, k, k)), backend="torch")
+    torch.testing.assert_close(found, expected[0].transpose(0, 1))
+
+
 def test_nested_and_dense_do_not_mix():
     x = torch.nested.as_nested_tensor([torch.randn(3, 2, 4), torch.randn(5, 2, 4)], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(ValueError, match="k: got a dense tensor, allowed is a nested one, as q is"):
+    with pytest.raises(ValueError, match="k: got a dense tensor, allowed is a nested tensor, as q is"):
         attention(x, torch.randn(2, 2, 5, 4), x)
+    with pytest.raises(ValueError, match="v: got NoneType, allowed is a nested tensor, as q is"):
+        attention(x, x, None)
+    by_token = x.transpose(1, 2)
+    with pytest.raises(ValueError, match=r"q: got a nested tensor of shape .*ragged in seqlen"):
+        attention(by_token, by_token, by_token)
     old = torch.nested.nested_tensor([torch.randn(3, 2, 4)])
     with pytest.raises(ValueError, match=r"q: got the layout torch\.strided"):
         attention(old, old, old)
