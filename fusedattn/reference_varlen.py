@@ -29,12 +29,14 @@ def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Ten
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed, *, attend: Attend = by_reference
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Attend = by_reference
 ) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of tensors with a batch of 1; 0 and ``-inf`` for rows that belong to no sequence.
+    """``(out, lse)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows that belong to none of them.
 
-    Waits for `packed` to be computed, as it reads where sequences lie; not under a compiler, which cannot read.
+    Waits for `options.packed` to be computed, as it reads where sequences lie; not under a compiler, which cannot read.
     """
+    packed = options.packed
+    assert packed is not None
     if torch.compiler.is_compiling():
         return _padded(q, k, v, options, packed)
     stops_q, stops_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()

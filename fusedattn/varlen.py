@@ -106,7 +106,9 @@ def attention_varlen(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
         deterministic, return_lse,
     )  # fmt: skip
-    return _packed_attention(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), options, backend)
+    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    out, lse = _packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend)
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _packed_attention(
@@ -117,8 +119,8 @@ def _packed_attention(
     max_seqlens: tuple[int | None, int | None],
     options: Options,
     backend: Backend | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What :func:`attention_varlen` returns, with its arguments collected."""
+) -> tuple[Tensor, Tensor | None]:
+    """``(out, lse)`` of :func:`attention_varlen`, with its arguments collected; lse may be None if not asked for."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -128,8 +130,7 @@ def _packed_attention(
     options.packed = Packed(*cu_seqlens, *longest)
     q, k, v, backend = prepared(q, k, v, options, backend)
     out, lse = backends.attention(q, k, v, options, backend)
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if options.return_lse and lse is not None else out
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
 def are_nested(q: Any, k: Any, v: Any) -> bool:
@@ -168,14 +169,13 @@ def nested_attention(
     longest_q, longest_k = _longest(q), _longest(k)
     q, k, v = (x.transpose(1, 2).values() for x in (q, k, v))
     cu_seqlens = offsets_q.to(torch.int32), offsets_k.to(torch.int32)
-    found = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
-    out, *lse = found if isinstance(found, tuple) else (found,)
+    out, lse = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
 
     def nested(x: Tensor) -> Tensor:
         """Of ``(total, nheads, ...)``."""
         return torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
 
-    return (nested(out), nested(lse[0].transpose(0, 1))) if lse else nested(out)
+    return (nested(out), nested(lse.transpose(0, 1))) if options.return_lse and lse is not None else nested(out)
 
 
 def _longest(x: Any) -> int | None:

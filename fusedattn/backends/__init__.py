@@ -22,5 +22,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backen
     if backend == "triton":
         return autograd.attention(q, k, v, options)
     if options.packed is not None:
-        return reference_varlen.attention(q, k, v, options, options.packed, attend=sdpa.attention)
+        return reference_varlen.attention(q, k, v, options, attend=sdpa.attention)
     return sdpa.attention(q, k, v, options)

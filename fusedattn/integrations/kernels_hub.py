@@ -282,7 +282,8 @@ def _modules() -> dict[str, str]:
             raise NotImplementedError(f"{module}: imported from {NAME}, but no module of it")
         source, imported = _rewritten(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
         found[path.relative_to(PACKAGE).as_posix()] = source
-        waiting += [*imported, *filter(_path_of, [module.rpartition(".")[0]])]
+        package = module.rpartition(".")[0]
+        waiting += [*imported, package] if _path_of(package) else imported
     return found
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from fusedattn.transformer import MultiHeadAttention
 
 B, H, L, S, D = 2, 4, 5, 7, 8  # batch, heads, seqlen_q, seqlen_k, head_dim
-
-
 WIDTH = H * D
 
 

@@ -13,26 +13,12 @@ from torch import Tensor
 from tests.conftest import DEVICE
 
 VOCAB, BATCH, LENGTH, NEW_TOKENS = 60, 2, 11, 5
-
-
 PAD, START, END = 0, 1, 2
-
-
 WIDTH: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
 IDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
-
-
 PLAIN = WIDTH | IDS | {"max_position_embeddings": 64}
-
-
 GROUPED = PLAIN | {"num_key_value_heads": 2}
-
-
 EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # grouped products have no float64
-
-
 SEQ2SEQ = IDS | {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,

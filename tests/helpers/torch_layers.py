@@ -13,8 +13,6 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 BATCH, HEADS, HEAD_DIM, SEQLEN_Q, SEQLEN_K = 2, 2, 8, 5, 7
-
-
 WIDTH = HEADS * HEAD_DIM
 
 

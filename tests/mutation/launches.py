@@ -4,7 +4,7 @@ from tests.mutation.fault import Fault
 
 LAUNCHER, REPLAY, START = "kernels/launcher.py", "kernels/replay.py", "kernels/start.py"
 LAUNCHING, OPS = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/ops.py"
-CONSTANTS, PREPARE = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py"
+OPERANDS, PREPARE = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py"
 TESTS = "tests/kernels/test_launcher.py"
 
 FAULTS = (
@@ -14,10 +14,10 @@ FAULTS = (
     Fault(REPLAY, 'f"scratch + {self.n_bytes}"', '"scratch"', "replays: scratch tensors at one address", TESTS),
     Fault(REPLAY, "        raise _UnknownTensorError\n", '        return "0", "0"\n', "replays: of a tensor that nobody knows of", TESTS),
     Fault(REPLAY, "step(given, addresses, scratch, stream)", "step(given, addresses, scratch, 0)", "replays: on the default stream", TESTS),
-    Fault(CONSTANTS, "return self.sizes, self.functions, self.scale, ", "return self.sizes, self.functions, ", "replays: with the scale of another call", TESTS),
-    Fault(CONSTANTS, "return self.sizes, self.functions, ", "return self.functions, ", "replays: with the bounds of another call", TESTS),
-    Fault(CONSTANTS, "mask.bands, interleaved, options.deterministic, options.scale", "frozenset(), interleaved, options.deterministic, options.scale", "numbers: those of a call without bands for all", "tests/public/test_attention.py"),
-    Fault(CONSTANTS, "mask.bands, interleaved, options.deterministic, options.scale", "mask.bands, False, options.deterministic, options.scale", "numbers: pairs of features of the other kind", "tests/public/test_rope.py"),
+    Fault(OPERANDS, "return self.sizes, self.functions, self.scale, ", "return self.sizes, self.functions, ", "replays: with the scale of another call", TESTS),
+    Fault(OPERANDS, "return self.sizes, self.functions, ", "return self.functions, ", "replays: with the bounds of another call", TESTS),
+    Fault(OPERANDS, "mask.bands, interleaved, options.deterministic, options.scale", "frozenset(), interleaved, options.deterministic, options.scale", "numbers: those of a call without bands for all", "tests/public/test_attention.py"),
+    Fault(OPERANDS, "mask.bands, interleaved, options.deterministic, options.scale", "mask.bands, False, options.deterministic, options.scale", "numbers: pairs of features of the other kind", "tests/public/test_rope.py"),
     Fault(LAUNCHING, "(x.dtype, x.shape, x.stride())", "(x.dtype, x.shape)", "replays: with the strides of another call", TESTS),
     Fault(LAUNCHING, "        _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),\n", "", "replays: at addresses of another alignment", TESTS),
     Fault(LAUNCHING, "        None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),\n", "", "replays: of one tensor for several", TESTS),

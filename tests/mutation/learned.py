@@ -4,12 +4,12 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import ALIBI, MEMORY, PACKED, gradients
 
 LEARNED, SUM, SCORES = "kernels/attention_bwd_learned.py", "kernels/exact_sum.py", "kernels/scores.py"
-FUNCTIONS, SCORE_MOD, CONSTANTS = (
+FUNCTIONS, SCORE_MOD, OPERANDS = (
     "fusedattn/functions.py",
     "fusedattn/score_mod.py",
     "fusedattn/backends/triton/operands.py",
 )
-LAUNCHING, FUSED = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/autograd.py"
+LAUNCHING, AUTOGRAD = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/autograd.py"
 TESTING, CASES = "fusedattn/testing/budget.py", "fusedattn/testing/cases.py"
 
 TESTS = "tests/public/test_learned.py"
@@ -68,11 +68,11 @@ HOST = (
     Fault(SCORE_MOD, "tuple(sorted({gradient.arg for gradient in self.arg_gradients}))", "tuple({gradient.arg: 0 for gradient in self.arg_gradients})", "learned: parts in the order of their gradients", ARGS),
     Fault(SCORE_MOD, "dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))", "dtype = parts[0].dtype", "learned: args in the dtype of the first", ARGS),
     Fault(SCORE_MOD, "    if not x.is_contiguous():\n", "    if False:\n", "learned: strides of args not checked", TESTS),
-    Fault(CONSTANTS, '"" if score_mod is None else score_mod.readers', '""', "learned: nothing is read", ARGS),
+    Fault(OPERANDS, '"" if score_mod is None else score_mod.readers', '""', "learned: nothing is read", ARGS),
     Fault(LAUNCHING, "    if needed[5]:\n", "    if slopes is not None:\n", "dslopes: computed though nobody needs it", TESTS),
     Fault(LAUNCHING, "function_args=with_learned(constants.score_args, learned)", "function_args=with_learned(constants.score_args, learned.detach().zero_() if learned is not None else None)", "learned: args zeroed", MEMORY),
-    Fault(FUSED, "slopes=slopes)", "slopes=bias.slopes)", "eager: derivatives by the slopes lost", TESTS),
-    Fault(FUSED, "score_mod = score_mod.with_learned(learned)", "score_mod = options.score_mod", "eager: derivatives by the args lost", TESTS),
+    Fault(AUTOGRAD, "slopes=slopes)", "slopes=bias.slopes)", "eager: derivatives by the slopes lost", TESTS),
+    Fault(AUTOGRAD, "score_mod = score_mod.with_learned(learned)", "score_mod = options.score_mod", "eager: derivatives by the args lost", TESTS),
     Fault(TESTING, "dscores * derivative.sign()", "dscores", "testing: terms of args cancel", "tests/public/test_testing.py"),
     Fault(TESTING, "{name: x.abs() for name, x in through_bias", "{name: x for name, x in through_bias", "testing: terms of slopes are negative", "tests/public/test_testing.py"),
     Fault(CASES, "wide if name in _WIDE else dtype", "dtype", "testing: slopes in 16 bits", "tests/public/test_testing.py"),

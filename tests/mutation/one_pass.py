@@ -3,7 +3,7 @@
 from tests.mutation.fault import Fault
 
 DQ_SUM, BWD, MASKING = "kernels/dq_sum.py", "kernels/attention_bwd.py", "kernels/masking.py"
-LAUNCHING, CONSTANTS, FUSED = (
+LAUNCHING, OPERANDS, FUSED = (
     "fusedattn/backends/triton/launching.py",
     "fusedattn/backends/triton/operands.py",
     "fusedattn/backends/triton/autograd.py",
@@ -43,6 +43,6 @@ FAULTS = (
     Fault(MASKING, "start_m = blocks.start + (blocks.n_left + i) * BLOCK_M", "start_m = blocks.start + i * BLOCK_M", "one pass: NaN for the boundary twice, and not for the last full block", POISON),
     Fault(MASKING, "boundary_queries(i - blocks.n_full, blocks", "boundary_queries(i, blocks", "one pass: NaN not for all of the boundary", POISON),
     Fault(LAUNCHING, "not (sizes.deterministic or torch.are_deterministic_algorithms_enabled())", "not sizes.deterministic", "one pass: torch does not overrule", WHO),
-    Fault(CONSTANTS, "deterministic=int(deterministic)", "deterministic=1", "one pass: never", WHO),
+    Fault(OPERANDS, "deterministic=int(deterministic)", "deterministic=1", "one pass: never", WHO),
 )
 # fmt: on

@@ -217,7 +217,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
         if changed.packed is None:
             return reference_varlen.by_reference(q, k, v, changed)
-        out, lse = reference_varlen.attention(q, k, v, changed, changed.packed)
+        out, lse = reference_varlen.attention(q, k, v, changed)
         assert lse is not None
         return out, lse
 
