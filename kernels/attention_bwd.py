@@ -9,19 +9,19 @@ and ``dlse`` the gradient of the returned lse::
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
 
 (Dao, "FlashAttention-2", 2023, algorithm 2; the split in two kernels costs two more products, of seven, and saves the
-atomics.) Where the order of sums is open, attention_bwd_dkdv adds up dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive
+atomics.) In nondeterministic calls attention_bwd_dkdv may add up dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive
 rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
 ``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads inside one program.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from fusedattn.kernels import dq_sum, launcher
-from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
@@ -37,92 +37,200 @@ from fusedattn.kernels.masking import (
     query_blocks,
     visible,
 )
+from fusedattn.kernels.pairs import Block
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import (
     dot,
     dot_add,
     dot_tiles,
     has_nan,
-    head_base,
-    heads,
+    head_of,
     is_wide,
     load_tile,
     program_tile,
     round_to,
     split_poison,
     store_tile,
+    strided,
 )
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base, with_head
 from fusedattn.kernels.softmax import load_softmax
-from fusedattn.kernels.weights import NOT_SPECIALIZED, drop, tile_weights
+from fusedattn.kernels.weights import block_weights, drop
+
+
+class KeyTile(NamedTuple):
+    """What a program of attention_bwd_dkdv holds of its keys while it walks over queries.
+
+    k_tile, v_tile    (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
+    finite            k_tile with 0 for keys that have a NaN or Inf, where dq is added up too
+    k, v              the Head of each
+    keys              (BLOCK_N, 1)
+    visible           (BLOCK_N,)
+    """
+
+    k_tile: Any
+    v_tile: Any
+    finite: Any
+    k: Any
+    v: Any
+    start_n: Any
+    keys: Any
+    visible: Any
+    place: Any
+    bounds: Any
+    blocks: Any
+    first_full: Any
+    n_full: Any
+
+
+class Queries(NamedTuple):
+    """What attention_bwd_dkdv walks over: q and dout, each strided and as a descriptor or None, and their rows.
+
+    `offs_m` is ``arange(BLOCK_M)``: made where it is used, it costs 8 bytes of spills at head_dim 128 on sm_90.
+    """
+
+    q: Any
+    dout: Any
+    q_tiles: Any
+    dout_tiles: Any
+    rows: Any
+    offs_m: Any
+
+
+class QueryTile(NamedTuple):
+    """What a program of attention_bwd_dq holds of its queries while it walks over keys.
+
+    q_tile, dout_tile             (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
+    q, dout, k, v                 the Head of each
+    queries                       (BLOCK_M, 1)
+    seen, shift, factor, delta    (BLOCK_M,)
+    """
+
+    q_tile: Any
+    dout_tile: Any
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    start_m: Any
+    queries: Any
+    seen: Any
+    shift: Any
+    factor: Any
+    delta: Any
+    place: Any
+    bounds: Any
+    blocks: Any
 
 
 @triton.jit
-def _dkdv_add(
-    dk,
-    dv,
-    p,
-    derivative,
-    q,
-    dout,
-    dp,
-    delta,
-    pairs,
-    call,
-    place,
-    nheads_q,
-    rows,
-    keys,
-    MASKED: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add one query block to dk and dv, and return ds as well, rounded.
+def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, of_block, tile):
+    """(dk, dv, ds) with one block of queries added to dk and dv; ds is rounded.
 
-    Everything is transposed: p, dp, pairs, ds ``(BLOCK_N, BLOCK_M)``.
+    The block is transposed: p, dp, pairs and ds are ``(BLOCK_N, BLOCK_M)``; pairs is None where all are visible.
+    `of_block` is its place, and the block.
     """
-    kept_p = drop(p, call, place, nheads_q, rows, keys)
-    dv = dot_add(round_to(kept_p, dout.dtype), dout, dv, ACC, PRECISION)
-    ds = p * (drop(dp, call, place, nheads_q, rows, keys) - delta[None, :]) * derivative
-    if MASKED:
+    place, block = of_block
+    kept_p = drop(p, call, place, block)
+    dv = dot_add(round_to(kept_p, dout_tile.dtype), dout_tile, dv, tile.ACC, tile.PRECISION)
+    ds = p * (drop(dp, call, place, block) - delta[None, :]) * derivative
+    if pairs is not None:
         ds = tl.where(pairs, ds, 0.0)
     # ds is computed transposed, rather than transposed here: Triton before 3.7.1 miscompiles
     # dot(trans(x), ...) on Hopper when x comes from a product.
-    ds = round_to(ds, q.dtype)
-    dk = dot_add(ds, q, dk, ACC, PRECISION)
+    ds = round_to(ds, q_tile.dtype)
+    dk = dot_add(ds, q_tile, dk, tile.ACC, tile.PRECISION)
     return dk, dv, ds
 
 
 @triton.jit
-def _add_nan(
-    total,
-    call,
-    place,
-    bounds,
-    blocks,
-    group,
-    start_n,
-    poisoned,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """NaN for the dq of every query that sees a key with a NaN or Inf, of which add_dq is given zeros."""
+def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile):
+    """NaN for the dq of every query that sees a key with a NaN or Inf, for which add_dq is given zeros."""
     n_blocks = blocks.n_full + blocks.n_boundary
-    keys = (start_n + tl.arange(0, BLOCK_N))[:, None]
-    nan = tl.full([EDGE, BLOCK_D], float("nan"), ACC)
+    keys = (start_n + tl.arange(0, tile.BLOCK_N))[:, None]
+    nan = tl.full([tile.BOUNDARY, tile.BLOCK_D], float("nan"), tile.ACC)
     for i in tl.range(0, group * n_blocks, num_stages=1, disable_licm=True):
         of_head = with_head(place, place.head + i // n_blocks)
-        start_m = any_queries(i % n_blocks, blocks, call.mask, of_head, start_n, EDGE)
-        offs = start_m + tl.arange(0, EDGE)
+        start_m = any_queries(i % n_blocks, blocks, call.mask, of_head, start_n, tile.BOUNDARY)
+        offs = start_m + tl.arange(0, tile.BOUNDARY)
         exists = (offs >= 0) & (offs < place.seqlen_q)
-        pairs = visible(
-            call.mask, of_head, bounds, start_m, start_n, offs[None, :], keys, exists[None, :], poisoned[:, None]
-        )  # (BLOCK_N, EDGE)
+        block = Block(start_m, start_n, offs[None, :], keys)
+        pairs = visible(call.mask, of_head, bounds, block, exists[None, :], poisoned[:, None])  # (BLOCK_N, BOUNDARY)
         sees = tl.max(pairs.to(tl.int32), 0) != 0
-        add_rows(total, of_head, start_m, sees, nan, HEAD_DIM, EDGE, BLOCK_D)
+        add_rows(total, of_head, start_m, sees, nan, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+
+
+@triton.jit
+def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
+    """(dk, dv) with all boundary blocks of the `group` heads that share a KV head."""
+    offs_m = tl.arange(0, tile.BOUNDARY)
+    blocks = own.blocks
+    # A loop alone must not be pipelined, and one before another must be: else wgmma is serialised.
+    STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else tile.BOUNDARY_STAGES
+    for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
+        place = with_head(own.place, head_kv * group + i // blocks.n_boundary)
+        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, own.start_n, tile.BOUNDARY)
+        offs = start_m + offs_m
+        block = Block(start_m, own.start_n, offs[None, :], own.keys)
+        stats = row_base(place) + start_m
+        seen = (offs >= 0) & (offs < place.seqlen_q)
+        if call.mask.HAS_UPPER:
+            seen = seen & (offs + own.bounds.upper >= own.bounds.key_start)
+        shift, factor = load_softmax(queries.rows.shift, queries.rows.factor, stats, offs_m, seen, tile.EXACT)
+        if call.mask.MAY_HIDE_ROWS:
+            seen = seen & (shift != float("inf"))
+        q = head_of(queries.q, place.batch, place.head, place.first_q)
+        q_tile = load_tile(q, start_m, seen, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+        pairs = visible(call.mask, place, own.bounds, block, seen[None, :], own.visible[:, None])
+        products = dot_tiles(
+            own.k_tile, q_tile, own.k, own.start_n, own.visible, q, start_m, seen,
+            tile.HEAD_DIM, tile.ACC, tile.PRECISION,
+        )  # fmt: skip
+        p, derivative = block_weights(
+            products, call, place, numbers, block, pairs, shift[None, :], factor[None, :], tile
+        )
+        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, BOUNDARY)
+        dout = head_of(queries.dout, place.batch, place.head, place.first_q)
+        dout_tile = load_tile(dout, start_m, seen, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
+        dp = dot_tiles(
+            own.v_tile, dout_tile, own.v, own.start_n, own.visible, dout, start_m, seen,
+            tile.HEAD_DIM_V, tile.ACC, tile.PRECISION,
+        )  # fmt: skip
+        delta = tl.load(queries.rows.delta + stats + offs_m, mask=seen, other=0.0)
+        dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, (place, block), tile)
+        if total is not None:
+            add_dq(total, total_tiles, place, start_m, seen, own.finite, ds, tile.BOUNDARY, tile)
+    return dk, dv
+
+
+@triton.jit
+def _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
+    """(dk, dv) with all full blocks of the `group` heads that share a KV head."""
+    offs_m = queries.offs_m
+    n_full = own.n_full
+    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block: fewer registers too.
+    for i in tl.range(0, group * n_full, disable_licm=True):
+        place = with_head(own.place, head_kv * group + i // n_full)
+        start_m = own.first_full + i % n_full * tile.BLOCK_M
+        offs = start_m + offs_m
+        block = Block(start_m, own.start_n, offs[None, :], own.keys)
+        stats = row_base(place) + start_m
+        shift, factor = load_softmax(queries.rows.shift, queries.rows.factor, stats, offs_m, offs_m >= 0, tile.EXACT)
+        q = head_of(queries.q, place.batch, place.head, place.first_q)
+        q_tile = full_tile(q, queries.q_tiles, start_m, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
+        products = dot(own.k_tile, tl.trans(q_tile), tile.ACC, tile.PRECISION)
+        p, derivative = block_weights(
+            products, call, place, numbers, block, block.rows >= 0, shift[None, :], factor[None, :], tile
+        )
+        dout = head_of(queries.dout, place.batch, place.head, place.first_q)
+        dout_tile = full_tile(dout, queries.dout_tiles, start_m, tile.HEAD_DIM_V, tile.BLOCK_M, tile.BLOCK_DV)
+        dp = dot(own.v_tile, tl.trans(dout_tile), tile.ACC, tile.PRECISION)
+        delta = tl.load(queries.rows.delta + stats + offs_m)
+        dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, None, call, (place, block), tile)
+        if total is not None:
+            add_dq(total, total_tiles, place, start_m, offs >= 0, own.finite, ds, tile.BLOCK_M, tile)
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -133,14 +241,12 @@ def attention_bwd_dkdv(
     dout,
     q_tiles,
     dout_tiles,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
+    rows,
     dk_out,
     dv_out,
     total,
     total_tiles,
-    total_edges,
+    total_boundary_tiles,
     call,
     rotation,
     nheads_q,
@@ -156,135 +262,134 @@ def attention_bwd_dkdv(
     n_positions,
     scale,
     qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    EDGE: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
+    tile,
 ):
-    tile, head_kv, sequence = program_tile(n_tiles, nheads_kv, together, REVERSED=False)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head_kv, sequence = program_tile(n_tiles, nheads_kv, together, REVERSED=False)
     group = nheads_q // nheads_kv
-    first_place = place_of(call.sequences, sequence, head_kv * group, seqlen_q, seqlen_k)
-    start_n = tile * BLOCK_N
+    place = place_of(call.sequences, sequence, head_kv * group, nheads_q, seqlen_q, seqlen_k)
+    start_n = number * tile.BLOCK_N
     if call.sequences.cu_k_ptr is not None:
-        if start_n >= first_place.seqlen_k:
+        if start_n >= place.seqlen_k:
             return
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = start_n + tl.arange(0, BLOCK_N)
+    queries = Queries(q, dout, q_tiles, dout_tiles, rows, tl.arange(0, tile.BLOCK_M))
+    offs_n = start_n + tl.arange(0, tile.BLOCK_N)
     keys = offs_n[:, None]
-    bounds = bounds_of(call.mask, first_place, lower_start, upper_start, lower_end, upper_end)
-    key_visible = load_key_visible(call.mask, first_place, bounds, offs_n)
+    bounds = bounds_of(call.mask, place, numbers)
+    key_visible = load_key_visible(call.mask, place, bounds, offs_n)
 
-    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_head = head_base(k, first_place.batch, head_kv, first_place.first_k)
-    v_head = head_base(v, first_place.batch, head_kv, first_place.first_k)
-    k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-    v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
+    k_head = head_of(k, place.batch, head_kv, place.first_k)
+    v_head = head_of(v, place.batch, head_kv, place.first_k)
+    k_tile = load_tile(k_head, start_n, key_visible, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+    v_tile = load_tile(v_head, start_n, key_visible, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
+    dk = tl.zeros([tile.BLOCK_N, tile.BLOCK_D], tile.ACC)
+    dv = tl.zeros([tile.BLOCK_N, tile.BLOCK_DV], tile.ACC)
 
     # Each loop runs through the query heads of this KV head one after the other: nested loops cost registers.
-    blocks = query_blocks(call.mask, first_place, bounds, group, start_n, EDGE, BLOCK_N, BLOCK_M)
-    first_full = blocks.start + blocks.n_left * EDGE
-    n_full = blocks.n_full * EDGE // BLOCK_M
+    blocks = query_blocks(call.mask, place, bounds, group, start_n, tile.BOUNDARY, tile.BLOCK_N, tile.BLOCK_M)
+    first_full = blocks.start + blocks.n_left * tile.BOUNDARY
+    n_full = blocks.n_full * tile.BOUNDARY // tile.BLOCK_M
+    finite = k_tile
     if total is not None:
-        _, poisoned = split_poison(k_tile, ACC)
+        _, poisoned = split_poison(k_tile, tile.ACC)
         if tl.max(poisoned.to(tl.int32)) != 0:
-            _add_nan(
-                total, call, first_place, bounds, blocks, group, start_n, key_visible & poisoned,
-                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, EDGE,
-            )  # fmt: skip
+            _add_nan(total, call, place, bounds, blocks, group, start_n, key_visible & poisoned, tile)
         # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
         # copied: like that it goes into shared memory as it is, and is transposed on the way out.
-        finite = load_tile(k_head, start_n, k.stride_s, key_visible & ~poisoned, True, HEAD_DIM, BLOCK_N, BLOCK_D)
-    edge_m = tl.arange(0, EDGE)
-    # A loop alone must not be pipelined, and one before another must be: else wgmma is serialised.
-    STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else EDGE_STAGES
-    for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
-        place = with_head(first_place, head_kv * group + i // blocks.n_boundary)
-        start_m = boundary_queries(i % blocks.n_boundary, blocks, call.mask, place, start_n, EDGE)
-        offs = start_m + edge_m
-        rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q) + start_m
-        seen = (offs >= 0) & (offs < place.seqlen_q)
-        if call.mask.HAS_UPPER:
-            seen = seen & (offs + bounds.upper >= bounds.key_start)
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, edge_m, seen, EXACT)
-        if call.mask.MAY_HIDE_ROWS:
-            seen = seen & (shift != float("inf"))
-        q_head = head_base(q, place.batch, place.head, place.first_q)
-        q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, EDGE, BLOCK_D)
-        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[None, :], key_visible[:, None])
-        products = dot_tiles(
-            k_tile, q_tile, k, k_head, start_n, key_visible, q, q_head, start_m, seen,
-            HEAD_DIM, BLOCK_N, EDGE, BLOCK_D, ACC, PRECISION,
-        )  # fmt: skip
-        p, derivative = tile_weights(
-            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[None, :], factor[None, :], ACC, EXACT,
-        )  # fmt: skip
-        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, EDGE)
-        dout_head = head_base(dout, place.batch, place.head, place.first_q)
-        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        dp = dot_tiles(
-            v_tile, dout_tile, v, v_head, start_n, key_visible, dout, dout_head, start_m, seen,
-            HEAD_DIM_V, BLOCK_N, EDGE, BLOCK_DV, ACC, PRECISION,
-        )  # fmt: skip
-        delta = tl.load(delta_ptr + stats + edge_m, mask=seen, other=0.0)
-        dk, dv, ds = _dkdv_add(
-            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place, nheads_q, rows, keys,
-            True, ACC, PRECISION,
-        )  # fmt: skip
-        if total is not None:
-            add_dq(total, total_edges, place, start_m, seen, finite, ds, HEAD_DIM, EDGE, BLOCK_D, ACC, PRECISION)
+        finite = load_tile(k_head, start_n, key_visible & ~poisoned, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+    own = KeyTile(
+        k_tile, v_tile, finite, k_head, v_head, start_n, keys, key_visible, place, bounds, blocks, first_full, n_full
+    )
+    dk, dv = _boundary_queries(dk, dv, own, queries, total, total_boundary_tiles, call, head_kv, group, numbers, tile)
+    dk, dv = _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile)
 
-    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block: fewer registers too.
-    for i in tl.range(0, group * n_full, disable_licm=True):
-        place = with_head(first_place, head_kv * group + i // n_full)
-        start_m = first_full + i % n_full * BLOCK_M
-        offs = start_m + offs_m
-        rows = offs[None, :]
-        stats = row_base(place, nheads_q, seqlen_q) + start_m
-        shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs_m, offs_m >= 0, EXACT)
-        q_head = head_base(q, place.batch, place.head, place.first_q)
-        q_tile = full_tile(
-            q, q_tiles, q_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM, BLOCK_M, BLOCK_D
-        )  # fmt: skip
-        products = dot(k_tile, tl.trans(q_tile), ACC, PRECISION)
-        p, derivative = tile_weights(
-            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, rows >= 0,
-            shift[None, :], factor[None, :], ACC, EXACT,
-        )  # fmt: skip
-        dout_head = head_base(dout, place.batch, place.head, place.first_q)
-        dout_tile = full_tile(
-            dout, dout_tiles, dout_head, place.batch, place.head, place.first_q, start_m, HEAD_DIM_V, BLOCK_M, BLOCK_DV
-        )  # fmt: skip
-        dp = dot(v_tile, tl.trans(dout_tile), ACC, PRECISION)
-        delta = tl.load(delta_ptr + stats + offs_m)
-        dk, dv, ds = _dkdv_add(
-            dk, dv, p, derivative, q_tile, dout_tile, dp, delta, p, call, place, nheads_q, rows, keys,
-            False, ACC, PRECISION,
-        )  # fmt: skip
-        if total is not None:
-            add_dq(
-                total, total_tiles, place, start_m, offs >= 0, finite, ds, HEAD_DIM, BLOCK_M, BLOCK_D, ACC, PRECISION
-            )  # fmt: skip
-
-    dv_head = head_base(dv_out, first_place.batch, head_kv, first_place.first_k)
-    store_tile(dv_head, start_n, dv_out.stride_s, first_place.seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+    dv_head = head_of(dv_out, place.batch, head_kv, place.first_k)
+    store_tile(dv_head, start_n, place.seqlen_k, dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
     if rotation.ROTARY_DIM > 0:
-        dk = rotate_tile(
-            dk, rotation, start_n, first_place.seqlen_k, first_place.batch, first_place.first_k, 0, n_positions, True,
-            BLOCK_N, BLOCK_D, ACC,
-        )  # fmt: skip
-    dk_head = head_base(dk_out, first_place.batch, head_kv, first_place.first_k)
-    store_tile(dk_head, start_n, dk_out.stride_s, first_place.seqlen_k, dk * scale, HEAD_DIM, BLOCK_N, BLOCK_D)
+        dk = rotate_tile(dk, rotation, place, start_n, n_positions, False, True, tile.BLOCK_N, tile.BLOCK_D, tile.ACC)
+    dk_head = head_of(dk_out, place.batch, head_kv, place.first_k)
+    store_tile(dk_head, start_n, place.seqlen_k, dk * scale, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+
+
+@triton.jit
+def _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile):
+    """dq with all full blocks."""
+    first_full = own.blocks.start + own.blocks.n_left * tile.BOUNDARY
+    stop_full = first_full + own.blocks.n_full * tile.BOUNDARY
+    # Without LICM: docs/decisions/0015. The small tiles of float32 have registers for the invariants.
+    FEW_REGISTERS: tl.constexpr = own.q_tile.dtype.primitive_bitwidth <= 16
+    for start_n in tl.range(first_full, stop_full, tile.BLOCK_N, disable_licm=FEW_REGISTERS):
+        keys = (start_n + tl.arange(0, tile.BLOCK_N))[None, :]
+        block = Block(own.start_m, start_n, own.queries, keys)
+        k_tile = full_tile(own.k, k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+        v_tile = full_tile(own.v, v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
+        products = dot(own.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        seen = own.seen[:, None]
+        p, derivative = block_weights(
+            products, call, own.place, numbers, block, seen, own.shift[:, None], own.factor[:, None], tile
+        )
+        dp = drop(dot(own.dout_tile, tl.trans(v_tile), tile.ACC, tile.PRECISION), call, own.place, block)
+        ds = p * (dp - own.delta[:, None]) * derivative  # (BLOCK_M, BLOCK_N)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+    return dq
+
+
+@triton.jit
+def _masked_keys(own, start_n, call, tile):
+    """(block, key_visible, k_tile, v_tile) of BOUNDARY keys, of which those that no query may see are 0."""
+    offs_n = start_n + tl.arange(0, tile.BOUNDARY)
+    key_visible = load_key_visible(call.mask, own.place, own.bounds, offs_n)
+    k_tile = load_tile(own.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+    v_tile = load_tile(own.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
+    return Block(own.start_m, start_n, own.queries, offs_n[None, :]), key_visible, k_tile, v_tile
+
+
+@triton.jit
+def _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile):
+    """(ds, pairs) of a block of BOUNDARY keys, ``(BLOCK_M, BOUNDARY)``; ds of pairs that are hidden means nothing."""
+    start_n = block.start_n
+    pairs = visible(call.mask, own.place, own.bounds, block, own.seen[:, None], key_visible[None, :])
+    products = dot_tiles(
+        own.q_tile, k_tile, own.q, own.start_m, own.seen, own.k, start_n, key_visible,
+        tile.HEAD_DIM, tile.ACC, tile.PRECISION,
+    )  # fmt: skip
+    p, derivative = block_weights(
+        products, call, own.place, numbers, block, pairs, own.shift[:, None], own.factor[:, None], tile
+    )
+    dp = dot_tiles(
+        own.dout_tile, v_tile, own.dout, own.start_m, own.seen, own.v, start_n, key_visible,
+        tile.HEAD_DIM_V, tile.ACC, tile.PRECISION,
+    )  # fmt: skip
+    dp = drop(dp, call, own.place, block)
+    return p * (dp - own.delta[:, None]) * derivative, pairs
+
+
+@triton.jit
+def _boundary_keys(dq, own, call, numbers, tile):
+    """dq with all boundary blocks."""
+    for i in tl.range(0, own.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
+        start_n = boundary_keys(i, own.blocks, call.mask, own.place, own.start_m, tile.BOUNDARY)
+        block, key_visible, k_tile, v_tile = _masked_keys(own, start_n, call, tile)
+        ds, pairs = _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile)
+        ds = tl.where(pairs, ds, 0.0)
+        if is_wide(k_tile.dtype, tile.BLOCK_D, tile.PRECISION):  # read only now: the products were made without it
+            k_tile = load_tile(own.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+    return dq
+
+
+@triton.jit
+def _repaired(own, call, numbers, tile):
+    """dq of all blocks, with zeros for NaN and Inf in keys. For a query that may see such a key, ds is NaN."""
+    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tile.ACC)
+    for i in tl.range(0, own.blocks.n_full + own.blocks.n_boundary, num_stages=1, disable_licm=True):
+        start_n = any_keys(i, own.blocks, call.mask, own.place, own.start_m, tile.BOUNDARY)
+        block, key_visible, k_tile, v_tile = _masked_keys(own, start_n, call, tile)
+        k_tile, poisoned = split_poison(k_tile, tile.ACC)
+        ds, pairs = _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile)
+        ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+    return dq
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -295,9 +400,7 @@ def attention_bwd_dq(
     dout,
     k_tiles,
     v_tiles,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
+    rows,
     dq_out,
     call,
     rotation,
@@ -314,129 +417,45 @@ def attention_bwd_dq(
     n_positions,
     scale,
     qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    EDGE: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
+    tile,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    start_m = tile * BLOCK_M
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+    start_m = number * tile.BLOCK_M
     if call.sequences.cu_q_ptr is not None:
         if start_m >= place.seqlen_q:
             return
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    rows = offs_m[:, None]
+    offs_m = start_m + tl.arange(0, tile.BLOCK_M)
     head_kv = head // (nheads_q // nheads_kv)
-    k_head = head_base(k, place.batch, head_kv, place.first_k)
-    v_head = head_base(v, place.batch, head_kv, place.first_k)
+    k_head = head_of(k, place.batch, head_kv, place.first_k)
+    v_head = head_of(v, place.batch, head_kv, place.first_k)
 
-    stats = row_base(place, nheads_q, seqlen_q)
-    shift, factor = load_softmax(shift_ptr, factor_ptr, stats, offs_m, offs_m < place.seqlen_q, EXACT)
+    stats = row_base(place)
+    shift, factor = load_softmax(rows.shift, rows.factor, stats, offs_m, offs_m < place.seqlen_q, tile.EXACT)
     seen = shift != float("inf")
-    delta = tl.load(delta_ptr + stats + offs_m, mask=seen, other=0.0)
-    # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
-    q_head = head_base(q, place.batch, head, place.first_q)
-    dout_head = head_base(dout, place.batch, head, place.first_q)
-    q_tile = load_tile(q_head, start_m, q.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
-    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    delta = tl.load(rows.delta + stats + offs_m, mask=seen, other=0.0)
+    q_head = head_of(q, place.batch, head, place.first_q)
+    dout_head = head_of(dout, place.batch, head, place.first_q)
+    q_tile = load_tile(q_head, start_m, seen, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
+    dout_tile = load_tile(dout_head, start_m, seen, tile.HEAD_DIM_V, tile.BLOCK_M, tile.BLOCK_DV)
 
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, EDGE, BLOCK_N)
-    first_full = blocks.start + blocks.n_left * EDGE
-    # Without LICM: docs/decisions/0015. The small tiles of float32 have registers for the invariants.
-    FEW_REGISTERS: tl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth <= 16
-    for start_n in tl.range(first_full, first_full + blocks.n_full * EDGE, BLOCK_N, disable_licm=FEW_REGISTERS):
-        keys = (start_n + offs_n)[None, :]
-        k_tile = full_tile(
-            k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D
-        )  # fmt: skip
-        v_tile = full_tile(
-            v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
-        )  # fmt: skip
-        products = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
-        p, derivative = tile_weights(
-            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, seen[:, None],
-            shift[:, None], factor[:, None], ACC, EXACT,
-        )  # fmt: skip
-        dp = drop(dot(dout_tile, tl.trans(v_tile), ACC, PRECISION), call, place, nheads_q, rows, keys)
-        ds = p * (dp - delta[:, None]) * derivative  # (BLOCK_M, BLOCK_N)
-        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
-
-    edge_n = tl.arange(0, EDGE)
-    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
-        start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
-        keys = (start_n + edge_n)[None, :]
-        key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
-        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :])
-        products = dot_tiles(
-            q_tile, k_tile, q, q_head, start_m, seen, k, k_head, start_n, key_visible,
-            HEAD_DIM, BLOCK_M, EDGE, BLOCK_D, ACC, PRECISION,
-        )  # fmt: skip
-        p, derivative = tile_weights(
-            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[:, None], factor[:, None], ACC, EXACT,
-        )  # fmt: skip
-        dp = dot_tiles(
-            dout_tile, v_tile, dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
-            HEAD_DIM_V, BLOCK_M, EDGE, BLOCK_DV, ACC, PRECISION,
-        )  # fmt: skip
-        dp = drop(dp, call, place, nheads_q, rows, keys)
-        ds = tl.where(pairs, p * (dp - delta[:, None]) * derivative, 0.0)
-        if is_wide(k_tile.dtype, BLOCK_D, PRECISION):  # read but now: the products were made without it
-            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
-        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
-
-    if has_nan(dq):
-        # As in the forward: start over, with zeros for what is not finite in a key. Who may see such a key has a NaN
-        # in ds.
-        dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1, disable_licm=True):
-            start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
-            keys = (start_n + edge_n)[None, :]
-            key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
-            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
-            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-            k_tile, poisoned = split_poison(k_tile, ACC)
-            pairs = visible(
-                call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :]
-            )  # fmt: skip
-            products = dot_tiles(
-                q_tile, k_tile, q, q_head, start_m, seen, k, k_head, start_n, key_visible,
-                HEAD_DIM, BLOCK_M, EDGE, BLOCK_D, ACC, PRECISION,
-            )  # fmt: skip
-            p, derivative = tile_weights(
-                products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-                shift[:, None], factor[:, None], ACC, EXACT,
-            )  # fmt: skip
-            dp = dot_tiles(
-                dout_tile, v_tile, dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
-                HEAD_DIM_V, BLOCK_M, EDGE, BLOCK_DV, ACC, PRECISION,
-            )  # fmt: skip
-            dp = drop(dp, call, place, nheads_q, rows, keys)
-            ds = p * (dp - delta[:, None]) * derivative
-            ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
-            dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, ACC, PRECISION)
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BOUNDARY, tile.BLOCK_N)
+    own = QueryTile(
+        q_tile, dout_tile, q_head, dout_head, k_head, v_head, start_m, offs_m[:, None], seen, shift, factor, delta,
+        place, bounds, blocks,
+    )  # fmt: skip
+    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tile.ACC)
+    dq = _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile)
+    dq = _boundary_keys(dq, own, call, numbers, tile)
+    if has_nan(dq):  # as in the forward: rare enough to start over
+        dq = _repaired(own, call, numbers, tile)
 
     if rotation.ROTARY_DIM > 0:
-        at_end = place.seqlen_k - place.seqlen_q
-        dq = rotate_tile(
-            dq, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, True,
-            BLOCK_M, BLOCK_D, ACC,
-        )  # fmt: skip
-    dq_head = head_base(dq_out, place.batch, head, place.first_q)
-    store_tile(dq_head, start_m, dq_out.stride_s, place.seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dq = rotate_tile(dq, rotation, place, start_m, n_positions, True, True, tile.BLOCK_M, tile.BLOCK_D, tile.ACC)
+    dq_head = head_of(dq_out, place.batch, head, place.first_q)
+    store_tile(dq_head, start_m, place.seqlen_q, dq * scale, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
 
 
 def launch(
@@ -444,17 +463,17 @@ def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     dq: torch.Tensor | None,
     dkdv: tuple[torch.Tensor, torch.Tensor] | None,
     problem: Problem,
 ) -> None:
     """Fill `dq`, and `dkdv`, where they are given. `q` and `k` come rotated; nothing is empty.
 
-    Where both are, and the order of sums is open, one kernel makes both, if there is a config for it.
+    In a nondeterministic call that asks for both, one kernel makes both, if there is a config for it.
     """
     configs = problem.configs
-    if dq is not None and dkdv is not None and problem.open_order and configs.one_pass is not None:
+    if dq is not None and dkdv is not None and problem.nondeterministic and configs.one_pass is not None:
         total = dq_sum.zeros(q)
         _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.one_pass, total)
         dq_sum.launch(total, rows.shift, dq, problem)
@@ -470,7 +489,7 @@ def _launch_dkdv(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     dkdv: tuple[torch.Tensor, torch.Tensor],
     problem: Problem,
     config: TileConfig,
@@ -480,19 +499,17 @@ def _launch_dkdv(
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None, None)
     if total is not None:
-        blocks = (config.BLOCK_M, boundary["EDGE"])
-        sums = (heads(total), *(dq_sum.reductions_of(total, block, config.style) for block in blocks))
+        blocks = (config.BLOCK_M, boundary["BOUNDARY"])
+        sums = (strided(total), *(dq_sum.reductions_of(total, block, config.style) for block in blocks))
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     launcher.launch(
-        constants_of(attention_bwd_dkdv, q, v, problem, config, **boundary),
+        constants_of(attention_bwd_dkdv, q, v, problem, config, boundary),
         n_tiles * shape.nheads_kv * shape.n_sequences,
         (
-            *map(heads, (q, k, v, dout)),
+            *map(strided, (q, k, v, dout)),
             *(tiles_of(x, config.BLOCK_M, config.style) for x in (q, dout)),
-            rows.shift,
-            rows.factor,
-            rows.delta,
-            *map(heads, dkdv),
+            rows,
+            *map(strided, dkdv),
             *sums,
             problem.call,
             rotation_arguments(problem.rotation_k),
@@ -507,7 +524,7 @@ def _launch_dq(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     dq: torch.Tensor,
     problem: Problem,
     config: TileConfig,
@@ -515,15 +532,13 @@ def _launch_dq(
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     launcher.launch(
-        constants_of(attention_bwd_dq, q, v, problem, config, **config.boundary_of_keys),
+        constants_of(attention_bwd_dq, q, v, problem, config, config.boundary_of_keys),
         n_tiles * shape.nheads_q * shape.n_sequences,
         (
-            *map(heads, (q, k, v, dout)),
+            *map(strided, (q, k, v, dout)),
             *(tiles_of(x, config.BLOCK_N, config.style) for x in (k, v)),
-            rows.shift,
-            rows.factor,
-            rows.delta,
-            heads(dq),
+            rows,
+            strided(dq),
             problem.call,
             rotation_arguments(problem.rotation_q),
         ),

@@ -19,15 +19,15 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import exact_sum, launcher
-from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
-from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.score_gradient import score_gradient
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.primitives import program_tile, strided
+from fusedattn.kernels.score_gradient import Inputs, score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 PARTS = 8  # programs that share the sum over queries, or over keys
 
@@ -38,9 +38,7 @@ def attention_bwd_dbias(
     k,
     v,
     dout,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
+    rows,
     dbias_ptr,
     call,
     n_sequences,
@@ -65,17 +63,11 @@ def attention_bwd_dbias(
     OVER_HEADS: tl.constexpr,
     OVER_QUERIES: tl.constexpr,
     OVER_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    tile,
 ):
     """One program owns a tile of dbias, or one of its parts: every PARTS-th tile of what it sums over."""
+    inputs = Inputs(q, k, v, dout)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     n_own_m = tl.minimum(n_tiles_m, n_rows) if OVER_QUERIES else n_tiles_m
     n_own_n = tl.minimum(n_tiles_n, n_keys) if OVER_KEYS else n_tiles_n
     own, own_head, own_sequence = program_tile(n_own_m * n_own_n, 1 if OVER_HEADS else nheads_q, 1, REVERSED=False)
@@ -86,26 +78,22 @@ def attention_bwd_dbias(
     sequences_each = n_sequences if OVER_SEQUENCES else 1
     tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1
     tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1
-    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    total = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tile.ACC)
     for i in tl.range(0, sequences_each * heads_each * tiles_m_each * tiles_n_each, disable_licm=True):
-        start_n = (own_n + i % tiles_n_each * n_own_n) * BLOCK_N
-        rest = i // tiles_n_each
-        start_m = (own_m + rest % tiles_m_each * n_own_m) * BLOCK_M
-        rest = rest // tiles_m_each
-        head = own_head + rest % heads_each
-        place = place_of(call.sequences, own_sequence + rest // heads_each, head, seqlen_q, seqlen_k)
-        bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-        if tile_visited(call.mask, place, bounds, start_m, start_n, BLOCK_M, BLOCK_N):
-            ds, _, _ = score_gradient(
-                q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
-                start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                ACC, PRECISION, EXACT,
-            )  # fmt: skip
+        start_n = (own_n + i % tiles_n_each * n_own_n) * tile.BLOCK_N
+        i = i // tiles_n_each
+        start_m = (own_m + i % tiles_m_each * n_own_m) * tile.BLOCK_M
+        i = i // tiles_m_each
+        head = own_head + i % heads_each
+        place = place_of(call.sequences, own_sequence + i // heads_each, head, nheads_q, seqlen_q, seqlen_k)
+        bounds = bounds_of(call.mask, place, numbers)
+        if tile_visited(call.mask, place, bounds, start_m, start_n, tile.BLOCK_M, tile.BLOCK_N):
+            ds, _, _, _ = score_gradient(inputs, rows, call, place, bounds, numbers, nheads_kv, start_m, start_n, tile)
             total += ds
 
     matrix = (own_sequence.to(tl.int64) * (1 if OVER_HEADS else nheads_q) + own_head) * n_rows
-    offs_m = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = own_m * tile.BLOCK_M + tl.arange(0, tile.BLOCK_M)
+    offs_n = own_n * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
     if OVER_QUERIES and OVER_KEYS:
         tl.store(dbias_ptr + (matrix + own_m) * n_keys + own_n, tl.sum(tl.sum(total, 1), 0))
     elif OVER_QUERIES:
@@ -123,9 +111,7 @@ def attention_bwd_drelative(
     k,
     v,
     dout,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
+    rows,
     drelative_ptr,
     sums,
     call,
@@ -145,24 +131,18 @@ def attention_bwd_drelative(
     n_positions,
     scale,
     qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    tile,
 ):
     """One program owns a tile of queries. Each has one key at every distance below `reach`, but many beyond.
 
     Without `drelative_ptr` it adds to `sums`, of which there are `per_sequence` and `per_head`, or 0 where shared.
     """
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    start_m = tile * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)
+    inputs = Inputs(q, k, v, dout)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+    start_m = number * tile.BLOCK_M
+    offs_m = start_m + tl.arange(0, tile.BLOCK_M)
     reach = call.score.reach
     n_columns = 2 * reach + 1
     if drelative_ptr is None:
@@ -170,19 +150,17 @@ def attention_bwd_drelative(
     else:
         matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows
         row_ptrs = drelative_ptr + (matrix + offs_m) * n_columns
-    behind = tl.zeros([BLOCK_M], ACC)
-    ahead = tl.zeros([BLOCK_M], ACC)
+    behind = tl.zeros([tile.BLOCK_M], tile.ACC)
+    ahead = tl.zeros([tile.BLOCK_M], tile.ACC)
 
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
     for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
-        start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        ds, pairs, _ = score_gradient(
-            q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
-            start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            ACC, PRECISION, EXACT,
-        )  # fmt: skip
-        distance = distance_of(place, offs_m[:, None], (start_n + tl.arange(0, BLOCK_N))[None, :])
+        start_n = any_keys(i, blocks, call.mask, place, start_m, tile.BLOCK_N)
+        ds, pairs, _, block = score_gradient(
+            inputs, rows, call, place, bounds, numbers, nheads_kv, start_m, start_n, tile
+        )
+        distance = distance_of(place, block)
         near = pairs & (distance > -reach) & (distance < reach)
         if drelative_ptr is None:
             add_exactly(sums, first + distance + reach, ds, near)
@@ -208,7 +186,7 @@ def launch_dbias(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     bias: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
@@ -228,7 +206,7 @@ def launch_dbias(
     launcher.launch(
         constants,
         n_own * bias.shape[0] * bias.shape[1],
-        (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, parts, problem.call),
+        (*map(strided, (q, k, v, dout)), rows, parts, problem.call),
         (
             *(shape.n_sequences, n_rows, n_keys, n_tiles_m, n_tiles_n),
             *sizes_of(q, v, problem, n_tiles_m),
@@ -245,7 +223,7 @@ def launch_drelative(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     relative: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
@@ -262,7 +240,7 @@ def launch_drelative(
     launcher.launch(
         constants_of(attention_bwd_drelative, q, v, problem, config),
         n_tiles * shape.nheads_q * shape.n_sequences,
-        (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, full, sums, problem.call),
+        (*map(strided, (q, k, v, dout)), rows, full, sums, problem.call),
         (
             *(n_rows, nheads * n_columns if n_sequences > 1 else 0, n_columns if nheads > 1 else 0),
             *sizes_of(q, v, problem, n_tiles),

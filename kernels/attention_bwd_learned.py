@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import exact_sum, launcher
-from fusedattn.kernels.attention_bwd_rows import Rows
+from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import Sums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
-from fusedattn.kernels.primitives import heads, program_tile
-from fusedattn.kernels.score_gradient import score_gradient
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.primitives import program_tile, strided
+from fusedattn.kernels.score_gradient import Inputs, score_gradient
 from fusedattn.kernels.scores import capped, distance_of
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "n_entries"])
@@ -33,9 +33,7 @@ def attention_bwd_learned(
     k,
     v,
     dout,
-    shift_ptr,
-    factor_ptr,
-    delta_ptr,
+    rows,
     sums,
     call,
     n_entries,
@@ -54,42 +52,32 @@ def attention_bwd_learned(
     qk_scale,
     INDEX: tl.constexpr,
     DERIVATIVE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    tile,
 ):
     """Of the slopes, where INDEX is None."""
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    start_m = tile * BLOCK_M
-    rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
-    query = clamped(rows, place.seqlen_q)
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
+    inputs = Inputs(q, k, v, dout)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+    start_m = number * tile.BLOCK_M
+    query = clamped((start_m + tl.arange(0, tile.BLOCK_M))[:, None], place.seqlen_q)
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
     for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
-        start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        ds, pairs, products = score_gradient(
-            q, k, v, dout, shift_ptr, factor_ptr, delta_ptr, call, place, bounds, nheads_q, nheads_kv, seqlen_q,
-            start_m, start_n, scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            ACC, PRECISION, EXACT,
-        )  # fmt: skip
-        keys = (start_n + tl.arange(0, BLOCK_N))[None, :]
+        start_n = any_keys(i, blocks, call.mask, place, start_m, tile.BLOCK_N)
+        ds, pairs, products, block = score_gradient(
+            inputs, rows, call, place, bounds, numbers, nheads_kv, start_m, start_n, tile
+        )
         if INDEX is None:
             index = sequence * call.score.slopes_stride + head
-            terms = -ds * tl.abs(distance_of(place, rows, keys)).to(ACC)
+            terms = -ds * tl.abs(distance_of(place, block)).to(tile.ACC)
         else:
-            key = clamped(keys, place.seqlen_k)
+            key = clamped(block.keys, place.seqlen_k)
             scores, _ = capped(products, call.score, scale)
             index = INDEX(sequence, head, query, key, call.score.function_args)
             derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
             # What a hidden pair's derivative is, does not matter.
-            terms = tl.where(pairs, ds * tl.cast(derivative, ACC), 0.0)
+            terms = tl.where(pairs, ds * tl.cast(derivative, tile.ACC), 0.0)
         index += tl.zeros([1, 1], tl.int32)  # it may be a number: the shape says what it depends on
         if index.shape[0] == 1:
             terms = tl.sum(terms, 0, keep_dims=True)
@@ -103,7 +91,7 @@ def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     learned: torch.Tensor,
     readers: list[tuple[int, int, Any, Any]],
     problem: Problem,
@@ -120,7 +108,7 @@ def launch(
         launcher.launch(
             constants_of(attention_bwd_learned, q, v, problem, config, INDEX=index, DERIVATIVE=derivative),
             n_tiles * shape.nheads_q * shape.n_sequences,
-            (*map(heads, (q, k, v, dout)), rows.shift, rows.factor, rows.delta, own, problem.call),
+            (*map(strided, (q, k, v, dout)), rows, own, problem.call),
             (n_entries, *sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
             problem.known_call,
         )

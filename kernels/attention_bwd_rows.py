@@ -12,6 +12,7 @@ weights 0, and delta 0.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,21 +22,23 @@ from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.accurate import divide, fused
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, visible
+from fusedattn.kernels.pairs import Block
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
-    decode_rest,
     dot_in_pieces,
     end_of_pieces,
-    head_base,
-    heads,
+    head_of,
     load_tile,
     program_tile,
     row_dot,
+    strided,
 )
+from fusedattn.kernels.rounding_residual import decode_residual
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, is_exact
-from fusedattn.kernels.weights import NOT_SPECIALIZED, drop, tile_weights
+from fusedattn.kernels.weights import block_weights, drop
 
 BLOCK_M = 32
 
@@ -43,7 +46,7 @@ BLOCK_M = 32
 @triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_tiles"])
 def attention_bwd_rows(
     out,
-    rest,
+    rounding_residual,
     dout,
     row_max_ptr,
     row_sum_ptr,
@@ -66,27 +69,27 @@ def attention_bwd_rows(
 
     Rounding that number moves the exponent of every weight of the row the same way, which does not matter where
     weights are rounded to 16 bits, unless scores are of any size: then there is a `reciprocal_ptr` for
-    ``1 / row_sum``, and row_max itself is the shift. Rounding out does matter: delta is taken from out as it was
-    before, where there is a rest.
+    ``1 / row_sum``, and row_max itself is the shift. Rounding out does matter: with a `rounding_residual`, delta is
+    taken from out as it was before.
     """
     tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
-    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    place = place_of(sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     exists = offs_m < place.seqlen_q
-    rows = row_base(place, nheads_q, seqlen_q) + offs_m
+    rows = row_base(place) + offs_m
     row_max = tl.load(row_max_ptr + rows, mask=exists, other=float("inf"))
     row_sum = tl.load(row_sum_ptr + rows, mask=exists, other=1.0)
     seen = row_max != float("inf")
 
-    out_head = head_base(out, place.batch, head, place.first_q)
-    dout_head = head_base(dout, place.batch, head, place.first_q)
-    out_tile = load_tile(out_head, start_m, out.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-    if rest is not None:
-        rest_head = head_base(rest, place.batch, head, place.first_q)
-        rest_tile = load_tile(rest_head, start_m, rest.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
-        out_tile = decode_rest(out_tile, rest_tile)
+    out_head = head_of(out, place.batch, head, place.first_q)
+    dout_head = head_of(dout, place.batch, head, place.first_q)
+    out_tile = load_tile(out_head, start_m, seen, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    dout_tile = load_tile(dout_head, start_m, seen, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    if rounding_residual is not None:
+        residual_head = head_of(rounding_residual, place.batch, head, place.first_q)
+        residual = load_tile(residual_head, start_m, seen, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        out_tile = decode_residual(out_tile, residual)
     delta = row_dot(out_tile, dout_tile, ACC)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + rows, mask=seen, other=0.0)
@@ -98,26 +101,14 @@ def attention_bwd_rows(
 
 
 @triton.jit
-def _delta_of_out(
-    out,
-    dout,
-    dout_head,
-    place,
-    head,
-    start_m,
-    seen,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """``rowsum(dout * out)`` of a tile, a few features at a time."""
+def _delta_of_out(out, dout, start_m, seen, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
+    """``rowsum(dout * out)`` of a tile of two :class:`~fusedattn.kernels.primitives.Head`, some features at a time."""
+    BLOCK_M: tl.constexpr = seen.shape[0]
     WIDTH: tl.constexpr = 32 if BLOCK_DV > 32 else BLOCK_DV
-    out_head = head_base(out, place.batch, head, place.first_q)
     delta = tl.zeros([BLOCK_M], ACC)
     for first in tl.range(0, end_of_pieces(HEAD_DIM_V, BLOCK_DV, WIDTH), WIDTH, num_stages=1, disable_licm=True):
-        out_tile = load_tile(out_head, start_m, out.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
-        dout_tile = load_tile(dout_head, start_m, dout.stride_s, seen, True, HEAD_DIM_V, BLOCK_M, WIDTH, first)
+        out_tile = load_tile(out, start_m, seen, HEAD_DIM_V, BLOCK_M, WIDTH, first)
+        dout_tile = load_tile(dout, start_m, seen, HEAD_DIM_V, BLOCK_M, WIDTH, first)
         delta += row_dot(out_tile, dout_tile, ACC)
     return delta
 
@@ -149,66 +140,55 @@ def attention_bwd_exact_rows(
     n_positions,
     scale,
     qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    tile,
 ):
     """For float32 and float64: delta from the weights themselves, shift ``row_max`` and factor ``1 / row_sum``.
 
     q and k come rotated. All blocks are taken for boundary blocks: the products are far dearer than the mask.
     """
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    start_m = tile * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+    start_m = number * tile.BLOCK_M
+    offs_m = start_m + tl.arange(0, tile.BLOCK_M)
+    offs_n = tl.arange(0, tile.BLOCK_N)
     exists = offs_m < place.seqlen_q
     head_kv = head // (nheads_q // nheads_kv)
-    k_head = head_base(k, place.batch, head_kv, place.first_k)
-    v_head = head_base(v, place.batch, head_kv, place.first_k)
+    k_head = head_of(k, place.batch, head_kv, place.first_k)
+    v_head = head_of(v, place.batch, head_kv, place.first_k)
 
-    stats = row_base(place, nheads_q, seqlen_q) + offs_m
+    stats = row_base(place) + offs_m
     shift = tl.load(row_max_ptr + stats, mask=exists, other=float("inf"))
     factor = divide(1.0, tl.load(row_sum_ptr + stats, mask=exists, other=1.0))
     seen = shift != float("inf")
-    q_head = head_base(q, place.batch, head, place.first_q)
-    dout_head = head_base(dout, place.batch, head, place.first_q)
+    q_head = head_of(q, place.batch, head, place.first_q)
+    dout_head = head_of(dout, place.batch, head, place.first_q)
+    out_head = head_of(out, place.batch, head, place.first_q)
     # Summed are differences from delta as out gives it: what values have in common would round them away.
-    near = _delta_of_out(out, dout, dout_head, place, head, start_m, seen, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ACC)
+    near = _delta_of_out(out_head, dout_head, start_m, seen, tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC)
     if sinks_ptr is not None:  # the scores are then in natural units
-        sum_of_weights = 1.0 - exp_scaled(tl.load(sinks_ptr + head).to(ACC), shift, qk_scale, EXACT) * factor
+        sink = tl.load(sinks_ptr + head).to(tile.ACC)
+        sum_of_weights = 1.0 - exp_scaled(sink, shift, qk_scale, tile.EXACT) * factor
         near /= tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)  # else it is itself not exact
-    delta = tl.zeros([BLOCK_M], ACC)
+    delta = tl.zeros([tile.BLOCK_M], tile.ACC)
 
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
     for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
-        start_n = any_keys(i, blocks, call.mask, place, start_m, BLOCK_N)
-        rows = offs_m[:, None]
-        keys = (start_n + offs_n)[None, :]
+        start_n = any_keys(i, blocks, call.mask, place, start_m, tile.BLOCK_N)
+        block = Block(start_m, start_n, offs_m[:, None], (start_n + offs_n)[None, :])
         key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
         products = dot_in_pieces(
-            q, q_head, start_m, seen, k, k_head, start_n, key_visible,
-            HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, ACC, PRECISION,
+            q_head, start_m, seen, k_head, start_n, key_visible,
+            tile.HEAD_DIM, tile.BLOCK_D, tile.ACC, tile.PRECISION,
         )  # fmt: skip
-        pairs = visible(
-            call.mask, place, bounds, start_m, start_n, rows, keys, seen[:, None], key_visible[None, :]
-        )  # (BLOCK_M, BLOCK_N)
-        p, _ = tile_weights(
-            products, call, place, scale, qk_scale, start_m, start_n, rows, keys, pairs,
-            shift[:, None], factor[:, None], ACC, EXACT,
-        )  # fmt: skip
+        pairs = visible(call.mask, place, bounds, block, seen[:, None], key_visible[None, :])  # (BLOCK_M, BLOCK_N)
+        p, _ = block_weights(products, call, place, numbers, block, pairs, shift[:, None], factor[:, None], tile)
         dp = dot_in_pieces(
-            dout, dout_head, start_m, seen, v, v_head, start_n, key_visible,
-            HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_DV, ACC, PRECISION,
+            dout_head, start_m, seen, v_head, start_n, key_visible,
+            tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC, tile.PRECISION,
         )  # fmt: skip
-        dp = drop(dp, call, place, nheads_q, rows, keys)
+        dp = drop(dp, call, place, block)
         delta += tl.sum(tl.where(pairs, p * (dp - near[:, None]), 0.0), 1)
 
     if sinks_ptr is not None:
@@ -222,21 +202,23 @@ def attention_bwd_exact_rows(
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What the forward kept of each row, contiguous ``(batch, nheads_q, seqlen_q)``, and the gradient of lse."""
+class ForwardRows:
+    """What the forward keeps of each row, contiguous ``(batch, nheads_q, seqlen_q)``, and the gradient of lse."""
 
     row_max: torch.Tensor
     row_sum: torch.Tensor
     dlse: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What the later kernels read, each contiguous ``(batch, nheads_q, seqlen_q)``; the factor is None unless EXACT."""
+class BackwardRows(NamedTuple):
+    """What the later kernels read of each row, contiguous ``(batch, nheads_q, seqlen_q)``.
 
-    delta: torch.Tensor
-    shift: torch.Tensor
-    factor: torch.Tensor | None
+    `shift` and `factor`, which is None unless EXACT, give the weights: :func:`~fusedattn.kernels.softmax.load_softmax`.
+    """
+
+    shift: Any
+    factor: Any
+    delta: Any
 
 
 def launch(
@@ -244,23 +226,27 @@ def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    rest: torch.Tensor | None,
+    rounding_residual: torch.Tensor | None,
     dout: torch.Tensor,
-    statistics: Statistics,
+    forward_rows: ForwardRows,
     problem: Problem,
-) -> Rows:
-    """The rows of an attention; q and k come rotated, and `rest` makes 16-bit `out` more precise."""
+) -> BackwardRows:
+    """The rows of an attention; q and k come rotated, and `rounding_residual` makes 16-bit `out` more precise."""
     return (
-        _launch_exact(q, k, v, out, dout, statistics, problem)
+        _launch_exact(q, k, v, out, dout, forward_rows, problem)
         if is_exact(q.dtype)
-        else _launch(out, rest, dout, statistics, problem)
+        else _launch(out, rounding_residual, dout, forward_rows, problem)
     )
 
 
 def _launch(
-    out: torch.Tensor, rest: torch.Tensor | None, dout: torch.Tensor, statistics: Statistics, problem: Problem
-) -> Rows:
-    shape, row_max = problem.shape, statistics.row_max
+    out: torch.Tensor,
+    rounding_residual: torch.Tensor | None,
+    dout: torch.Tensor,
+    forward_rows: ForwardRows,
+    problem: Problem,
+) -> BackwardRows:
+    shape, row_max = problem.shape, forward_rows.row_max
     delta, other = (replay.scratch(row_max, row_max.shape, row_max.dtype) for _ in range(2))
     shift, factor = (row_max, other) if problem.call.score.UNBOUNDED.value else (other, None)
     n_tiles = triton.cdiv(shape.max_seqlen_q, BLOCK_M)
@@ -268,12 +254,12 @@ def _launch(
         _constants(out.shape[3], out.dtype),
         n_tiles * shape.nheads_q * shape.n_sequences,
         (
-            heads(out),
-            None if rest is None else heads(rest),
-            heads(dout),
+            strided(out),
+            None if rounding_residual is None else strided(rounding_residual),
+            strided(dout),
             row_max,
-            statistics.row_sum,
-            statistics.dlse,
+            forward_rows.row_sum,
+            forward_rows.dlse,
             delta,
             None if shift is row_max else shift,
             factor,
@@ -281,7 +267,7 @@ def _launch(
         ),
         (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_tiles, problem.qk_scale),
     )
-    return Rows(delta, shift, factor)
+    return BackwardRows(shift, factor, delta)
 
 
 @lru_cache(maxsize=1024)
@@ -302,21 +288,21 @@ def _launch_exact(
     v: torch.Tensor,
     out: torch.Tensor,
     dout: torch.Tensor,
-    statistics: Statistics,
+    forward_rows: ForwardRows,
     problem: Problem,
-) -> Rows:
+) -> BackwardRows:
     shape, config = problem.shape, problem.exact_rows
-    row_max = statistics.row_max
+    row_max = forward_rows.row_max
     delta, factor = (replay.scratch(row_max, row_max.shape, row_max.dtype) for _ in range(2))
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     launcher.launch(
         constants_of(attention_bwd_exact_rows, q, v, problem, config),
         n_tiles * shape.nheads_q * shape.n_sequences,
         (
-            *map(heads, (q, k, v, out, dout)),
-            statistics.row_max,
-            statistics.row_sum,
-            statistics.dlse,
+            *map(strided, (q, k, v, out, dout)),
+            forward_rows.row_max,
+            forward_rows.row_sum,
+            forward_rows.dlse,
             problem.sinks,
             delta,
             factor,
@@ -325,4 +311,4 @@ def _launch_exact(
         (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
         problem.known_call,
     )
-    return Rows(delta, statistics.row_max, factor)
+    return BackwardRows(forward_rows.row_max, factor, delta)

@@ -2,7 +2,9 @@
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), in the loop
 order of FlashAttention-2: one program owns one tile of BLOCK_M queries of one head, keeps it in registers, and
-walks over the key blocks that the tile may see. What happens to scores on the way: kernels/scores.py.
+walks over the key blocks that the tile may see. Full blocks come first, then boundary blocks, whose pairs are masked;
+if the sums have a NaN then, all blocks are walked over again. kernels/masking.py decides which blocks these are,
+kernels/scores.py what happens to scores on the way.
 
     q       (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
     out     (batch, nheads_q, seqlen_q, head_dim_v)   likewise
@@ -11,13 +13,15 @@ walks over the key blocks that the tile may see. What happens to scores on the w
     sinks   (nheads_q,)                               float32, or None: a logit whose weight has no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
-    rest    like out, int8: what rounding took from out, kept for the backward of 16-bit inputs, or None
+    rounding_residual  like out, int8, kept for the backward of 16-bit inputs, or None
     grid    (tiles of queries * nheads_q * sequences,)
 
-Where there are few queries a program owns those of several heads, which share a KV head (kernels/grouped.py), and only
-a part of their keys, whose sums kernels/combine.py brings together; the grid is then
-``(splits * parts of a group * nheads_kv * sequences,)``. Which of all this a call is: kernels/grid.py.
+With few queries a program owns those of several heads that share a KV head (kernels/grouped.py), and only a part of
+their keys, whose sums kernels/combine.py brings together; the grid is then
+``(splits * parts of a group * nheads_kv * sequences,)``. kernels/grid.py chooses.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,297 +30,270 @@ import triton.language as tl
 from fusedattn.kernels import combine, launcher
 from fusedattn.kernels.call import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, tiles_of
-from fusedattn.kernels.epilogue import Results, store_nothing, store_partials, store_results
+from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped import grouped_program, load_rows, row_offsets, rows_of, with_rows
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
+from fusedattn.kernels.pairs import Block
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import (
     bits_of,
     dot,
     dot_add,
     has_nan,
-    head_base,
-    heads,
+    head_of,
     load_tile,
     numbered_tile,
     of_bits,
     round_to,
     split_poison,
+    strided,
 )
 from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.softmax import exp_scaled, softmax_update
-from fusedattn.kernels.weights import NOT_SPECIALIZED, kept_only
+from fusedattn.kernels.weights import kept_only
+
+
+class Inputs(NamedTuple):
+    """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, and descriptors of k and v, or None."""
+
+    q: Any
+    k: Any
+    v: Any
+    k_tiles: Any
+    v_tiles: Any
+
+
+class Walk(NamedTuple):
+    """What a program holds while it walks over the keys of its tile of queries.
+
+    `k` and `v` are a :class:`~fusedattn.kernels.primitives.Head` each; `queries` and `exist` are ``(BLOCK_M, 1)``,
+    `offs_n` is ``arange(BLOCK_N)``. Full blocks lie from key `first_full` to `stop_full`.
+    """
+
+    q_tile: Any
+    k: Any
+    v: Any
+    k_tiles: Any
+    v_tiles: Any
+    place: Any
+    start_m: Any
+    queries: Any
+    exist: Any
+    offs_n: Any
+    bounds: Any
+    blocks: Any
+    first_full: Any
+    stop_full: Any
 
 
 @triton.jit
-def _turned(
-    k_tile, rotation, place, start_n, n_positions, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr
-):
-    """A tile of keys, rotated here where it did not come rotated."""
-    if rotation.ROTARY_DIM > 0:
-        turned = rotate_tile(
-            k_tile, rotation, start_n, place.seqlen_k, place.batch, place.first_k, 0, n_positions, False,
-            BLOCK, BLOCK_D, ACC,
-        )  # fmt: skip
-        return round_to(turned, k_tile.dtype)
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
+    """The :class:`Sums` of no keys."""
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    w_i = tl.zeros([BLOCK_M, 16], ACC)
+    c_i = tl.zeros([BLOCK_M], ACC)
+    return Sums(m_i, l_i, w_i, c_i, tl.zeros([BLOCK_M, BLOCK_DV], ACC))
+
+
+@triton.jit
+def weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, EXACT: tl.constexpr):
+    """(p, alpha, sums) with a block of scores in the sums but for acc and w_i; p are the weights that are kept."""
+    p, alpha, m_i, l_i = softmax_update(scores, sums.m_i, sums.l_i, qk_scale, EXACT)
+    p = kept_only(p, call, place, block)
+    c_i = sums.c_i
+    if HAS_RESIDUAL and call.dropout.seed_ptr is not None:
+        c_i = c_i * alpha + tl.sum(p, 1)
+    return p, alpha, Sums(m_i, l_i, sums.w_i, c_i, sums.acc)
+
+
+@triton.jit
+def add_values(sums, alpha, p, v_tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.constexpr, tile):
+    """The sums with a block of weights, rounded, in acc and w_i too.
+
+    The sum of the weights is a narrow matrix product, which costs less than widening them again. It comes first, where
+    tiles below 64 rows spill otherwise, or LAST, where a pipelined loop waits for each product otherwise.
+    """
+    w_i = sums.w_i
+    if HAS_RESIDUAL:
+        ones = round_to(tl.full([v_tile.shape[0], 16], 1.0, tl.float32), v_tile.dtype)
+    if HAS_RESIDUAL and not LAST:
+        w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)
+    acc = dot_add(p, v_tile, sums.acc * alpha[:, None], tile.ACC, tile.PRECISION)
+    if HAS_RESIDUAL and LAST:
+        w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)
+    return Sums(sums.m_i, sums.l_i, w_i, sums.c_i, acc)
+
+
+@triton.jit
+def accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
+    """The sums with one more block: a step of the online softmax, and the product of its weights and values."""
+    p, alpha, sums = weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
+    return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, HAS_RESIDUAL, False, tile)
+
+
+@triton.jit
+def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
+    """A tile of keys, rotated here unless it comes rotated."""
+    if rotation_k.ROTARY_DIM > 0:
+        BLOCK: tl.constexpr = k_tile.shape[0]
+        rotated_tile = rotate_tile(
+            k_tile, rotation_k, place, start_n, n_positions, False, False, BLOCK, tile.BLOCK_D, tile.ACC
+        )
+        return round_to(rotated_tile, k_tile.dtype)
     else:
         return k_tile
 
 
 @triton.jit
-def _full_products(
-    q_tile,
-    k,
-    k_tiles,
-    k_head,
-    place,
-    head_kv,
-    rotation_k,
-    start_n,
-    n_positions,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Products of the queries with the keys of a full block, ``(BLOCK_M, BLOCK_N)``."""
-    k_tile = full_tile(k, k_tiles, k_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
-    k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, BLOCK_N, BLOCK_D, ACC)
-    return dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+def _full_products(walk, start_n, rotation_k, n_positions, tile):
+    """(products, block) of the queries and the keys of the full block at `start_n`."""
+    block = Block(walk.start_m, start_n, walk.queries, (start_n + walk.offs_n)[None, :])
+    k_tile = full_tile(walk.k, walk.k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+    k_tile = _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
+    return dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION), block
 
 
 @triton.jit
-def weights(
-    scores,
-    m_i,
-    l_i,
-    c_i,
-    call,
-    place,
-    nheads_q,
-    rows,
-    keys,
-    qk_scale,
-    HAS_REST: tl.constexpr,
-    EXACT: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """(p, alpha, m_i, l_i, c_i) with a block of scores more; p are the weights that are kept, rounded to `dtype`."""
-    p, alpha, m_i, l_i = softmax_update(scores, m_i, l_i, qk_scale, EXACT)
-    p = kept_only(p, call, place, nheads_q, rows, keys)
-    if HAS_REST and call.dropout.seed_ptr is not None:
-        c_i = c_i * alpha + tl.sum(p, 1)
-    return round_to(p, dtype), alpha, m_i, l_i, c_i
+def _full_scores(products, walk, block, call, scale, tile):
+    """Scores of a full block."""
+    scores, _ = modified(products, call.score, scale, walk.place, block, walk.exist, tile.ACC)
+    return scores
 
 
 @triton.jit
-def add_values(
-    acc,
-    w_i,
-    alpha,
-    p,
-    v_tile,
-    HAS_REST: tl.constexpr,
-    LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """(acc, w_i) with the weights of BLOCK keys more, and their values.
+def _full_values(walk, start_n, tile):
+    """Values of the full block at `start_n`."""
+    return full_tile(walk.v, walk.v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
 
-    The sum of the weights is a narrow matrix product, which costs less than widening them again. It comes first, where
-    tiles below 64 rows spill otherwise, or LAST, where a pipelined loop waits for each product otherwise.
+
+@triton.jit
+def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
+    """The sums with all full blocks."""
+    for start_n in range(walk.first_full, walk.stop_full, tile.BLOCK_N):
+        products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
+        scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+        v_tile = _full_values(walk, start_n, tile)
+        sums = accumulate(sums, scores, v_tile, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile)
+    return sums
+
+
+@triton.jit
+def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
+    """The sums with all full blocks, of which there is one at least.
+
+    The product of the weights of a block with its values is issued behind the product that makes the scores of the
+    next, so that it runs while these become weights. The first scores and the last product stand alone.
     """
-    if HAS_REST:
-        ones = round_to(tl.full([BLOCK, 16], 1.0, tl.float32), v_tile.dtype)
-    if HAS_REST and not LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-    acc = dot_add(p, v_tile, acc * alpha[:, None], ACC, PRECISION)
-    if HAS_REST and LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], ACC, PRECISION)
-    return acc, w_i
+    DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
+    products, block = _full_products(walk, walk.first_full, rotation_k, numbers.n_positions, tile)
+    scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+    p, alpha, sums = weights(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
+    p = bits_of(round_to(p, DTYPE))
+    for start_n in range(walk.first_full + tile.BLOCK_N, walk.stop_full, tile.BLOCK_N):
+        products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
+        v_tile = _full_values(walk, start_n - tile.BLOCK_N, tile)
+        sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, HAS_RESIDUAL, True, tile)
+        scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+        p, alpha, sums = weights(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
+        p = bits_of(round_to(p, DTYPE))
+    v_tile = _full_values(walk, walk.stop_full - tile.BLOCK_N, tile)
+    return add_values(sums, alpha, of_bits(p, DTYPE), v_tile, HAS_RESIDUAL, True, tile)
 
 
 @triton.jit
-def _attend_tile(
-    place,
-    tile_rows,
-    head_kv,
-    split,
-    n_splits,
-    q,
-    k,
-    v,
-    k_tiles,
-    v_tiles,
-    sinks_ptr,
-    results,
-    partials,
-    call,
-    rotation,
-    rotation_k,
-    nheads_q,
-    nheads_kv,
-    seqlen_q,
-    seqlen_k,
-    lower_start,
-    upper_start,
-    lower_end,
-    upper_end,
-    n_positions,
-    scale,
-    softmax_scale,
-    qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
-    PIPELINED: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """One tile of queries, from its first key to what is written of it; all keys, or with SPLIT those of one split."""
-    start_m = tile_rows.start
-    offs_n = tl.arange(0, BLOCK_N)
-    rows = tile_rows.queries[:, None]
-    exists = tile_rows.exist[:, None]
-    k_head = head_base(k, place.batch, head_kv, place.first_k)
-    v_head = head_base(v, place.batch, head_kv, place.first_k)
+def _masked_keys(walk, start_n, call, rotation_k, n_positions, tile):
+    """(block, key_visible, k_tile) of BOUNDARY keys, of which those that no query may see are 0."""
+    offs_n = start_n + tl.arange(0, tile.BOUNDARY)
+    block = Block(walk.start_m, start_n, walk.queries, offs_n[None, :])
+    key_visible = load_key_visible(call.mask, walk.place, walk.bounds, offs_n)
+    k_tile = load_tile(walk.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+    return block, key_visible, _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
 
-    # (BLOCK_M, BLOCK_D)
-    q_tile = load_rows(q, place, tile_rows, HEAD_DIM, BLOCK_M, BLOCK_D, HEADS)
-    if rotation.ROTARY_DIM > 0:
-        at_end = place.seqlen_k - place.seqlen_q
-        q_tile = rotate_tile(
-            q_tile, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, False,
-            BLOCK_M, BLOCK_D, ACC, HEADS,
-        )  # fmt: skip
-    q_tile = round_to(q_tile, q.ptr.dtype.element_ty)
 
-    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
-    l_i = tl.zeros([BLOCK_M], ACC)
-    w_i = tl.zeros([BLOCK_M, 16], ACC)  # as l_i, of the weights as they are kept and rounded for the product with v
-    c_i = tl.zeros([BLOCK_M], ACC)  # as l_i, of the weights that dropout keeps
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    HAS_REST: tl.constexpr = (partials.rounded_sum if SPLIT > 0 else results.rest) is not None
-    DTYPE: tl.constexpr = v.ptr.dtype.element_ty
-
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M // HEADS, EDGE, BLOCK_N, split, SPLIT)
-    first_full = blocks.start + blocks.n_left * EDGE
-    stop_full = first_full + blocks.n_full * EDGE
-    if PIPELINED:
-        # The product of the weights of a block with its values is issued behind the product that makes the scores of
-        # the next, so that it runs while these become weights. The first scores and the last product stand alone.
-        if blocks.n_full > 0:
-            keys = (first_full + offs_n)[None, :]
-            scores = _full_products(
-                q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, first_full, n_positions,
-                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
-            )  # fmt: skip
-            scores, _ = modified(scores, call.score, scale, place, start_m, first_full, rows, keys, exists, ACC)
-            p, alpha, m_i, l_i, c_i = weights(
-                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
-            )
-            p = bits_of(p)
-            for start_n in range(first_full + BLOCK_N, stop_full, BLOCK_N):
-                keys = (start_n + offs_n)[None, :]
-                scores = _full_products(
-                    q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, start_n, n_positions,
-                    HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
-                )  # fmt: skip
-                v_tile = full_tile(
-                    v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n - BLOCK_N,
-                    HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-                )  # fmt: skip
-                acc, w_i = add_values(
-                    acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, True, BLOCK_N, ACC, PRECISION
-                )
-                scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-                p, alpha, m_i, l_i, c_i = weights(
-                    scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
-                )
-                p = bits_of(p)
-            v_tile = full_tile(
-                v, v_tiles, v_head, place.batch, head_kv, place.first_k, stop_full - BLOCK_N,
-                HEAD_DIM_V, BLOCK_N, BLOCK_DV,
-            )  # fmt: skip
-            acc, w_i = add_values(acc, w_i, alpha, of_bits(p, DTYPE), v_tile, HAS_REST, True, BLOCK_N, ACC, PRECISION)
-    else:
-        for start_n in range(first_full, stop_full, BLOCK_N):
-            keys = (start_n + offs_n)[None, :]
-            scores = _full_products(
-                q_tile, k, k_tiles, k_head, place, head_kv, rotation_k, start_n, n_positions,
-                HEAD_DIM, BLOCK_N, BLOCK_D, ACC, PRECISION,
-            )  # fmt: skip
-            scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, exists, ACC)
-            v_tile = full_tile(
-                v, v_tiles, v_head, place.batch, head_kv, place.first_k, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV
-            )
-            p, alpha, m_i, l_i, c_i = weights(
-                scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
-            )
-            acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, BLOCK_N, ACC, PRECISION)
-
-    edge_n = tl.arange(0, EDGE)
-    for i in tl.range(0, blocks.n_boundary, num_stages=EDGE_STAGES, disable_licm=True):
-        start_n = boundary_keys(i, blocks, call.mask, place, start_m, EDGE)
-        keys = (start_n + edge_n)[None, :]
-        key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
-        k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
-        k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, EDGE, BLOCK_D, ACC)
-        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
-        pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
-        scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
+@triton.jit
+def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
+    """The sums with all boundary blocks."""
+    place = walk.place
+    for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
+        start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
+        block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        scores = dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
+        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, tile.ACC)
         scores = tl.where(pairs, scores, float("-inf"))
-        v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-        p, alpha, m_i, l_i, c_i = weights(
-            scores, m_i, l_i, c_i, call, place, nheads_q, rows, keys, qk_scale, HAS_REST, EXACT, DTYPE
-        )
-        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, EDGE, ACC, PRECISION)
+        v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
+        sums = accumulate(sums, scores, v_tile, call, place, block, numbers.qk_scale, HAS_RESIDUAL, tile)
+    return sums
 
-    if has_nan(acc):
-        # A NaN or Inf in a value, multiplied with the zero weight of a query of this tile that may not see it, has
-        # become a NaN of that query. Rare enough to start over: zeros for such values, NaN for who may see them.
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-        shift = tl.where(m_i == float("-inf"), 0.0, m_i)
-        for i in tl.range(0, blocks.n_full + blocks.n_boundary, num_stages=1, disable_licm=True):
-            start_n = any_keys(i, blocks, call.mask, place, start_m, EDGE)
-            keys = (start_n + edge_n)[None, :]
-            key_visible = load_key_visible(call.mask, place, bounds, start_n + edge_n)
-            k_tile = load_tile(k_head, start_n, k.stride_s, key_visible, True, HEAD_DIM, EDGE, BLOCK_D)
-            k_tile = _turned(k_tile, rotation_k, place, start_n, n_positions, EDGE, BLOCK_D, ACC)
-            v_tile = load_tile(v_head, start_n, v.stride_s, key_visible, True, HEAD_DIM_V, EDGE, BLOCK_DV)
-            v_tile, poisoned = split_poison(v_tile, ACC)
-            pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys, exists, key_visible[None, :])
-            scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
-            scores, _ = modified(scores, call.score, scale, place, start_m, start_n, rows, keys, pairs, ACC)
-            p = exp_scaled(scores, shift[:, None], qk_scale, EXACT)
-            p = kept_only(p, call, place, nheads_q, rows, keys)
-            p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
-            acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, ACC, PRECISION)
 
-    w_i = tl.max(w_i, 1)  # all columns are the same
-    if SPLIT > 0:
-        store_partials(
-            acc, m_i, l_i, w_i, c_i, partials, place, tile_rows, split, n_splits, nheads_q, seqlen_q,
-            HEAD_DIM_V, BLOCK_DV,
+@triton.jit
+def _repaired(m_i, walk, call, rotation_k, numbers, tile):
+    """acc of all blocks, with zeros for values of NaN and Inf, and NaN for the queries that see one.
+
+    Multiplied with the weight 0 of a query that may not see it, such a value has become a NaN of that query.
+    """
+    place = walk.place
+    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tile.ACC)
+    shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+    for i in tl.range(0, walk.blocks.n_full + walk.blocks.n_boundary, num_stages=1, disable_licm=True):
+        start_n = any_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
+        block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
+        v_tile, poisoned = split_poison(v_tile, tile.ACC)
+        pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
+        scores = dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, tile.ACC)
+        p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
+        p = kept_only(p, call, place, block)
+        p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
+        acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, tile.ACC, tile.PRECISION)
+    return acc
+
+
+@triton.jit
+def _attend(
+    place, rows, head_kv, split, inputs, call, rotation_q, rotation_k, numbers, PIPELINED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, tile,
+):  # fmt: skip
+    """The :class:`Sums` of a tile of queries over all of its keys, or those of a split."""
+    offs_n = tl.arange(0, tile.BLOCK_N)
+    queries = rows.queries[:, None]
+    exist = rows.exist[:, None]
+    k = head_of(inputs.k, place.batch, head_kv, place.first_k)
+    v = head_of(inputs.v, place.batch, head_kv, place.first_k)
+    q_tile = load_rows(inputs.q, place, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
+    if rotation_q.ROTARY_DIM > 0:
+        q_tile = rotate_tile(
+            q_tile, rotation_q, place, rows.start, numbers.n_positions, True, False,
+            tile.BLOCK_M, tile.BLOCK_D, tile.ACC, tile.HEADS,
         )  # fmt: skip
+    q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
+
+    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, tile.ACC)
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(
+        call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N, split, tile.SPLIT
+    )
+    first_full = blocks.start + blocks.n_left * tile.BOUNDARY
+    stop_full = first_full + blocks.n_full * tile.BOUNDARY
+    walk = Walk(
+        q_tile, k, v, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
+        bounds, blocks, first_full, stop_full,
+    )  # fmt: skip
+    if PIPELINED:
+        if blocks.n_full > 0:
+            sums = _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
     else:
-        store_results(
-            acc, m_i, l_i, w_i, c_i, sinks_ptr, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
-            softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, HEADS, ACC,
-        )  # fmt: skip
+        sums = _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
+    sums = _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
+    acc = sums.acc
+    if has_nan(acc):  # rare enough to start over
+        acc = _repaired(sums.m_i, walk, call, rotation_k, numbers, tile)
+    return Sums(sums.m_i, sums.l_i, sums.w_i, sums.c_i, acc)
 
 
 @triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_places"))
@@ -330,7 +307,7 @@ def attention_fwd(
     results,
     partials,
     call,
-    rotation,
+    rotation_q,
     rotation_k,
     nheads_q,
     nheads_kv,
@@ -347,79 +324,84 @@ def attention_fwd(
     softmax_scale,
     qk_scale,
     n_places,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
     PIPELINED: tl.constexpr,
     ONLY_NAN: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    tile,
 ):
+    inputs = Inputs(q, k, v, k_tiles, v_tiles)
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None
     if n_places is None:
-        tile, head, head_kv, sequence = grouped_program(
-            n_tiles, nheads_q, nheads_kv, together, HEADS, REVERSED=call.mask.HAS_UPPER
+        number, head, head_kv, sequence = grouped_program(
+            n_tiles, nheads_q, nheads_kv, together, tile.HEADS, REVERSED=call.mask.HAS_UPPER
         )
-        place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-        if SPLIT > 0:  # the tiles are splits of the keys of all queries
+        place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+        if tile.SPLIT > 0:  # the tiles are splits of the keys of all queries
             start_m = 0
         else:
-            start_m = tile * (BLOCK_M // HEADS)
+            start_m = number * (tile.BLOCK_M // tile.HEADS)
         if call.sequences.cu_q_ptr is not None:
             if start_m >= place.seqlen_q:
                 return
-        tile_rows = rows_of(place, start_m, head, (head_kv + 1) * (nheads_q // nheads_kv), BLOCK_M, HEADS)
-        place = with_rows(place, tile_rows, HEADS)
-        if SPLIT > 0:
+        stop_head = (head_kv + 1) * (nheads_q // nheads_kv)
+        rows = rows_of(place, start_m, head, stop_head, tile.BLOCK_M, tile.HEADS)
+        place = with_rows(place, rows, tile.HEADS)
+        if tile.SPLIT > 0:
             # Counted again behind the queries: handed on from here, blocks cost the loops of every call registers.
-            bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-            blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M // HEADS, EDGE, BLOCK_N, tile, SPLIT)
+            bounds = bounds_of(call.mask, place, numbers)
+            blocks = key_blocks(
+                call.mask, place, bounds, start_m, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
+                number, tile.SPLIT,
+            )  # fmt: skip
             if blocks.n_full + blocks.n_boundary == 0:
-                store_nothing(partials, place, tile_rows, tile, n_tiles, nheads_q, seqlen_q, ACC, BLOCK_M)
+                store_nothing(partials, place, rows, number, n_tiles, tile)
                 return
         if ONLY_NAN:
-            sums = results.row_sum + row_offsets(place, tile_rows, nheads_q, seqlen_q)
-            if not has_nan(tl.load(sums, mask=tile_rows.exist, other=0.0)):
+            row_sums = results.row_sum + row_offsets(place, rows)
+            if not has_nan(tl.load(row_sums, mask=rows.exist, other=0.0)):
                 return
-        _attend_tile(
-            place, tile_rows, head_kv, tile, n_tiles, q, k, v, k_tiles, v_tiles, sinks_ptr, results, partials, call,
-            rotation, rotation_k, nheads_q, nheads_kv, seqlen_q, seqlen_k, lower_start, upper_start, lower_end,
-            upper_end, n_positions, scale, softmax_scale, qk_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE,
-            BLOCK_D, BLOCK_DV, ACC, PRECISION, EXACT, EDGE_STAGES, PIPELINED, HEADS, SPLIT,
-        )  # fmt: skip
+        sums = _attend(
+            place, rows, head_kv, number, inputs, call, rotation_q, rotation_k, numbers, PIPELINED, HAS_RESIDUAL, tile
+        )
+        if tile.SPLIT > 0:
+            store_partials(sums, partials, place, rows, number, n_tiles, tile)
+        else:
+            store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
     else:
         # What does not depend on the tile would be computed once, ahead of the loop, and kept in registers that the
         # loops inside need. The condition, which is never false where sequences are not packed, keeps it inside too.
-        for number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
-            tile, head, sequence = numbered_tile(
-                number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
+        for place_number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
+            number, head, sequence = numbered_tile(
+                place_number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
             )
-            place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-            if tile * BLOCK_M < place.seqlen_q:
-                tile_rows = rows_of(place, tile * BLOCK_M, head, nheads_q, BLOCK_M, HEADS)
-                _attend_tile(
-                    place, tile_rows, head // (nheads_q // nheads_kv), 0, 1, q, k, v, k_tiles, v_tiles, sinks_ptr,
-                    results, partials, call, rotation, rotation_k, nheads_q, nheads_kv, seqlen_q, seqlen_k,
-                    lower_start, upper_start, lower_end, upper_end, n_positions, scale, softmax_scale, qk_scale,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, EDGE, BLOCK_D, BLOCK_DV, ACC, PRECISION, EXACT,
-                    EDGE_STAGES, PIPELINED, HEADS, SPLIT,
-                )  # fmt: skip
+            place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+            if number * tile.BLOCK_M < place.seqlen_q:
+                rows = rows_of(place, number * tile.BLOCK_M, head, nheads_q, tile.BLOCK_M, tile.HEADS)
+                head_kv = head // (nheads_q // nheads_kv)
+                sums = _attend(
+                    place,
+                    rows,
+                    head_kv,
+                    0,
+                    inputs,
+                    call,
+                    rotation_q,
+                    rotation_k,
+                    numbers,
+                    PIPELINED,
+                    HAS_RESIDUAL,
+                    tile,
+                )
+                store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
 def launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem, *, only_nan: bool = False
 ) -> None:
-    """Fill the results; layouts as in the module docstring, and out and rest as tensors.
+    """Fill the results, which are tensors; layouts as in the module docstring.
 
     There is at least one query, and `scale` is positive: the kernel takes maxima before it scales. With `only_nan`,
-    results are there, and tiles of them stay of which no row_sum is NaN.
+    the results are there, and only tiles with a row_sum of NaN are computed again.
     """
     tiling = tiling_of(problem)
     config = tiling.config
@@ -428,24 +410,30 @@ def launch(
         dropped = problem.call.dropout.seed_ptr is not None
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
     else:
-        filled = results._replace(out=heads(results.out), rest=None if results.rest is None else heads(results.rest))
+        filled = results.strided()
     rotation_q = problem.rotation_q
-    if config.turned_before and rotation_q is not None:
+    if config.prerotate_q and rotation_q is not None:
         q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
         rotation_q = None
     n_programs, n_places = programs_of(config, tiling.n_programs, q.device)
     rotation_k = problem.rotation_k if problem.rotates_in_place else None
     constants = constants_of(
-        attention_fwd, q, v, problem, config, PIPELINED=config.style == "pipelined", ONLY_NAN=only_nan,
-        HEADS=tiling.heads, SPLIT=tiling.split, **config.boundary_of_keys,
-    )  # fmt: skip
+        attention_fwd,
+        q,
+        v,
+        problem,
+        config,
+        config.boundary_of_keys | {"HEADS": tiling.heads, "SPLIT": tiling.split},
+        PIPELINED=config.style == "pipelined",
+        ONLY_NAN=only_nan,
+    )
     launcher.launch(
         constants,
         n_programs,
         (
-            heads(q),
-            heads(k),
-            heads(v),
+            strided(q),
+            strided(k),
+            strided(v),
             tiles_of(k, config.BLOCK_N, config.style),
             tiles_of(v, config.BLOCK_N, config.style),
             problem.sinks,

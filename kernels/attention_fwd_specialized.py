@@ -26,18 +26,19 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import attention_fwd, guard, replay
-from fusedattn.kernels.attention_fwd import add_values, weights
+from fusedattn.kernels.attention_fwd import accumulate, no_sums
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, is_describable, tiles_of
-from fusedattn.kernels.epilogue import Results, store_results
+from fusedattn.kernels.epilogue import Results, Sums, store_results
 from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
-from fusedattn.kernels.primitives import dot, head_base, heads, program_tile
+from fusedattn.kernels.pairs import Block
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.primitives import Head, dot, head_base, program_tile, strided
 from fusedattn.kernels.rope import rotated
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.weights import NOT_SPECIALIZED
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -61,62 +62,49 @@ def attention_fwd_specialized(
     scale,
     softmax_scale,
     qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    tile,
 ):
-    tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    start_m = tile * BLOCK_M
+    numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
+    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
+    start_m = number * tile.BLOCK_M
     head_kv = head // (nheads_q // nheads_kv)
     MASKED: tl.constexpr = call.mask.HAS_LOWER or call.mask.HAS_UPPER
-    HAS_REST: tl.constexpr = results.rest is not None
-    DTYPE: tl.constexpr = q.ptr.dtype.element_ty
-    rows = (start_m + tl.arange(0, BLOCK_M))[:, None]
-    offs_n = tl.arange(0, BLOCK_N)
+    HAS_RESIDUAL: tl.constexpr = results.rounding_residual is not None
+    queries = start_m + tl.arange(0, tile.BLOCK_M)
+    offs_n = tl.arange(0, tile.BLOCK_N)
 
     # (BLOCK_M, BLOCK_D). Each of the two groups that multiply takes half of the rows, also of the descriptor: one that
     # the host made would still copy all of them.
     q_tiles = tl.make_tensor_descriptor(
-        head_base(q, sequence, head, 0), [seqlen_q, HEAD_DIM], [q.stride_s, 1], [BLOCK_M, BLOCK_D]
+        head_base(q, sequence, head, 0), [seqlen_q, tile.HEAD_DIM], [q.stride_s, 1], [tile.BLOCK_M, tile.BLOCK_D]
     )
     q_tile = q_tiles.load([start_m, 0])
 
-    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
-    l_i = tl.zeros([BLOCK_M], ACC)
-    w_i = tl.zeros([BLOCK_M, 16], ACC)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
-    blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
-    stop = blocks.start + (blocks.n_full + blocks.n_boundary) * BLOCK_N
-    for start_n in tl.range(blocks.start, stop, BLOCK_N, warp_specialize=True):
+    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, tile.ACC)
+    kv_head = Head(0, 0, sequence, head_kv, 0)  # found by descriptors alone
+    bounds = bounds_of(call.mask, place, numbers)
+    blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
+    stop = blocks.start + (blocks.n_full + blocks.n_boundary) * tile.BLOCK_N
+    for start_n in tl.range(blocks.start, stop, tile.BLOCK_N, warp_specialize=True):
         # Rows beyond the last key are zeros.
-        k_tile = full_tile(None, k_tiles, None, sequence, head_kv, 0, start_n, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = full_tile(None, v_tiles, None, sequence, head_kv, 0, start_n, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-        scores = dot(q_tile, tl.trans(k_tile), ACC, PRECISION)
+        k_tile = full_tile(kv_head, k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+        v_tile = full_tile(kv_head, v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
+        scores = dot(q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
         keys = start_n + offs_n
+        block = Block(start_m, start_n, queries[:, None], keys[None, :])
         if MASKED:
             key_visible = load_key_visible(call.mask, place, bounds, keys)[None, :]
             # Rows that do not exist may see something: nothing of them is written.
-            pairs = visible(call.mask, place, bounds, start_m, start_n, rows, keys[None, :], key_visible, key_visible)
+            pairs = visible(call.mask, place, bounds, block, key_visible, key_visible)
             scores = tl.where(pairs, scores, float("-inf"))
-        p, alpha, m_i, l_i, _ = weights(
-            scores, m_i, l_i, l_i, call, place, nheads_q, rows, keys[None, :], qk_scale, HAS_REST, EXACT, DTYPE
-        )
-        acc, w_i = add_values(acc, w_i, alpha, p, v_tile, HAS_REST, False, BLOCK_N, ACC, PRECISION)
+        sums = accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL, tile)
     if MASKED:
+        m_i, l_i, w_i, c_i, acc = sums
         l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float("nan"), l_i)
-    tile_rows = rows_of(place, start_m, head, nheads_q, BLOCK_M, 1)
-    store_results(
-        acc, m_i, l_i, tl.max(w_i, 1), l_i, None, results, call.dropout, place, tile_rows, nheads_q, seqlen_q,
-        softmax_scale, qk_scale, HEAD_DIM_V, BLOCK_M, BLOCK_DV, 1, ACC,
-    )  # fmt: skip
+        sums = Sums(m_i, l_i, w_i, c_i, acc)
+    rows = rows_of(place, start_m, head, nheads_q, tile.BLOCK_M, 1)
+    store_results(sums, None, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> bool:
@@ -152,12 +140,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         q = rotated(q, problem.rotation_q, problem.call.sequences, shape, of_queries=True)
         problem = replace(problem, rotation_q=None)
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
-    of_results = results._replace(
-        out=heads(results.out), rest=None if results.rest is None else heads(results.rest)
-    )  # fmt: skip
+    of_results = results.strided()
     run = partial(
         attention_fwd_specialized.run,
-        heads(q),
+        strided(q),
         tiles_of(k, config.BLOCK_N, config.style),
         tiles_of(v, config.BLOCK_N, config.style),
         of_results,
@@ -169,7 +155,11 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         grid=(n_tiles * shape.nheads_q * shape.n_sequences,),
         **constants_of(attention_fwd_specialized, q, v, problem, config).named,
     )
-    strides = (*heads(q)[1:], *of_results.out[1:], *(() if of_results.rest is None else of_results.rest[1:]))
+    strides = (
+        *strided(q)[1:],
+        *of_results.out[1:],
+        *(() if of_results.rounding_residual is None else of_results.rounding_residual[1:]),
+    )
     key = (
         *(q.device, q.dtype, q.shape[3], v.shape[3], config, problem.band.has_lower, problem.band.has_upper),
         *map(_kind, strides),

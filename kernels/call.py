@@ -1,22 +1,24 @@
-"""One attention as the host hands it to the launchers of all kernels."""
+"""One call of attention, for the launchers of all kernels."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
 from fusedattn.kernels.launcher import Constants
 from fusedattn.kernels.mask_arguments import Band
+from fusedattn.kernels.parameters import Call, Tile
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import Shape
 from fusedattn.kernels.softmax import exactness
-from fusedattn.kernels.weights import Call
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class Problem:
         precision: of float32 products, "ieee" or "tf32".
         few_queries: what the forward launches for few of them, or None where it shall not.
         rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
-        open_order: gradients may be summed in whatever order programs come.
+        nondeterministic: gradients may be summed in whatever order programs come.
         l2_bytes: of the cache, for the heads that run side by side.
     """
 
@@ -46,7 +48,7 @@ class Problem:
     exact_rows: TileConfig
     few_queries: FewQueries | None
     rotates_in_place: bool
-    open_order: bool
+    nondeterministic: bool
     l2_bytes: int
 
     @property
@@ -122,25 +124,43 @@ _constants: dict[Hashable, Constants] = {}
 
 
 def constants_of(
-    kernel: Any, q: torch.Tensor, v: torch.Tensor, problem: Problem, config: TileConfig, **others: Any
+    kernel: Any,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: TileConfig,
+    more: Mapping[str, int] = MappingProxyType({}),
+    **others: Any,
 ) -> Constants:
-    """Of a kernel that walks over blocks; `others` are constexpr parameters that not all of them have."""
+    """The constants of a kernel that walks over blocks.
+
+    `more` are values of its :class:`Tile` that not all kernels have, `others` constexpr parameters beside it.
+    """
     head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
     exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)
-    key = (kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact, *config.in_order, *others.values())
+    key = (
+        *(kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact),
+        *config.in_order,
+        *more.values(),
+        *others.values(),
+    )
     found = _constants.get(key)
     if found is None:
+        values = {
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_V": head_dim_v,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_DV": block_d(head_dim_v),
+            "ACC": accumulator(dtype),
+            "PRECISION": problem.precision,
+            "EXACT": exact,
+            **more,
+        }
         found = _constants[key] = Constants(
             kernel,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=head_dim_v,
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_D=block_d(head_dim),
-            BLOCK_DV=block_d(head_dim_v),
-            ACC=accumulator(dtype),
-            PRECISION=problem.precision,
-            EXACT=exact,
+            tile=Tile(**{name: tl.constexpr(value) for name, value in values.items()}),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **others,

@@ -9,6 +9,7 @@ that do not depend on how many there are: those beyond the last that has keys ch
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,13 +17,22 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.call import Problem
-from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
+from fusedattn.kernels.epilogue import NOTHING, Partials, Results, Sums, store_results
 from fusedattn.kernels.grouped import rows_of
-from fusedattn.kernels.primitives import accumulator, block_d, heads, program_tile
+from fusedattn.kernels.primitives import accumulator, block_d, program_tile
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
-BLOCK_SPLITS = 16
+
+class RowTile(NamedTuple):
+    """Constants of a program that owns one row: those of a Tile that the epilogue reads."""
+
+    HEAD_DIM_V: Any
+    BLOCK_DV: Any
+    ACC: Any
+    BLOCK_M: Any = tl.constexpr(1)
+    HEADS: Any = tl.constexpr(1)
+    BLOCK_SPLITS: Any = tl.constexpr(16)
 
 
 @triton.jit
@@ -45,20 +55,19 @@ def attention_combine(
     n_splits,
     softmax_scale,
     qk_scale,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
+    tile,
 ):
+    ACC: tl.constexpr = tile.ACC
+    BLOCK_SPLITS: tl.constexpr = tile.BLOCK_SPLITS
     query, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
-    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    place = place_of(sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     if sequences.cu_q_ptr is not None:
         if query >= place.seqlen_q:
             return
     rows = rows_of(place, query, head, nheads_q, 1, 1)
-    first = (row_base(place, nheads_q, seqlen_q) + query) * n_splits
+    first = (row_base(place) + query) * n_splits
     offs = tl.arange(0, BLOCK_SPLITS)
-    offs_d = tl.arange(0, BLOCK_DV)[None, :]
+    offs_d = tl.arange(0, tile.BLOCK_DV)[None, :]
 
     largest = tl.full([BLOCK_SPLITS], float("-inf"), ACC)
     for start in range(0, n_splits, BLOCK_SPLITS):
@@ -74,7 +83,7 @@ def attention_combine(
     l_i = one
     w_i = one
     c_i = one
-    acc = tl.zeros([1, BLOCK_DV], ACC)
+    acc = tl.zeros([1, tile.BLOCK_DV], ACC)
     for start in range(0, n_splits, BLOCK_SPLITS):
         here = first + start
         exists = start + offs < n_splits
@@ -89,24 +98,23 @@ def attention_combine(
         if partials.kept_sum is not None:
             c_i += _sum_of(partials.kept_sum, here, alpha, visited, offs)
         # (BLOCK_SPLITS, BLOCK_DV)
-        ptrs = partials.weighted + (here + offs)[:, None] * HEAD_DIM_V + offs_d
-        values = tl.load(ptrs, mask=visited[:, None] & (offs_d < HEAD_DIM_V), other=0.0)
+        ptrs = partials.weighted + (here + offs)[:, None] * tile.HEAD_DIM_V + offs_d
+        values = tl.load(ptrs, mask=visited[:, None] & (offs_d < tile.HEAD_DIM_V), other=0.0)
         acc += tl.sum(values * alpha[:, None], 0)[None, :]
-    store_results(
-        acc, one + m_i, l_i, w_i, c_i, sinks_ptr, results, dropout, place, rows, nheads_q, seqlen_q,
-        softmax_scale, qk_scale, HEAD_DIM_V, 1, BLOCK_DV, 1, ACC,
-    )  # fmt: skip
+    sums = Sums(one + m_i, l_i, w_i[:, None], c_i, acc)
+    store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
 def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partials:
-    """Where each of `n_splits` splits shall leave what it has of each row of `results`: of tensors, uninitialised."""
+    """Uninitialised partials of `n_splits` splits, for `results`, which are tensors."""
     n_rows, head_dim_v = results.lse.numel(), results.out.shape[3]
 
     def new(*shape: int) -> torch.Tensor:
         return replay.scratch(results.lse, (n_rows, n_splits, *shape), results.lse.dtype)
 
-    has_rest = results.rest is not None
-    return Partials(new(head_dim_v), new(), new(), new() if has_rest else None, new() if has_rest and dropped else None)
+    has_residual = results.rounding_residual is not None
+    rounded_sum = new() if has_residual else None
+    return Partials(new(head_dim_v), new(), new(), rounded_sum, new() if has_residual and dropped else None)
 
 
 def launch(partials: Partials, results: Results, problem: Problem) -> None:
@@ -118,7 +126,7 @@ def launch(partials: Partials, results: Results, problem: Problem) -> None:
         (
             partials,
             problem.sinks,
-            results._replace(out=heads(out), rest=None if results.rest is None else heads(results.rest)),
+            results.strided(),
             problem.call.dropout,
             problem.call.sequences,
         ),
@@ -138,9 +146,10 @@ def launch(partials: Partials, results: Results, problem: Problem) -> None:
 def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
     return launcher.Constants(
         attention_combine,
-        HEAD_DIM_V=head_dim_v,
-        BLOCK_SPLITS=BLOCK_SPLITS,
-        BLOCK_DV=block_d(head_dim_v),
-        ACC=accumulator(dtype),
+        tile=RowTile(
+            HEAD_DIM_V=tl.constexpr(head_dim_v),
+            BLOCK_DV=tl.constexpr(block_d(head_dim_v)),
+            ACC=tl.constexpr(accumulator(dtype)),
+        ),
         num_warps=4,
     )

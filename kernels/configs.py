@@ -36,11 +36,11 @@ ROTATION_IN_PLACE = 440
 class TileConfig:
     """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
 
-    Boundary blocks, which take more registers, have no more than EDGE of the keys (or queries) that are walked over,
-    and no more than EDGE_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma. `persistent`
-    programs for each multiprocessor walk over all tiles; with 0 each tile has its own. Queries that rotate are
-    `turned_before`, by a kernel of their own: what a program turns stays in its registers, of which a large tile leaves
-    too few. The forward alone knows how to do either.
+    Boundary blocks, which take more registers, have at most BOUNDARY keys (or queries, in a walk over queries) and at
+    most BOUNDARY_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma. `persistent` programs
+    for each multiprocessor walk over all tiles; with 0 each tile has its own program. With `prerotate_q` a kernel of
+    its own rotates the queries: what a program rotates stays in its registers, and a large tile leaves too few. The
+    forward alone has these last two.
     """
 
     BLOCK_M: int
@@ -48,19 +48,19 @@ class TileConfig:
     num_warps: int
     num_stages: int
     style: Style = "pointers"
-    EDGE: int = 64
-    EDGE_STAGES: int = 2
+    BOUNDARY: int = 64
+    BOUNDARY_STAGES: int = 2
     persistent: int = 0
-    turned_before: bool = False
+    prerotate_q: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("BLOCK_M", "BLOCK_N", "EDGE"):
+        for name in ("BLOCK_M", "BLOCK_N", "BOUNDARY"):
             block = getattr(self, name)
             if block < 16 or block & (block - 1):
                 raise ValueError(f"{name}: got {block}, allowed are powers of two from 16 on")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps: got {self.num_warps}, allowed are 1, 2, 4, 8, 16")
-        for name in ("num_stages", "EDGE_STAGES"):
+        for name in ("num_stages", "BOUNDARY_STAGES"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 1 and more")
         if self.style not in get_args(Style):
@@ -95,7 +95,7 @@ class TileConfig:
         return self._boundary(self.BLOCK_M)
 
     def _boundary(self, block: int) -> dict[str, int]:
-        return {"EDGE": min(self.EDGE, block), "EDGE_STAGES": min(self.EDGE_STAGES, self.num_stages)}
+        return {"BOUNDARY": min(self.BOUNDARY, block), "BOUNDARY_STAGES": min(self.BOUNDARY_STAGES, self.num_stages)}
 
     @cached_property
     def plain(self) -> TileConfig:
@@ -105,7 +105,7 @@ class TileConfig:
         return replace(self, num_warps=8, style="descriptors")
 
     @cached_property
-    def turning(self) -> TileConfig:
+    def rotating(self) -> TileConfig:
         """For a forward that rotates keys as it loads them.
 
         These registers leave none to keep weights in meanwhile, nor, where they are few anyway, for as many rows.
@@ -113,11 +113,17 @@ class TileConfig:
         plain = self.plain
         if plain.style == "pointers":
             return plain
-        block_m = min(plain.BLOCK_M, 64) if plain.turned_before else plain.BLOCK_M
-        block_n, edge = min(plain.BLOCK_N, 32), min(plain.EDGE, 32)
+        block_m = min(plain.BLOCK_M, 64) if plain.prerotate_q else plain.BLOCK_M
+        block_n, boundary = min(plain.BLOCK_N, 32), min(plain.BOUNDARY, 32)
         stages = min(plain.num_stages, 2)
         return replace(
-            plain, BLOCK_M=block_m, BLOCK_N=block_n, num_stages=stages, style="descriptors", EDGE=edge, EDGE_STAGES=1
+            plain,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_stages=stages,
+            style="descriptors",
+            BOUNDARY=boundary,
+            BOUNDARY_STAGES=1,
         )
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
@@ -182,7 +188,7 @@ class FewQueries:
     split: int
 
     def __post_init__(self) -> None:
-        block = max(self.config.BLOCK_N, self.config.EDGE)
+        block = max(self.config.BLOCK_N, self.config.BOUNDARY)
         if self.split % block:
             raise ValueError(f"split: got {self.split}, allowed are multiples of {block} keys")
 
@@ -310,12 +316,12 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_T(128, 64, 8, 2, EDGE_STAGES=1),
+                    fwd=_T(128, 64, 8, 2, BOUNDARY_STAGES=1),
                     dkdv=_T(32, 64, 4, 1),
-                    dq=_T(64, 64, 8, 2, EDGE=32, EDGE_STAGES=1),
+                    dq=_T(64, 64, 8, 2, BOUNDARY=32, BOUNDARY_STAGES=1),
                 ),
                 combined=KernelConfigs(
-                    fwd=_T(64, 32, 8, 2, EDGE_STAGES=1), dkdv=_T(16, 64, 4, 1), dq=_T(64, 16, 8, 2)
+                    fwd=_T(64, 32, 8, 2, BOUNDARY_STAGES=1), dkdv=_T(16, 64, 4, 1), dq=_T(64, 16, 8, 2)
                 ),
             ),
             128: Entry(
@@ -328,29 +334,29 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16), dq=_T(64, 32, 8, 2)
                 ),
                 scored=KernelConfigs(
-                    fwd=_by_compiler(_T(64, 32, 8, 3, EDGE_STAGES=1), newer=_T(64, 16, 8, 3)),
-                    dkdv=_by_compiler(_T(32, 64, 8, 2, EDGE=16), newer=_T(32, 64, 8, 1, EDGE=16)),
+                    fwd=_by_compiler(_T(64, 32, 8, 3, BOUNDARY_STAGES=1), newer=_T(64, 16, 8, 3)),
+                    dkdv=_by_compiler(_T(32, 64, 8, 2, BOUNDARY=16), newer=_T(32, 64, 8, 1, BOUNDARY=16)),
                     dq=_T(64, 32, 8, 1),
                 ),
                 combined=KernelConfigs(
-                    fwd=_T(64, 16, 8, 3, EDGE_STAGES=1), dkdv=_T(16, 64, 8, 2), dq=_T(64, 16, 8, 2)
+                    fwd=_T(64, 16, 8, 3, BOUNDARY_STAGES=1), dkdv=_T(16, 64, 8, 2), dq=_T(64, 16, 8, 2)
                 ),
             ),
             256: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(128, 64, 8, 2, "descriptors", 16, turned_before=True),
+                    fwd=_T(128, 64, 8, 2, "descriptors", 16, prerotate_q=True),
                     dkdv=_by_compiler(_T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)),
                     dq=_T(128, 32, 8, 2, "descriptors", 16),
                 ),
                 dense=KernelConfigs(
-                    fwd=_T(64, 32, 8, 1, EDGE=16, EDGE_STAGES=1),
+                    fwd=_T(64, 32, 8, 1, BOUNDARY=16, BOUNDARY_STAGES=1),
                     dkdv=_T(32, 32, 8, 2),
-                    dq=_T(64, 32, 8, 2, EDGE=16, EDGE_STAGES=1),
+                    dq=_T(64, 32, 8, 2, BOUNDARY=16, BOUNDARY_STAGES=1),
                 ),
                 scored=KernelConfigs(
                     fwd=_by_compiler(_T(64, 32, 8, 1, "descriptors", 16), newer=_T(64, 16, 8, 1)),
-                    dkdv=_by_compiler(_T(32, 64, 8, 2, EDGE=16), newer=_T(16, 64, 8, 1, "descriptors")),
-                    dq=_T(64, 32, 8, 1, EDGE=16),
+                    dkdv=_by_compiler(_T(32, 64, 8, 2, BOUNDARY=16), newer=_T(16, 64, 8, 1, "descriptors")),
+                    dq=_T(64, 32, 8, 1, BOUNDARY=16),
                 ),
                 combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
@@ -361,20 +367,20 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dq=_T(64, 32, 8, 1, "descriptors", 16),
                 ),
                 dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 64, 8, 1, EDGE=16)),
+                combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 64, 8, 1, BOUNDARY=16)),
             ),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(32, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1, EDGE=16)
+                    fwd=_T(32, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1, BOUNDARY=16)
                 ),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 4, 1)),
-                scored=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(32, 32, 8, 1, EDGE=16)),
+                dense=KernelConfigs(fwd=_T(32, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 4, 1)),
+                scored=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(32, 32, 8, 1, BOUNDARY=16)),
                 combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1, EDGE=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
@@ -382,7 +388,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             512: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 32, 16, 1, EDGE=16)),
+                streamed=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 32, 16, 1, BOUNDARY=16)),
                 dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
@@ -499,7 +505,7 @@ INTERPRETER = KernelConfigs(
     dq=_T(32, 16, 4, 1, "descriptors"),
     one_pass=_T(32, 32, 4, 1, "descriptors", 16),
 )
-INTERPRETER_FEW_QUERIES = FewQueries(_T(16, 16, 4, 1, EDGE=16), split=32)
+INTERPRETER_FEW_QUERIES = FewQueries(_T(16, 16, 4, 1, BOUNDARY=16), split=32)
 
 
 def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:

@@ -63,23 +63,12 @@ def _defaults() -> dict[str, Any]:
 
 
 @triton.jit
-def full_tile(
-    x,
-    tiles,
-    head_ptr,
-    batch,
-    head,
-    first,
-    start,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Rows ``start + arange(BLOCK)`` of a sequence that begins at row `first`: ``(BLOCK, BLOCK_D)``. All of them exist.
+def full_tile(head, tiles, start, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows ``start + arange(BLOCK)`` of a :class:`Head`, ``(BLOCK, BLOCK_D)``; all of them exist.
 
-    `x` is a :class:`Heads`, `head_ptr` the sequence in it; `tiles` is what tiles_of made of it, or None.
+    `tiles` is what tiles_of made of the tensor, or None.
     """
     if tiles is not None:
-        return tiles.load([batch, head, first + start, 0]).reshape(BLOCK, BLOCK_D)
+        return tiles.load([head.batch, head.index, head.first + start, 0]).reshape(BLOCK, BLOCK_D)
     else:
-        return load_tile(head_ptr, start, x.stride_s, tl.arange(0, BLOCK), False, HEAD_DIM, BLOCK, BLOCK_D)
+        return load_tile(head, start, None, HEAD_DIM, BLOCK, BLOCK_D)

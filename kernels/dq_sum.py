@@ -25,10 +25,11 @@ from fusedattn.kernels.primitives import (
     block_d,
     dot,
     head_base,
-    heads,
+    head_of,
     load_tile,
     program_tile,
     store_tile,
+    strided,
 )
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base
@@ -38,41 +39,28 @@ HAS_REDUCTIONS = not INTERPRETED.value
 
 
 @triton.jit
-def add_rows(total, place, start, row_seen, tile, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add a tile to rows ``start + arange(BLOCK)`` that are `row_seen`, element by element."""
+def add_rows(total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add a tile to those of rows ``start + arange(BLOCK)`` that are `row_seen`, element by element."""
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     ptr = head_base(total, place.batch, place.head, place.first_q)
     ptrs = ptr + tl.cast(start, tl.int64) * total.stride_s + (offs[:, None] * total.stride_s + offs_d[None, :])
-    tl.atomic_add(ptrs, tile, mask=row_seen[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
+    tl.atomic_add(ptrs, x, mask=row_seen[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
 
 
 @triton.jit
-def add_dq(
-    total,
-    tiles,
-    place,
-    start_m,
-    row_seen,
-    k,
-    ds,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what a tile of keys gives to queries ``start_m + arange(BLOCK)``.
+def add_dq(total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, tile):
+    """Add the share of a tile of keys to dq of queries ``start_m + arange(BLOCK)``.
 
     `ds` is transposed, ``(BLOCK_N, BLOCK)``, 0 for pairs that do not see each other, and `k` finite: other rows get 0
     from the accelerator, which takes no mask, and leaves out what lies outside of the tensor.
     """
     # Of what a product is multiplied with, only k, which was loaded, is transposed.
-    dq = tl.trans(dot(tl.trans(k), ds, ACC, PRECISION))
+    dq = tl.trans(dot(tl.trans(k), ds, tile.ACC, tile.PRECISION))
     if tiles is not None:
-        tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, BLOCK_D))
+        tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, tile.BLOCK_D))
     else:
-        add_rows(total, place, start_m, row_seen, dq, HEAD_DIM, BLOCK, BLOCK_D)
+        add_rows(total, place, start_m, row_seen, dq, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
@@ -94,22 +82,18 @@ def attention_bwd_dq_sum(
     ACC: tl.constexpr,
 ):
     tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
-    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
+    place = place_of(sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    stats = row_base(place, nheads_q, seqlen_q)
+    stats = row_base(place)
     shift = tl.load(shift_ptr + stats + offs_m, mask=offs_m < place.seqlen_q, other=float("inf"))
     seen = shift != float("inf")  # a row of scores of -inf sees nothing, whatever its keys are
-    total_head = head_base(total, place.batch, head, place.first_q)
-    dq = load_tile(total_head, start_m, total.stride_s, seen, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+    total_head = head_of(total, place.batch, head, place.first_q)
+    dq = load_tile(total_head, start_m, seen, HEAD_DIM, BLOCK_M, BLOCK_D)
     if rotation.ROTARY_DIM > 0:
-        at_end = place.seqlen_k - place.seqlen_q
-        dq = rotate_tile(
-            dq, rotation, start_m, place.seqlen_q, place.batch, place.first_q, at_end, n_positions, True,
-            BLOCK_M, BLOCK_D, ACC,
-        )  # fmt: skip
-    dq_head = head_base(dq_out, place.batch, head, place.first_q)
-    store_tile(dq_head, start_m, dq_out.stride_s, place.seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dq = rotate_tile(dq, rotation, place, start_m, n_positions, True, True, BLOCK_M, BLOCK_D, ACC)
+    dq_head = head_of(dq_out, place.batch, head, place.first_q)
+    store_tile(dq_head, start_m, place.seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 def zeros(q: torch.Tensor) -> torch.Tensor:
@@ -131,7 +115,7 @@ def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: 
     launcher.launch(
         _constants(head_dim, dq.dtype),
         n_tiles * shape.nheads_q * shape.n_sequences,
-        (heads(total), shift, heads(dq), problem.call.sequences, rotation_arguments(rotation)),
+        (strided(total), shift, strided(dq), problem.call.sequences, rotation_arguments(rotation)),
         (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_positions, n_tiles, problem.scale),
     )
 

@@ -27,9 +27,11 @@ NO_DROPOUT = DropoutArguments(None, None, None)
 
 
 @triton.jit
-def kept(dropout, place, nheads, rows, keys):
-    """Which weights of queries `rows` and `keys`, pairwise, are kept."""
-    stream = place.sequence * nheads + place.head
+def kept(dropout, place, block):
+    """Which weights of a block are kept."""
+    rows = block.rows
+    keys = block.keys
+    stream = place.sequence * place.nheads + place.head
     zero = (rows + keys) * 0
     a, b, c, d = tl.philox(tl.load(dropout.seed_ptr), zero + _group(keys), zero + _group(rows), zero + stream, zero, 10)
     word = tl.where(rows & 8 != 0, tl.where(keys & 8 != 0, d, c), tl.where(keys & 8 != 0, b, a))

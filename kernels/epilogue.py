@@ -1,9 +1,4 @@
-"""From the sums of a row to its results, once all of its keys are summed; or to what the sums of some keys leave.
-
-Of each row, relative to the maximum ``m`` of its scores: ``l`` the sum of the weights, ``acc`` that of the weighted
-values, ``w`` that of the weights as they are kept and rounded for the product with values, ``c`` that of the weights
-which dropout keeps.
-"""
+"""From the sums of a row to its results, or, where its keys are split among programs, to partial sums."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +7,30 @@ import triton.language as tl
 
 from fusedattn.kernels.accurate import fused, quotient
 from fusedattn.kernels.grouped import row_offsets, store_rows
-from fusedattn.kernels.primitives import encode_rest, halves, round_to
+from fusedattn.kernels.primitives import halves, round_to, strided
+from fusedattn.kernels.rounding_residual import encode_residual
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
 
+class Sums(NamedTuple):
+    """The sums of the rows of a tile.
+
+    m_i    (BLOCK_M,)             maximum of the scores, to which the weights are relative
+    l_i    (BLOCK_M,)             weights
+    w_i    (BLOCK_M, 16)          weights that dropout keeps, rounded for the product with the values; columns are equal
+    c_i    (BLOCK_M,)             weights that dropout keeps
+    acc    (BLOCK_M, BLOCK_DV)    weighted values
+    """
+
+    m_i: Any
+    l_i: Any
+    w_i: Any
+    c_i: Any
+    acc: Any
+
+
 class Results(NamedTuple):
-    """What the forward fills; `rest` may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
+    """What the forward fills; the last may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
 
     Tuples come last, one of which may be None: docs/decisions/0007.
     """
@@ -26,15 +39,21 @@ class Results(NamedTuple):
     row_max: Any
     row_sum: Any
     out: Any
-    rest: Any
+    rounding_residual: Any
+
+    def strided(self) -> "Results":
+        """Results of tensors for a kernel."""
+        residual = self.rounding_residual
+        return self._replace(out=strided(self.out), rounding_residual=None if residual is None else strided(residual))
 
 
 class Partials(NamedTuple):
-    """What a split of the keys leaves of each row, contiguous, in ACC.
+    """The sums of each split of the keys, contiguous, in ACC.
 
-    `weighted` is ``(rows, n_splits, head_dim_v)``, for ``acc``; the others are ``(rows, n_splits)``, for ``m``, ``l``,
-    ``w`` (None where nothing is kept for a backward) and ``c`` (None without dropout too). Rows are those of a
-    ``(batch, nheads_q, seqlen_q)`` tensor. A split that a tile visits no key of has NOTHING as its sum, and no values.
+    `weighted` is ``(rows, n_splits, head_dim_v)``, for acc; the others are ``(rows, n_splits)``, for m_i, l_i, w_i
+    (None where nothing is kept for a backward) and c_i (None without dropout too). Rows are those of a
+    ``(batch, nheads_q, seqlen_q)`` tensor. Where a tile visits no key of a split, its row_sum is NOTHING, and the rest
+    is not written.
     """
 
     weighted: Any
@@ -48,28 +67,13 @@ NOTHING = tl.constexpr(-1.0)  # no sum of weights
 
 
 @triton.jit
-def store_results(
-    acc,
-    m_i,
-    l_i,
-    w_i,
-    c_i,
-    sinks_ptr,
-    results,
-    dropout,
-    place,
-    rows,
-    nheads_q,
-    seqlen_q,
-    softmax_scale,
-    qk_scale,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    HEADS: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Write the :class:`Results` of a tile: `acc` is ``(BLOCK_M, BLOCK_DV)``, the other sums ``(BLOCK_M,)``."""
+def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale, qk_scale, tile):
+    """Write the :class:`Results` of a tile.
+
+    `tile` has ACC, HEAD_DIM_V, BLOCK_M, BLOCK_DV and HEADS, as :class:`~fusedattn.kernels.parameters.Tile` has.
+    """
+    m_i, l_i, w_i, c_i, acc = sums
+    w_i = tl.max(w_i, 1)
     # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
     # the backward.
     unseen = l_i == 0.0
@@ -78,7 +82,7 @@ def store_results(
         c_i = l_i
     if sinks_ptr is not None:
         # One more score, whose value is 0. With sinks the scores are scaled.
-        sink = tl.load(sinks_ptr + rows.heads).to(ACC)
+        sink = tl.load(sinks_ptr + rows.heads).to(tile.ACC)
         m_new = tl.maximum(m_i, sink)
         alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
         # Without a sink either, as below.
@@ -89,7 +93,7 @@ def store_results(
         m_i = m_new
     else:
         l_i = tl.where(unseen, 1.0, l_i)
-    stats = row_offsets(place, rows, nheads_q, seqlen_q)
+    stats = row_offsets(place, rows)
     if EXACT == 2:
         lse = fused(m_i, softmax_scale, tl.log(l_i))
     else:
@@ -99,50 +103,30 @@ def store_results(
     m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
     tl.store(results.row_max + stats, m_i, mask=rows.exist)
     tl.store(results.row_sum + stats, l_i, mask=rows.exist)
-    if results.rest is not None:
+    if results.rounding_residual is not None:
         # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common passes
         # unchanged, as it must for the backward to cancel it. Behind a sink the sum may have no reciprocal.
-        rest_factor = c_i / l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)
+        exact_factor = c_i / l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)
         if dropout.seed_ptr is not None:
-            rest_factor = rest_factor * dropout.factor
+            exact_factor = exact_factor * dropout.factor
     else:
-        rest_factor = None
-    # A large tile leaves no registers for all its results at once.
-    PIECE: tl.constexpr = BLOCK_DV if BLOCK_M * BLOCK_DV <= 16384 else max(16, 4096 // BLOCK_M)
-    _store_values(
-        acc, unseen, l_i, rest_factor, results, dropout, place, rows, 0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, PIECE, HEADS,
-    )  # fmt: skip
+        exact_factor = None
+    _store_values(acc, unseen, l_i, exact_factor, results, dropout, place, rows, 0, tile.BLOCK_DV, tile)
 
 
 @triton.jit
 def _store_values(
-    acc,
-    unseen,
-    l_i,
-    rest_factor,
-    results,
-    dropout,
-    place,
-    rows,
-    FIRST: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
-    HEADS: tl.constexpr,
+    acc, unseen, l_i, exact_factor, results, dropout, place, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, tile
 ):
-    """Write WIDTH features from FIRST on, in pieces: ``acc / l_i``, and by `rest_factor` what rounding takes."""
+    """Write WIDTH features from FIRST on: ``acc / l_i``, and, by `exact_factor`, what rounding takes from it."""
+    # A large tile leaves no registers for all its results at once.
+    SIZE: tl.constexpr = tile.BLOCK_M * tile.BLOCK_DV
+    PIECE: tl.constexpr = tile.BLOCK_DV if SIZE <= 16384 else max(16, 4096 // tile.BLOCK_M)
     if WIDTH > PIECE:
         HALF: tl.constexpr = WIDTH // 2
-        left, right = halves(acc, BLOCK_M, WIDTH)
-        _store_values(
-            left, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST, HEAD_DIM_V, BLOCK_M, HALF, PIECE,
-            HEADS,
-        )  # fmt: skip
-        _store_values(
-            right, unseen, l_i, rest_factor, results, dropout, place, rows, FIRST + HALF, HEAD_DIM_V, BLOCK_M, HALF,
-            PIECE, HEADS,
-        )  # fmt: skip
+        left, right = halves(acc, tile.BLOCK_M, WIDTH)
+        _store_values(left, unseen, l_i, exact_factor, results, dropout, place, rows, FIRST, HALF, tile)
+        _store_values(right, unseen, l_i, exact_factor, results, dropout, place, rows, FIRST + HALF, HALF, tile)
     else:
         if results.out.ptr.dtype.element_ty.primitive_bitwidth > 16:
             out = quotient(acc, l_i[:, None])
@@ -152,46 +136,32 @@ def _store_values(
             out = out * dropout.factor
         # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
         out = round_to(tl.where(unseen[:, None], 0.0, out), results.out.ptr.dtype.element_ty)
-        store_rows(results.out, place, rows, out, FIRST, HEAD_DIM_V, BLOCK_M, WIDTH, HEADS)
-        if results.rest is not None:
-            rest = encode_rest(acc * rest_factor[:, None], out)
-            store_rows(results.rest, place, rows, rest, FIRST, HEAD_DIM_V, BLOCK_M, WIDTH, HEADS)
+        store_rows(results.out, place, rows, out, FIRST, tile.HEAD_DIM_V, tile.BLOCK_M, WIDTH, tile.HEADS)
+        if results.rounding_residual is not None:
+            residual = encode_residual(acc * exact_factor[:, None], out)
+            into = results.rounding_residual
+            store_rows(into, place, rows, residual, FIRST, tile.HEAD_DIM_V, tile.BLOCK_M, WIDTH, tile.HEADS)
 
 
 @triton.jit
-def store_partials(
-    acc,
-    m_i,
-    l_i,
-    w_i,
-    c_i,
-    partials,
-    place,
-    rows,
-    split,
-    n_splits,
-    nheads_q,
-    seqlen_q,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Write the :class:`Partials` of a tile; sums as those of store_results."""
-    stats = row_offsets(place, rows, nheads_q, seqlen_q) * n_splits + split
-    tl.store(partials.row_max + stats, m_i, mask=rows.exist)
-    tl.store(partials.row_sum + stats, l_i, mask=rows.exist)
+def store_partials(sums, partials, place, rows, split, n_splits, tile):
+    """Write the :class:`Partials` of a tile."""
+    w_i = tl.max(sums.w_i, 1)
+    stats = row_offsets(place, rows) * n_splits + split
+    tl.store(partials.row_max + stats, sums.m_i, mask=rows.exist)
+    tl.store(partials.row_sum + stats, sums.l_i, mask=rows.exist)
     if partials.rounded_sum is not None:
         tl.store(partials.rounded_sum + stats, w_i, mask=rows.exist)
     if partials.kept_sum is not None:
-        tl.store(partials.kept_sum + stats, c_i, mask=rows.exist)
-    offs_d = tl.arange(0, BLOCK_DV)[None, :]
-    tl.store(
-        partials.weighted + stats[:, None] * HEAD_DIM_V + offs_d, acc, mask=rows.exist[:, None] & (offs_d < HEAD_DIM_V)
-    )
+        tl.store(partials.kept_sum + stats, sums.c_i, mask=rows.exist)
+    offs_d = tl.arange(0, tile.BLOCK_DV)[None, :]
+    ptrs = partials.weighted + stats[:, None] * tile.HEAD_DIM_V + offs_d
+    tl.store(ptrs, sums.acc, mask=rows.exist[:, None] & (offs_d < tile.HEAD_DIM_V))
 
 
 @triton.jit
-def store_nothing(partials, place, rows, split, n_splits, nheads_q, seqlen_q, ACC: tl.constexpr, BLOCK_M: tl.constexpr):
+def store_nothing(partials, place, rows, split, n_splits, tile):
     """Write that a tile visited no key of a split."""
-    stats = row_offsets(place, rows, nheads_q, seqlen_q) * n_splits + split
-    tl.store(partials.row_max + stats, tl.full([BLOCK_M], float("-inf"), ACC), mask=rows.exist)
-    tl.store(partials.row_sum + stats, tl.full([BLOCK_M], NOTHING, ACC), mask=rows.exist)
+    stats = row_offsets(place, rows) * n_splits + split
+    tl.store(partials.row_max + stats, tl.full([tile.BLOCK_M], float("-inf"), tile.ACC), mask=rows.exist)
+    tl.store(partials.row_sum + stats, tl.full([tile.BLOCK_M], NOTHING, tile.ACC), mask=rows.exist)

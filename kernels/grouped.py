@@ -1,8 +1,8 @@
-"""Tiles whose rows are pairs of a query and a head.
+"""Tiles of queries of several heads.
 
 Row ``r`` is query ``start + r // HEADS`` of head ``first + r % HEADS``. These heads share a KV head, whose keys and
-values are then read once for all of them. Rows of heads beyond the group do not exist. With HEADS == 1 a tile has
-queries of one head, as in the kernels that know of no groups.
+values are read once for all of them. Rows of heads beyond the group do not exist. With HEADS == 1 a tile has queries of
+one head, as in the kernels without groups.
 """
 
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.primitives import head_base, load_tile, program_tile, round_to, store_tile
+from fusedattn.kernels.primitives import head_base, head_of, load_tile, program_tile, round_to, store_tile
 from fusedattn.kernels.sequences import row_base, with_head
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a tile.
 
     `start` is the first query, `head` the first head. `queries` and `exist` are ``(BLOCK_M,)``, and so are `heads`, of
@@ -44,16 +44,16 @@ def grouped_program(n_tiles, nheads_q, nheads_kv, together, HEADS: tl.constexpr,
 
 @triton.jit
 def rows_of(place, start_m, head, stop_head, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
-    """The :class:`Rows` from query `start_m` and `head` on; heads from `stop_head` on do not exist."""
+    """The :class:`TileRows` from query `start_m` and `head` on; heads from `stop_head` on do not exist."""
     offs = tl.arange(0, BLOCK_M)
     if HEADS == 1:
         queries = start_m + offs
-        return Rows(start_m, head, head, queries, queries < place.seqlen_q)
+        return TileRows(start_m, head, head, queries, queries < place.seqlen_q)
     else:
         queries = start_m + offs // HEADS
         heads = head + offs % HEADS
         exist = (queries < place.seqlen_q) & (heads < stop_head)
-        return Rows(start_m, head, tl.minimum(heads, stop_head - 1), queries, exist)
+        return TileRows(start_m, head, tl.minimum(heads, stop_head - 1), queries, exist)
 
 
 @triton.jit
@@ -66,14 +66,14 @@ def with_rows(place, rows, HEADS: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(place, rows, nheads, seqlen_q):
-    """Where rows lie in a contiguous ``(batch, nheads, seqlen_q)`` tensor."""
-    return row_base(with_head(place, rows.heads), nheads, seqlen_q) + rows.queries
+def row_offsets(place, rows):
+    """The offsets of rows in a contiguous ``(batch, nheads, n_rows)`` tensor."""
+    return row_base(with_head(place, rows.heads)) + rows.queries
 
 
 @triton.jit
 def _row_pointers(x, place, rows, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
-    """Pointers to the rows of a :class:`Heads`, ``(BLOCK_M,)``; heads may lie further apart than int32 reaches."""
+    """Pointers to the rows of a :class:`Strided`, ``(BLOCK_M,)``; heads may lie further apart than int32 reaches."""
     offs = tl.arange(0, BLOCK_M)
     head_ptr = head_base(x, place.batch, rows.head, place.first_q) + tl.cast(rows.start, tl.int64) * x.stride_s
     return head_ptr + (offs // HEADS * x.stride_s + (offs % HEADS).to(tl.int64) * x.stride_h)
@@ -83,10 +83,10 @@ def _row_pointers(x, place, rows, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
 def load_rows(
     x, place, rows, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr
 ):
-    """The rows of a :class:`Heads`, ``(BLOCK_M, BLOCK_D)``; those that do not exist are 0."""
+    """The rows of a :class:`Strided`, ``(BLOCK_M, BLOCK_D)``; those that do not exist are 0."""
     if HEADS == 1:
-        x_head = head_base(x, place.batch, rows.head, place.first_q)
-        return load_tile(x_head, rows.start, x.stride_s, rows.exist, True, HEAD_DIM, BLOCK_M, BLOCK_D)
+        x_head = head_of(x, place.batch, rows.head, place.first_q)
+        return load_tile(x_head, rows.start, rows.exist, HEAD_DIM, BLOCK_M, BLOCK_D)
     else:
         offs_d = tl.arange(0, BLOCK_D)[None, :]
         ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d
@@ -105,10 +105,10 @@ def store_rows(
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Write WIDTH features from FIRST on of the rows that exist of a :class:`Heads`, rounded to its dtype."""
+    """Write WIDTH features from FIRST on of the rows that exist of a :class:`Strided`, rounded to its dtype."""
     if HEADS == 1:
-        ptr = head_base(x, place.batch, rows.head, place.first_q) + FIRST
-        store_tile(ptr, rows.start, x.stride_s, place.seqlen_q, tile, HEAD_DIM - FIRST, BLOCK_M, WIDTH)
+        x_head = head_of(x, place.batch, rows.head, place.first_q)
+        store_tile(x_head, rows.start, place.seqlen_q, tile, HEAD_DIM, BLOCK_M, WIDTH, FIRST)
     else:
         offs_d = FIRST + tl.arange(0, WIDTH)[None, :]
         ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels import replay
-from fusedattn.kernels.primitives import Heads
+from fusedattn.kernels.primitives import Strided
 from fusedattn.kernels.start import start_of, watched
 
 SPECIALIZED = 16  # Triton compiles another kernel for addresses, in bytes, and whole numbers that are multiples of it
@@ -90,7 +90,7 @@ def _of_tensor(x: torch.Tensor) -> Hashable:
     return x.dtype, x.data_ptr() % SPECIALIZED == 0
 
 
-def _of_heads(x: Heads) -> Hashable:
+def _of_strided(x: Strided) -> Hashable:
     ptr, stride_b, stride_h, stride_s = x
     if ptr is None:
         return None
@@ -110,7 +110,7 @@ def _of_number(x: int) -> Hashable:
 
 _KINDS: dict[type, Callable[[Any], Hashable]] = {
     torch.Tensor: _of_tensor,
-    Heads: _of_heads,
+    Strided: _of_strided,
     int: _of_number,
     float: type,
     triton.language.constexpr: lambda x: x.value,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.masking import UNBOUNDED, DocumentArguments, LayoutArguments, MaskArguments
+from fusedattn.kernels.masking import FAR, DocumentArguments, LayoutArguments, MaskArguments
 from fusedattn.kernels.pairs import pairs
 from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
@@ -30,7 +30,7 @@ class Band:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The bounds as the kernels take them."""
-        far = UNBOUNDED.value
+        far = FAR.value
         return {
             name: (-far if name.startswith("lower") else far) if bound is None else max(-far, min(far, bound))
             for name, bound in asdict(self).items()
@@ -136,7 +136,7 @@ def _ranges(ids: torch.Tensor, others: torch.Tensor, index: torch.Tensor) -> tup
     last = index.gather(-1, (right - 1).clamp(min=0))
     stop = torch.where(found, last + 1, 0)
     ranges = (
-        torch.where(found, first, UNBOUNDED.value),
+        torch.where(found, first, FAR.value),
         stop,
         torch.where(last - first == right - left - 1, stop, 0),
     )
@@ -183,7 +183,7 @@ RANGE_BLOCK = 1024
 def _key_range(valid_ptr, key_range_ptr, sequences, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
     """One program per sequence: reduce ``valid`` to (first visible, last visible + 1, no gaps)."""
     sequence = tl.program_id(0)
-    place = place_of(sequences, sequence, 0, seqlen_q, seqlen_k)
+    place = place_of(sequences, sequence, 0, 1, seqlen_q, seqlen_k)
     row = valid_ptr + place.key_base
     first = place.seqlen_k
     stop = 0

@@ -16,7 +16,7 @@ import triton.language as tl
 from fusedattn.kernels.pairs import Pairs, pair_pointers
 
 # Larger than any length, and small enough to be added to one.
-UNBOUNDED = tl.constexpr(2**30)
+FAR = tl.constexpr(2**30)
 
 
 class DocumentArguments(NamedTuple):
@@ -104,11 +104,11 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def bounds_of(mask, place, lower_start, upper_start, lower_end, upper_end):
-    """The :class:`Bounds` of a sequence; the `_end` ones count from the diagonal that ends at the last key."""
+def bounds_of(mask, place, numbers):
+    """The :class:`Bounds` of a sequence, from the :class:`~fusedattn.kernels.parameters.Numbers` of the call."""
     at_end = place.seqlen_k - place.seqlen_q
-    lower = tl.maximum(lower_start, lower_end + at_end)
-    upper = tl.minimum(upper_start, upper_end + at_end)
+    lower = tl.maximum(numbers.lower_start, numbers.lower_end + at_end)
+    upper = tl.minimum(numbers.upper_start, numbers.upper_end + at_end)
     prefix = 0
     prefix_upper = 0
     if mask.prefix_ptr is not None:
@@ -126,9 +126,9 @@ def bounds_of(mask, place, lower_start, upper_start, lower_end, upper_end):
 def _document_range(ranges_ptr, stride, base, offs, exists):
     """(start, stop, full_start, full_stop) of what `offs`, ``(BLOCK,)``, see: some of them, and all of them."""
     ptrs = ranges_ptr + base + offs
-    starts = tl.load(ptrs, mask=exists, other=UNBOUNDED)
+    starts = tl.load(ptrs, mask=exists, other=FAR)
     stops = tl.load(ptrs + stride, mask=exists, other=0)
-    full_stops = tl.load(ptrs + 2 * stride, mask=exists, other=UNBOUNDED)
+    full_stops = tl.load(ptrs + 2 * stride, mask=exists, other=FAR)
     return tl.min(starts, 0), tl.max(stops, 0), tl.max(tl.where(exists, starts, 0), 0), tl.min(full_stops, 0)
 
 
@@ -342,11 +342,13 @@ def clamped(offs, seqlen):
 
 
 @triton.jit
-def visible(mask, place, bounds, start_m, start_n, rows, keys, query_exists, key_visible):
-    """Whether queries `rows` see `keys`, pairwise: ``(M, 1)`` with ``(1, N)``, or transposed.
+def visible(mask, place, bounds, block, query_exists, key_visible):
+    """Which pairs of a block are visible.
 
-    `query_exists` and `key_visible` have the shapes of `rows` and `keys`. A layout has decided before.
+    `query_exists` and `key_visible` have the shapes of the block's rows and keys. A layout has decided before.
     """
+    rows = block.rows
+    keys = block.keys
     pairs = query_exists & key_visible
     if mask.HAS_UPPER:
         pairs = pairs & (keys <= rows + bounds.upper)
@@ -359,7 +361,7 @@ def visible(mask, place, bounds, start_m, start_n, rows, keys, query_exists, key
         of_key = tl.load(mask.documents.k_ptr + place.key_base + keys, mask=key_visible, other=-2)
         pairs = pairs & (of_query == of_key)
     if mask.allowed is not None:
-        ptrs = pair_pointers(mask.allowed, place, start_m, start_n, rows, keys)
+        ptrs = pair_pointers(mask.allowed, place, block)
         pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
     if mask.FUNCTION is not None:
         pairs = pairs & mask.FUNCTION(

@@ -1,4 +1,4 @@
-"""Tensors with an element for each pair of a query and a key, or broadcast to that: boolean masks and biases."""
+"""Pairs of a query and a key: a block of them, and tensors with an element for each, such as masks and biases."""
 
 from typing import Any, NamedTuple
 
@@ -20,12 +20,24 @@ class Pairs(NamedTuple):
     stride_k: Any
 
 
+class Block(NamedTuple):
+    """The pairs of queries `rows`, from `start_m` on, with `keys`, from `start_n` on.
+
+    `rows` is ``(M, 1)`` and `keys` ``(1, N)``, or, in a transposed block, ``(1, M)`` and ``(N, 1)``.
+    """
+
+    start_m: Any
+    start_n: Any
+    rows: Any
+    keys: Any
+
+
 @triton.jit
-def pair_pointers(x, place, start_m, start_n, rows, keys):
-    """Pointers to pairs of a :class:`Pairs`: one head may exceed 2^31 elements, so the tile's corner is in int64."""
+def pair_pointers(x, place, block):
+    """Pointers to a block of a :class:`Pairs`: one head may exceed 2^31 elements, so the corner is in int64."""
     matrix = x.ptr + tl.cast(place.sequence, tl.int64) * x.stride_b + tl.cast(place.head, tl.int64) * x.stride_h
-    corner = matrix + tl.cast(start_m, tl.int64) * x.stride_q + tl.cast(start_n, tl.int64) * x.stride_k
-    return corner + (rows - start_m) * x.stride_q + (keys - start_n) * x.stride_k
+    corner = matrix + tl.cast(block.start_m, tl.int64) * x.stride_q + tl.cast(block.start_n, tl.int64) * x.stride_k
+    return corner + (block.rows - block.start_m) * x.stride_q + (block.keys - block.start_n) * x.stride_k
 
 
 def pairs(x: torch.Tensor) -> Pairs:

@@ -25,13 +25,26 @@ MOST_FEATURES = 256
 MOST_APART = tl.constexpr(128)
 
 
-class Heads(NamedTuple):
+class Strided(NamedTuple):
     """A ``(batch, nheads, seqlen, n)`` tensor as a kernel takes it; the last dimension is contiguous."""
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     stride_s: Any
+
+
+class Head(NamedTuple):
+    """The rows of one head of one sequence, `stride` elements apart.
+
+    `ptr` points to row 0. A tensor descriptor finds it by `batch`, `index` (of the head) and `first` (the row).
+    """
+
+    ptr: Any
+    stride: Any
+    batch: Any
+    index: Any
+    first: Any
 
 
 @triton.jit
@@ -60,36 +73,32 @@ def numbered_tile(number, n_places, n_tiles, nheads, together, REVERSED: tl.cons
 
 @triton.jit
 def head_base(x, batch, head, first):
-    """Pointer to row `first` of one head of a :class:`Heads`; int64, as tensors may exceed 2^31 elements."""
+    """Pointer to row `first` of one head of a :class:`Strided`; int64, as tensors may exceed 2^31 elements."""
     head_ptr = x.ptr + tl.cast(batch, tl.int64) * x.stride_b + tl.cast(head, tl.int64) * x.stride_h
     return head_ptr + tl.cast(first, tl.int64) * x.stride_s
 
 
 @triton.jit
-def load_tile(
-    ptr,
-    start,
-    stride,
-    row_visible,
-    CHECK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    first=0,
-):
-    """Rows ``start + arange(BLOCK)`` of a matrix, with the features from `first` on, which BLOCK_D divides.
+def head_of(x, batch, head, first):
+    """One :class:`Head` of a :class:`Strided`, from row `first` on."""
+    return Head(head_base(x, batch, head, first), x.stride_s, batch, head, first)
 
-    With CHECK, rows not in `row_visible` are 0 and not read.
+
+@triton.jit
+def load_tile(head, start, readable, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, first=0):
+    """Rows ``start + arange(BLOCK)`` of a :class:`Head`, with the features from `first` on, which BLOCK_D divides.
+
+    Rows that are not `readable`, ``(BLOCK,)``, are 0 and not read; None reads all.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     # The start is added in int64; offsets inside a tile fit in int32.
-    ptrs = ptr + first + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
-    if CHECK:
+    ptrs = head.ptr + first + tl.cast(start, tl.int64) * head.stride + (offs[:, None] * head.stride + offs_d[None, :])
+    if readable is not None:
         if HEAD_DIM % BLOCK_D == 0:
-            return tl.load(ptrs, mask=row_visible[:, None], other=0.0)
+            return tl.load(ptrs, mask=readable[:, None], other=0.0)
         else:
-            return tl.load(ptrs, mask=row_visible[:, None] & (first + offs_d < HEAD_DIM)[None, :], other=0.0)
+            return tl.load(ptrs, mask=readable[:, None] & (first + offs_d < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM % BLOCK_D == 0:
         return tl.load(ptrs)
     else:
@@ -98,20 +107,24 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    ptr,
+    head,
     start,
-    stride,
     n_rows,
     tile,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
-    """Write rows ``start + arange(BLOCK)`` that lie below `n_rows`, rounded to the dtype of the matrix."""
+    """Write those of rows ``start + arange(BLOCK)`` of a :class:`Head` that lie below `n_rows`, rounded to its dtype.
+
+    `tile` has BLOCK_D features, from FIRST on.
+    """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
-    ptrs = ptr + tl.cast(start, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
-    mask = (start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    ptr = head.ptr + FIRST
+    ptrs = ptr + tl.cast(start, tl.int64) * head.stride + (offs[:, None] * head.stride + offs_d[None, :])
+    mask = (start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM - FIRST)[None, :]
     tl.store(ptrs, round_to(tile, ptr.dtype.element_ty), mask=mask)
 
 
@@ -136,13 +149,13 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def halves(x, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The left and the right half of a tile, for who has no registers for all that it needs of one at once."""
+    """The left and the right half of a tile, for code whose registers cannot hold the whole of it."""
     return tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, BLOCK_D // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def joined(left, right, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What halves was given."""
+    """The inverse of halves."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK, BLOCK_D))
 
 
@@ -157,7 +170,7 @@ def bits_of(x):
 
 @triton.jit
 def of_bits(x, dtype: tl.constexpr):
-    """What bits_of was given."""
+    """The inverse of bits_of."""
     if dtype.primitive_bitwidth == 16:
         return x.to(dtype, bitcast=True)
     else:
@@ -212,30 +225,28 @@ def end_of_pieces(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.const
 @triton.jit
 def dot_in_pieces(
     a,
-    a_head,
     a_start,
-    a_visible,
+    a_readable,
     b,
-    b_head,
     b_start,
-    b_visible,
+    b_readable,
     HEAD_DIM: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``a @ b^T`` of two tiles that nothing else is done with, ``(BLOCK_A, BLOCK_B)``, summed in ACC.
+    """``a @ b^T`` of two tiles that are used for nothing else, ``(BLOCK_A, BLOCK_B)``, summed in ACC.
 
-    `a` and `b` are :class:`Heads`, the other arguments those of load_tile. Few of many features are held at once.
+    `a` and `b` are :class:`Head`, the other arguments those of load_tile. A tile of many features is read in pieces.
     """
+    BLOCK_A: tl.constexpr = a_readable.shape[0]
+    BLOCK_B: tl.constexpr = b_readable.shape[0]
     # The more features there are, the more registers the rest of the program has taken.
     WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
     products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
     for first in tl.range(0, end_of_pieces(HEAD_DIM, BLOCK_D, WIDTH), WIDTH, num_stages=1, disable_licm=True):
-        a_tile = load_tile(a_head, a_start, a.stride_s, a_visible, True, HEAD_DIM, BLOCK_A, WIDTH, first)
-        b_tile = load_tile(b_head, b_start, b.stride_s, b_visible, True, HEAD_DIM, BLOCK_B, WIDTH, first)
+        a_tile = load_tile(a, a_start, a_readable, HEAD_DIM, BLOCK_A, WIDTH, first)
+        b_tile = load_tile(b, b_start, b_readable, HEAD_DIM, BLOCK_B, WIDTH, first)
         products += dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
     return products
 
@@ -245,26 +256,18 @@ def dot_tiles(
     a_tile,
     b_tile,
     a,
-    a_head,
     a_start,
-    a_visible,
+    a_readable,
     b,
-    b_head,
     b_start,
-    b_visible,
+    b_readable,
     HEAD_DIM: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``a_tile @ b_tile^T``; where tiles are wide, of what the other arguments of dot_in_pieces read anew."""
-    if is_wide(a_tile.dtype, BLOCK_D, PRECISION):
-        return dot_in_pieces(
-            a, a_head, a_start, a_visible, b, b_head, b_start, b_visible,
-            HEAD_DIM, BLOCK_A, BLOCK_B, BLOCK_D, ACC, PRECISION,
-        )  # fmt: skip
+    """``a_tile @ b_tile^T``; wide tiles are read again, in pieces, by the other arguments of dot_in_pieces."""
+    if is_wide(a_tile.dtype, a_tile.shape[1], PRECISION):
+        return dot_in_pieces(a, a_start, a_readable, b, b_start, b_readable, HEAD_DIM, a_tile.shape[1], ACC, PRECISION)
     else:
         return dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
 
@@ -291,42 +294,9 @@ def split_poison(x, ACC: tl.constexpr):
     return tl.where(finite, x, 0.0), tl.min(finite.to(tl.int32), 1) == 0
 
 
-@triton.jit
-def _power_below(near, dtype: tl.constexpr):
-    """The power of two that float32 values, rounded to a 16-bit `dtype`, lie at or above."""
-    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14. Those of bfloat16 begin at 2^-126;
-    # float32 can hold a step of a rest and its inverse down to 2^-112 (decision 0005).
-    least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-112
-    return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
-
-
-@triton.jit
-def _steps_of(dtype: tl.constexpr):
-    """How many steps of a rest, of which 127 lead to the next value of `dtype`, lead to twice a power of two."""
-    return 127.0 * 2.0**10 if dtype == tl.float16 else 127.0 * 2.0**7
-
-
-@triton.jit
-def encode_rest(exact, rounded):
-    """int8 that tells how far the float32 tile `exact` lies from `rounded`, at most one unit in the last place."""
-    near = widen(rounded, tl.float32)
-    # One over a power of two, by its exponent.
-    power = _power_below(near, rounded.dtype).to(tl.int32, bitcast=True)
-    steps = (exact - near) * ((0x7F000000 - power).to(tl.float32, bitcast=True) * _steps_of(rounded.dtype))
-    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
-    return tl.floor(steps + 0.5).to(tl.int8)
-
-
-@triton.jit
-def decode_rest(rounded, rest):
-    """What encode_rest was given, in float32, to about 8 bits more than `rounded` has."""
-    near = widen(rounded, tl.float32)
-    return near + rest.to(tl.float32) * (_power_below(near, rounded.dtype) * (1.0 / _steps_of(rounded.dtype)))
-
-
-def heads(x: torch.Tensor) -> Heads:
+def strided(x: torch.Tensor) -> Strided:
     """``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension, for a kernel."""
-    return Heads(x, *x.stride()[:3])
+    return Strided(x, *x.stride()[:3])
 
 
 def block_d(head_dim: int) -> int:

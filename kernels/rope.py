@@ -5,8 +5,8 @@ For the feature pair ``(a, b)`` at one position, with table entries ``c`` and ``
     rotation            a' = a c - b s      b' = b c + a s
     its transpose       a' = a c + b s      b' = b c - a s
 
-The gradient of a rotated tensor is turned back by the transpose. That is the inverse only while
-``c^2 + s^2 = 1``, which scaled tables (YaRN, LongRoPE) do not keep.
+The gradient of a rotated tensor is rotated back by the transpose, which is the inverse only while
+``c^2 + s^2 = 1``: scaled tables (YaRN, LongRoPE) do not keep that.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
     halves,
-    head_base,
-    heads,
+    head_of,
     joined,
     load_tile,
     program_tile,
     store_tile,
+    strided,
     widen,
 )
 from fusedattn.kernels.sequences import Sequences, Shape, place_of
@@ -50,7 +50,7 @@ NO_ROTATION = RotationArguments(None, None, None, None, None, tl.constexpr(False
 
 
 @triton.jit
-def _turn_pairs(
+def _rotate_pairs(
     a,
     b,
     rotation,
@@ -69,8 +69,8 @@ def _turn_pairs(
         HALF: tl.constexpr = PAIRS // 2
         a0, a1 = halves(a, BLOCK, PAIRS)
         b0, b1 = halves(b, BLOCK, PAIRS)
-        a0, b0 = _turn_pairs(a0, b0, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
-        a1, b1 = _turn_pairs(a1, b1, rotation, table + HALF, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
+        a0, b0 = _rotate_pairs(a0, b0, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
+        a1, b1 = _rotate_pairs(a1, b1, rotation, table + HALF, entry, no_entry, TRANSPOSE, BLOCK, HALF, False, ACC)
         return joined(a0, a1, BLOCK, PAIRS), joined(b0, b1, BLOCK, PAIRS)
     else:
         pairs = table + tl.arange(0, PAIRS)[None, :]
@@ -88,12 +88,10 @@ def _turn_pairs(
 def rotate_tile(
     x,
     rotation,
+    place,
     start,
-    seqlen,
-    batch,
-    first,
-    position_offset,
     n_positions,
+    OF_QUERIES: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -102,20 +100,28 @@ def rotate_tile(
 ):
     """Rotate the first ROTARY_DIM features of rows ``start + arange(BLOCK)``; ``(BLOCK, BLOCK_D)``, in ACC.
 
-    They stand at ``positions[first + row]``, or at ``row + position_offset``. A position outside the tables makes its
-    row NaN: there is no table entry that would be right. With HEADS each of ``BLOCK // HEADS`` rows is there so often,
-    one behind the other (kernels/grouped.py).
+    Rows are queries or keys of a place. Their positions are given, or count from 0 for keys, and so that the last query
+    stands at the last key. A position outside the tables makes its row NaN: no table entry would be right. With HEADS
+    each row is repeated HEADS times, one copy behind the other (kernels/grouped.py).
     """
+    if OF_QUERIES:
+        first = place.first_q
+        seqlen = place.seqlen_q
+        position_offset = place.seqlen_k - place.seqlen_q
+    else:
+        first = place.first_k
+        seqlen = place.seqlen_k
+        position_offset = 0
     HALF: tl.constexpr = rotation.ROTARY_DIM // 2
     rows = start + tl.arange(0, BLOCK) // HEADS
     exists = (rows >= 0) & (rows < seqlen)
     if rotation.positions_ptr is not None:
-        positions_row = rotation.positions_ptr + tl.cast(batch, tl.int64) * rotation.stride_pb + first
+        positions_row = rotation.positions_ptr + tl.cast(place.batch, tl.int64) * rotation.stride_pb + first
         positions = tl.load(positions_row + rows, mask=exists, other=0)
     else:
         positions = rows + position_offset
     in_table = (positions >= 0) & (positions < n_positions)
-    table = tl.cast(batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF
+    table = tl.cast(place.batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF
     entry = (exists & in_table)[:, None]
     no_entry = (exists & ~in_table)[:, None]
     x = widen(x, ACC)
@@ -125,7 +131,7 @@ def rotate_tile(
             a, b = tl.split(tl.reshape(x, (BLOCK, HALF, 2)))
         else:
             a, b = halves(x, BLOCK, BLOCK_D)
-        a, b = _turn_pairs(a, b, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, True, ACC)
+        a, b = _rotate_pairs(a, b, rotation, table, entry, no_entry, TRANSPOSE, BLOCK, HALF, True, ACC)
         if rotation.INTERLEAVED:
             return tl.reshape(tl.join(a, b), (BLOCK, BLOCK_D))
         else:
@@ -175,29 +181,20 @@ def _rope(
 ):
     """One program rotates BLOCK rows of one head, of queries or of keys."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
-    place = place_of(sequences, sequence, head, seqlen_q, seqlen_k)
-    if OF_QUERIES:
-        first = place.first_q
-        seqlen = place.seqlen_q
-        position_offset = place.seqlen_k - place.seqlen_q
-    else:
-        first = place.first_k
-        seqlen = place.seqlen_k
-        position_offset = 0
+    place = place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k)
+    first = place.first_q if OF_QUERIES else place.first_k
+    seqlen = place.seqlen_q if OF_QUERIES else place.seqlen_k
     start = tile * BLOCK
     row_exists = start + tl.arange(0, BLOCK) < seqlen
-    x_head = head_base(x, place.batch, head, first)
-    tile_x = load_tile(x_head, start, x.stride_s, row_exists, True, HEAD_DIM, BLOCK, BLOCK_D)
-    tile_x = rotate_tile(
-        tile_x, rotation, start, seqlen, place.batch, first, position_offset, n_positions, False, BLOCK, BLOCK_D, ACC
-    )
-    out_head = head_base(out, place.batch, head, first)
-    store_tile(out_head, start, out.stride_s, seqlen, tile_x, HEAD_DIM, BLOCK, BLOCK_D)
+    tile_x = load_tile(head_of(x, place.batch, head, first), start, row_exists, HEAD_DIM, BLOCK, BLOCK_D)
+    tile_x = rotate_tile(tile_x, rotation, place, start, n_positions, OF_QUERIES, False, BLOCK, BLOCK_D, ACC)
+    out_head = head_of(out, place.batch, head, first)
+    store_tile(out_head, start, seqlen, tile_x, HEAD_DIM, BLOCK, BLOCK_D)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the rows of one tensor (q or k) are turned.
+    """The rotation of the rows of one tensor, q or k.
 
     Attributes:
         cos, sin: float32 ``(batch or 1, n_positions, rotary_dim / 2)``, contiguous.
@@ -251,7 +248,7 @@ def rotated(
     launcher.launch(
         _constants(head_dim, x.dtype, of_queries),
         n_tiles * nheads * shape.n_sequences,
-        (heads(x), heads(out), sequences, rotation.arguments),
+        (strided(x), strided(out), sequences, rotation.arguments),
         (nheads, shape.seqlen_q, shape.seqlen_k, rotation.n_positions, n_tiles),
     )
     return out

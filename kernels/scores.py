@@ -17,7 +17,7 @@ import triton.language as tl
 from fusedattn.kernels.accurate import quotient
 from fusedattn.kernels.masking import clamped
 from fusedattn.kernels.pairs import Pairs, pair_pointers, pairs
-from fusedattn.kernels.primitives import Heads, widen
+from fusedattn.kernels.primitives import Strided, widen
 
 
 class ScoreArguments(NamedTuple):
@@ -38,7 +38,7 @@ class ScoreArguments(NamedTuple):
     reach: Any
     function_args: Any
     bias: Pairs | None
-    relative: Heads | None
+    relative: Strided | None
     FUNCTION: Any
     DERIVATIVE: Any
     MODIFIED: Any
@@ -74,19 +74,19 @@ def tanh(x):
 
 
 @triton.jit
-def distance_of(place, rows, keys):
-    """How far each key lies behind each query."""
-    return keys - rows - (place.seqlen_k - place.seqlen_q)
+def distance_of(place, block):
+    """The distance from each query of a block to each key."""
+    return block.keys - block.rows - (place.seqlen_k - place.seqlen_q)
 
 
 @triton.jit
-def relative_pointers(score, place, start_m, rows, keys):
-    """Pointers to the entries of `relative` for pairs."""
-    column = tl.minimum(tl.maximum(distance_of(place, rows, keys), -score.reach), score.reach) + score.reach
+def relative_pointers(score, place, block):
+    """Pointers to the entries of `relative` for a block."""
+    column = tl.minimum(tl.maximum(distance_of(place, block), -score.reach), score.reach) + score.reach
     matrix = score.relative.ptr + tl.cast(place.sequence, tl.int64) * score.relative.stride_b
     matrix += tl.cast(place.head, tl.int64) * score.relative.stride_h
-    matrix += tl.cast(start_m, tl.int64) * score.relative.stride_s
-    return matrix + (rows - start_m) * score.relative.stride_s + column
+    matrix += tl.cast(block.start_m, tl.int64) * score.relative.stride_s
+    return matrix + (block.rows - block.start_m) * score.relative.stride_s + column
 
 
 @triton.jit
@@ -102,30 +102,30 @@ def capped(products, score, scale):
 
 
 @triton.jit
-def modified(scores, score, scale, place, start_m, start_n, rows, keys, readable, ACC: tl.constexpr):
-    """(scores, derivative) of products of q and k, of queries `rows` and `keys`, pairwise.
+def modified(scores, score, scale, place, block, readable, ACC: tl.constexpr):
+    """(scores, derivative) of a block of products of q and k.
 
-    Where nothing is modified the scores stay unscaled. The derivative is by the scaled scores. Tensors are read where
-    `readable`, which broadcasts to the pairs; elsewhere the scores mean nothing.
+    If nothing is modified the scores stay unscaled. The derivative is with respect to the scaled scores. Tensors are
+    read where `readable`, which broadcasts to the block; elsewhere the scores mean nothing.
     """
     derivative = 1.0
     if score.MODIFIED:
         scores, derivative = capped(scores, score, scale)
         if score.FUNCTION is not None:
-            query = clamped(rows, place.seqlen_q)
-            key = clamped(keys, place.seqlen_k)
+            query = clamped(block.rows, place.seqlen_q)
+            key = clamped(block.keys, place.seqlen_k)
             by_score = score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)
             derivative *= tl.cast(by_score, ACC)
             changed = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
             scores = tl.cast(changed, ACC)
         if score.bias is not None:
-            ptrs = pair_pointers(score.bias, place, start_m, start_n, rows, keys)
+            ptrs = pair_pointers(score.bias, place, block)
             scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
         if score.slopes_ptr is not None:
             slope = tl.load(score.slopes_ptr + place.sequence * score.slopes_stride + place.head).to(ACC)
-            scores -= slope * tl.abs(distance_of(place, rows, keys)).to(ACC)
+            scores -= slope * tl.abs(distance_of(place, block)).to(ACC)
         if score.relative is not None:
-            ptrs = relative_pointers(score, place, start_m, rows, keys)
+            ptrs = relative_pointers(score, place, block)
             scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
     return scores, derivative
 
@@ -151,7 +151,7 @@ def score_arguments(
     columns = None
     if relative is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(relative.shape, relative.stride(), strict=True))
-        columns = Heads(relative, *list(strides)[:3])
+        columns = Strided(relative, *list(strides)[:3])
     return ScoreArguments(
         softcap=softcap,
         slopes_ptr=None if slopes is None else slopes.contiguous(),

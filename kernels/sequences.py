@@ -24,11 +24,13 @@ class Place(NamedTuple):
     """One head of one sequence.
 
     `batch`, `first_q` and `first_k` say where it begins in q, k and v, `query_base` and `key_base` in tensors
-    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``. `seqlen_q` and `seqlen_k` are its own lengths.
+    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``. `seqlen_q` and `seqlen_k` are its own lengths. Tensors
+    ``(batch, nheads, n_rows)`` have a number for each query: `n_rows` is the seqlen_q of the tensors.
     """
 
     sequence: Any
     head: Any
+    nheads: Any
     batch: Any
     first_q: Any
     first_k: Any
@@ -36,35 +38,47 @@ class Place(NamedTuple):
     seqlen_k: Any
     query_base: Any
     key_base: Any
+    n_rows: Any
 
 
 @triton.jit
-def place_of(sequences, sequence, head, seqlen_q, seqlen_k):
-    """The :class:`Place` of a head; `seqlen_q` and `seqlen_k` are those of the tensors."""
+def place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k):
+    """The :class:`Place` of one of `nheads` query heads; `seqlen_q` and `seqlen_k` are those of the tensors."""
     if sequences.cu_q_ptr is not None:
         first_q = tl.load(sequences.cu_q_ptr + sequence)
         first_k = tl.load(sequences.cu_k_ptr + sequence)
         length_q = tl.load(sequences.cu_q_ptr + sequence + 1) - first_q
         length_k = tl.load(sequences.cu_k_ptr + sequence + 1) - first_k
-        return Place(sequence, head, 0, first_q, first_k, length_q, length_k, first_q, first_k)
+        return Place(sequence, head, nheads, 0, first_q, first_k, length_q, length_k, first_q, first_k, seqlen_q)
     else:
         wide = tl.cast(sequence, tl.int64)
-        return Place(sequence, head, sequence, 0, 0, seqlen_q, seqlen_k, wide * seqlen_q, wide * seqlen_k)
+        query_base = wide * seqlen_q
+        key_base = wide * seqlen_k
+        return Place(sequence, head, nheads, sequence, 0, 0, seqlen_q, seqlen_k, query_base, key_base, seqlen_q)
 
 
 @triton.jit
 def with_head(place, head):
     """Another head of the same sequence."""
     return Place(
-        place.sequence, head, place.batch, place.first_q, place.first_k, place.seqlen_q, place.seqlen_k,
-        place.query_base, place.key_base,
-    )  # fmt: skip
+        place.sequence,
+        head,
+        place.nheads,
+        place.batch,
+        place.first_q,
+        place.first_k,
+        place.seqlen_q,
+        place.seqlen_k,
+        place.query_base,
+        place.key_base,
+        place.n_rows,
+    )
 
 
 @triton.jit
-def row_base(place, nheads, seqlen_q):
-    """Where the rows of a head begin in a contiguous ``(batch, nheads, seqlen_q)`` tensor."""
-    return (tl.cast(place.batch, tl.int64) * nheads + place.head) * seqlen_q + place.first_q
+def row_base(place):
+    """The offset of a head's first row in a contiguous ``(batch, nheads, n_rows)`` tensor."""
+    return (tl.cast(place.batch, tl.int64) * place.nheads + place.head) * place.n_rows + place.first_q
 
 
 class Shape(NamedTuple):

@@ -127,7 +127,8 @@ NAMES = {
     "cu_q": "packed",
     "total": "one-pass",
     "HEADS": "grouped",
-    "rounded_sum": "rest",
+    "rounded_sum": "residual",
+    "rounding_residual": "residual",
     "reciprocal": "unbounded",
 }
 # What follows from another switch, or is always there.
@@ -159,7 +160,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
-                if value.ptr is not None and name in ("allowed", "bias", "relative", "rest", "total"):
+                if value.ptr is not None and name in ("allowed", "bias", "relative", "rounding_residual", "total"):
                     yield NAMES.get(name, name)
             elif hasattr(value, "_asdict"):
                 yield from features_of(value._asdict(), name)
@@ -168,6 +169,13 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         ) and name not in IMPLIED:
             of_owner = {"FUNCTION": f"{owner}-function", "cos": "rope-of-keys" if owner == "rotation_k" else "rope"}
             yield of_owner.get(name) or NAMES.get(name, name.lower())
+
+
+def constants_of(fn: JITFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The constants among a kernel's arguments, by name; those of its tile without a ``tl.constexpr`` around them."""
+    tile = arguments["tile"]._asdict() if "tile" in arguments else {}
+    beside = {p.name: arguments[p.name] for p in fn.params if p.is_constexpr}
+    return {name: x.value for name, x in tile.items()} | beside
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         launches.append(
             Launch(
                 kernel=fn.__name__,
-                constants={p.name: arguments[p.name] for p in fn.params if p.is_constexpr},
+                constants=constants_of(fn, arguments),
                 features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 is_persistent=arguments.get("n_places") is not None,

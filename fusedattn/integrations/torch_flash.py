@@ -270,7 +270,7 @@ def _forward(
     """out, lse and the seed of dropout."""
     seed = draw_seed(q.device) if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = constants_of(options, keep_rest=False)
+    constants = constants_of(options, keep_residual=False)
     out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
     return out, lse, seed
 
@@ -289,7 +289,7 @@ def _backward(
     """dq, dk and dv, of the forward run once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
-    constants = constants_of(options, keep_rest=True)
+    constants = constants_of(options, keep_residual=True)
     out, _, *kept = ops.forward((*inputs, *_OTHERS), constants)
     dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
     assert dq is not None

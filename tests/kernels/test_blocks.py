@@ -103,7 +103,7 @@ def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Pac
     """What the launchers get for a call with this mask."""
     q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
     k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
-    return launching.problem_of(q, k, k, constants_of(Options(mask, packed=packed), keep_rest=False))
+    return launching.problem_of(q, k, k, constants_of(Options(mask, packed=packed), keep_residual=False))
 
 
 def visits(

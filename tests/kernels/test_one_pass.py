@@ -353,7 +353,7 @@ def test_opcheck(needs):
     from fusedattn.options import Options
 
     options = Options(masks.causal(), scale=0.5, deterministic=False)
-    flat = constants_of(options, keep_rest=True).flat()
+    flat = constants_of(options, keep_residual=True).flat()
     nothing = (None,) * 5
     out, lse, *saved = attention_fwd(q, k, v, *nothing, *flat)
     call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *nothing, out, *saved, [*needs, *(False,) * 5])

@@ -75,7 +75,7 @@ def test_heads_side_by_side_fit_into_the_cache():
 
     found = {}
     for name, mask in (("causal", masks.causal()), ("full", masks.full()), ("window", masks.window(3, 0))):
-        constants = constants_of(Options(mask), keep_rest=False)
+        constants = constants_of(Options(mask), keep_residual=False)
         problem = launching.problem_of(q, k, k, constants)
         for of_keys in (False, True):
             found[name, of_keys] = together(problem, of_keys)

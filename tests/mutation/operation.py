@@ -88,7 +88,7 @@ OPERATION = (
     Fault(LAUNCHING, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),
     Fault(LAUNCHING, "else (dk, dv), problem)", "else (dv, dk), problem)", "dk for dv", FEATURES),
     Fault(OPS, "ask = [needs_dq, needs_dk or needs_dv, *others]", "ask = [needs_dq, needs_dk, *others]", "no gradient of v without that of k", "tests/public/test_attention.py -k gradients_of_some"),
-    Fault(RESULTS, "constants.keep_rest and q.dtype.itemsize == 2 else", "constants.keep_rest and q.dtype == torch.bfloat16 else", "no rest in float16", COMMON),
+    Fault(RESULTS, "constants.keep_residual and q.dtype.itemsize == 2 else", "constants.keep_residual and q.dtype == torch.bfloat16 else", "no rest in float16", COMMON),
     Fault(LAUNCHING, "None if abs(bound) == UNBOUNDED else bound", "None if abs(bound) == UNBOUNDED or not bound else bound", "a causal mask on the main diagonal is dropped", CAUSAL),
     Fault(LAUNCHING, "softcap=constants.softcap or None,", "softcap=None,", "kernels: softcap silently off", budget("soft-cap")),
     Fault(LAUNCHING, "has_sinks=sinks is not None", "has_sinks=False", "sinks: scores silently unscaled", SINKS),
@@ -147,8 +147,8 @@ CARRIED = (
 
 DIFFERENTIATED = (
     Fault(AUTOGRAD, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "no gradient of out is taken for ones", LSE),
-    Fault(AUTOGRAD, "constants_of(options, keep_rest=needs_gradient)", "constants_of(options, keep_rest=False)", "no rest kept for the backward", COMMON),
-    Fault(AUTOGRAD, "constants_of(options, keep_rest=needs_gradient)", "constants_of(options, keep_rest=True)", "rest kept without a backward", "tests/public/test_attention.py -k kept"),
+    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient)", "constants_of(options, keep_residual=False)", "no rest kept for the backward", COMMON),
+    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient)", "constants_of(options, keep_residual=True)", "rest kept without a backward", "tests/public/test_attention.py -k kept"),
     Fault(AUTOGRAD, "ctx.save_for_backward(*inputs, out, row_max", "ctx.save_for_backward(*inputs[:2], inputs[1], *inputs[3:], out, row_max", "k saved for v", FEATURES),
     Fault(AUTOGRAD, "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)", "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor).detach()", "no gradient of a bias", gradients("bias")),
     Fault(AUTOGRAD, "return transposed((dout, _or_zeros(dlse, lse)))", "return transposed((dout, torch.zeros_like(lse)))", "second order: gradient of lse lost", SECOND_ORDER),

@@ -85,7 +85,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
     elif kind.startswith("half"):
         q, k, v = (x.half().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     given["sinks"] = others[2]
-    constants = constants_of(Options(**given), keep_rest=kind != "half, inference")
+    constants = constants_of(Options(**given), keep_residual=kind != "half, inference")
     return (q, k, v, *others, *constants.flat())
 
 
@@ -135,9 +135,9 @@ def test_opcheck_backward(kind, dlse, needs):
 @pytest.mark.parametrize("scale", [0.0, -0.25, float("nan")])
 def test_the_op_takes_positive_scales(scale):
     """attention() takes any: the sign goes into q there."""
-    *arguments, _, softcap, dropout_p, keep_rest = op_arguments("plain")
+    *arguments, _, softcap, dropout_p, keep_residual = op_arguments("plain")
     with pytest.raises(ValueError, match="scale: got"):
-        attention_fwd(*arguments, scale, softcap, dropout_p, keep_rest)
+        attention_fwd(*arguments, scale, softcap, dropout_p, keep_residual)
 
 
 def test_the_op_by_itself_is_differentiable():

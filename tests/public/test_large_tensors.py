@@ -256,7 +256,7 @@ def last_of(batch: int) -> Iterator[None]:
 def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, Tensor]:
     """Everything that the two ops return."""
     options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, packed=packed)
-    constants = constants_of(options, keep_rest=True).flat()
+    constants = constants_of(options, keep_residual=True).flat()
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
     slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
     x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)

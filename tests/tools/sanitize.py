@@ -154,7 +154,7 @@ def run_fault() -> None:
     out = torch.ones(1, 1, 4096, 16, dtype=torch.float16, device="cuda")
     row = torch.ones(1, 1, 1, device="cuda")
     options = Options(Mask())
-    problem = launching.problem_of(out, out, out, constants_of(options, keep_rest=True))
+    problem = launching.problem_of(out, out, out, constants_of(options, keep_residual=True))
     attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.Statistics(row, row, None), problem)
     torch.cuda.synchronize()
 

@@ -52,9 +52,9 @@ class DirectAttention(_Differentiable):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *inputs, constants, ctx.eager = args
-        out, lse, row_max, row_sum, rest = ops.forward(inputs, constants)
+        out, lse, row_max, row_sum, rounding_residual = ops.forward(inputs, constants)
         of_constants, ctx.numbers = constants.split()
-        ctx.save_for_backward(*inputs, out, row_max, row_sum, rest, *of_constants)
+        ctx.save_for_backward(*inputs, out, row_max, row_sum, rounding_residual, *of_constants)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -71,11 +71,11 @@ class Attention(_Differentiable):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, constants, ctx.eager = inputs
-        out, _, row_max, row_sum, rest = output
+        out, _, row_max, row_sum, rounding_residual = output
         of_constants, ctx.numbers = constants.split()
-        ctx.save_for_backward(*tensors, out, row_max, row_sum, rest, *of_constants)
+        ctx.save_for_backward(*tensors, out, row_max, row_sum, rounding_residual, *of_constants)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(row_max, row_sum, rest)
+        ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -193,7 +193,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     learned = None if options.score_mod is None else options.score_mod.learned
     inputs = (q, k, v, added, relative, sinks, slopes, learned)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
-    constants = constants_of(options, keep_rest=needs_gradient)
+    constants = constants_of(options, keep_residual=needs_gradient)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op, which has the same backward, as it is.
     if torch.compiler.is_compiling():

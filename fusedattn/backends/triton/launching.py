@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.backends.triton import results
-from fusedattn.backends.triton.operands import NO_TENSORS, UNBOUNDED, Constants, ConstantSizes
+from fusedattn.backends.triton.operands import NO_BOUND, NO_TENSORS, Constants, ConstantSizes
 from fusedattn.functions import readers_of, registered, with_learned
 from fusedattn.kernels import (
     attention_bwd,
@@ -29,13 +29,13 @@ from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
 from fusedattn.kernels.mask_arguments import Band, mask_arguments
+from fusedattn.kernels.parameters import Call
 from fusedattn.kernels.primitives import INTERPRETED
 from fusedattn.kernels.replay import recorded
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.kernels.start import watched
-from fusedattn.kernels.weights import Call
 
 
 def _tileable(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _contiguous(x: Tensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _band(*bounds: int) -> Band:
-    return Band(*(None if abs(bound) == UNBOUNDED else bound for bound in bounds))
+    return Band(*(None if abs(bound) == NO_BOUND else bound for bound in bounds))
 
 
 def problem_of(
@@ -152,7 +152,7 @@ def problem_of(
         few_queries=few_queries,
         rotates_in_place=rotation_k is not None
         and shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv,
-        open_order=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
+        nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
     )
 
@@ -189,9 +189,9 @@ def _score(
 def forward(
     inputs: Sequence[Tensor | None], constants: Constants
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(out, lse, row_max, row_sum, rest)``; the arguments and results are those of the operator.
+    """``(out, lse, row_max, row_sum, rounding_residual)``; the arguments and results are those of the operator.
 
-    rest is None where nothing is kept of what rounding takes.
+    rounding_residual is None where nothing is kept of what rounding takes.
     """
     q, _, v, *_ = inputs
     assert q is not None
@@ -212,8 +212,8 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
         k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
     specialized = attention_fwd_specialized.takes(q, k, v, problem)
     launch = attention_fwd_specialized.launch if specialized else attention_fwd.launch
-    out, lse, row_max, row_sum, rest = found
-    launch(q, k, v, Results(lse, row_max, row_sum, out, rest), problem)
+    out, lse, row_max, row_sum, rounding_residual = found
+    launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual), problem)
 
 
 def backward(
@@ -226,7 +226,7 @@ def backward(
 ) -> Sequence[Tensor | None]:
     """Of q, k, v, bias, relative, sinks, slopes and learned, None where not `needed`; k and v come together.
 
-    `needed` has one element for both of these. `kept` are (out, row_max, row_sum, rest) of :func:`forward`.
+    `needed` has one element for both of these. `kept` are the results of :func:`forward` without lse.
     """
     q, k, v, *_ = inputs
     assert q is not None
@@ -250,7 +250,7 @@ def _backward(
     needed: Sequence[bool] = (False,) * 7,
 ) -> tuple[Tensor | None, ...]:
     """Fill what is `found` of dq, dk and dv, and return what is `needed` of the others."""
-    dout, dlse, q, k, v, bias, relative, sinks, slopes, learned, out, row_max, row_sum, rest = tensors
+    dout, dlse, q, k, v, bias, relative, sinks, slopes, learned, out, row_max, row_sum, rounding_residual = tensors
     dq, dk, dv = found
     packed = constants.tensors.cu_seqlens_q
     if packed is not None and dlse is not None and needed[4]:  # lse behind the last sequence comes from no sink
@@ -258,15 +258,15 @@ def _backward(
     # Hooks on saved tensors may have changed the layout of some of them.
     q, k, v, dout, out = _tileable(q), _tileable(k), _tileable(v), _tileable(dout), _tileable(out)
     dlse = None if dlse is None else dlse.contiguous()
-    statistics = attention_bwd_rows.Statistics(row_max.contiguous(), row_sum.contiguous(), dlse)
-    if rest is not None and rest.stride() != out.stride():
-        rest = torch.empty_like(out, dtype=torch.int8).copy_(rest)
+    forward_rows = attention_bwd_rows.ForwardRows(row_max.contiguous(), row_sum.contiguous(), dlse)
+    if rounding_residual is not None and rounding_residual.stride() != out.stride():
+        rounding_residual = torch.empty_like(out, dtype=torch.int8).copy_(rounding_residual)
     problem = problem_of(q, k, v, constants, bias, relative, sinks, slopes, learned)
     sequences, shape = problem.call.sequences, problem.shape
     if problem.rotation_q is not None and problem.rotation_k is not None:
         q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=True)
         k = rope.rotated(k, problem.rotation_k, sequences, shape, of_queries=False)
-    rows = attention_bwd_rows.launch(q, k, v, out, rest, dout, statistics, problem)
+    rows = attention_bwd_rows.launch(q, k, v, out, rounding_residual, dout, forward_rows, problem)
     attention_bwd.launch(q, k, v, dout, rows, dq, None if dk is None or dv is None else (dk, dv), problem)
     dbias = drelative = dsinks = dslopes = dlearned = None
     if needed[2]:
@@ -274,7 +274,7 @@ def _backward(
     if needed[3]:
         drelative = attention_bwd_bias.launch_drelative(q, k, v, dout, rows, relative, problem)
     if needed[4]:
-        dsinks = _sinks_gradient(sinks, rows.delta, statistics)
+        dsinks = _sinks_gradient(sinks, rows.delta, forward_rows)
     if needed[5]:
         whole = [(0, slopes.numel(), None, None)]
         dslopes = attention_bwd_learned.launch(q, k, v, dout, rows, slopes, whole, problem)
@@ -364,13 +364,13 @@ def _of_nothing(
     return found
 
 
-def _sinks_gradient(sinks: Tensor, delta: Tensor, statistics: Any) -> Tensor:
+def _sinks_gradient(sinks: Tensor, delta: Tensor, forward_rows: Any) -> Tensor:
     """The weight of a sink has no value: its score gets ``-weight * delta``, summed over queries."""
-    unseen = statistics.row_max == torch.inf
+    unseen = forward_rows.row_max == torch.inf
     # With sinks the scores are in natural units. A large maximum would leave lse no digits for the sum.
-    weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - statistics.row_max) / statistics.row_sum)
-    if statistics.dlse is None:
+    weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - forward_rows.row_max) / forward_rows.row_sum)
+    if forward_rows.dlse is None:
         delta = torch.where(unseen, 0.0, delta)
     else:
-        delta = torch.where(unseen, -statistics.dlse, delta)
+        delta = torch.where(unseen, -forward_rows.dlse, delta)
     return -(weight * delta).sum((0, 2))

@@ -15,7 +15,7 @@ from fusedattn.indices import four_dimensional
 from fusedattn.masks import Band
 from fusedattn.options import Options
 
-UNBOUNDED = 2**62
+NO_BOUND = 2**62
 
 # Everything of a call that gets no gradient, as arguments of the operators.
 Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
@@ -47,15 +47,15 @@ NO_TENSORS = ConstantTensors()
 
 
 class ConstantSizes(NamedTuple):
-    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-UNBOUNDED for none.
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-NO_BOUND for none.
 
     `deterministic` is 0 where gradients may be summed in any order.
     """
 
-    lower_start: int = -UNBOUNDED
-    upper_start: int = UNBOUNDED
-    lower_end: int = -UNBOUNDED
-    upper_end: int = UNBOUNDED
+    lower_start: int = -NO_BOUND
+    upper_start: int = NO_BOUND
+    lower_end: int = -NO_BOUND
+    upper_end: int = NO_BOUND
     prefix_at_end: int = 0
     block_q: int = 16
     block_k: int = 16
@@ -90,7 +90,7 @@ class Constants:
         mask_args, score_args: of the user's functions, tensors and numbers.
         scale: positive.
         softcap, dropout_p: 0 for none.
-        keep_rest: keep what rounding takes from 16-bit outputs; gradients are less precise without.
+        keep_residual: keep the rounding residual of 16-bit outputs; gradients are less precise without.
     """
 
     tensors: ConstantTensors
@@ -101,7 +101,7 @@ class Constants:
     scale: float
     softcap: float
     dropout_p: float
-    keep_rest: bool
+    keep_residual: bool
 
     @property
     def hides_by_tensors(self) -> bool:
@@ -132,7 +132,7 @@ class Constants:
             self.scale,
             self.softcap,
             self.dropout_p,
-            self.keep_rest,
+            self.keep_residual,
         )
 
     def split(self) -> tuple[Sequence[Tensor | None], Any]:
@@ -163,7 +163,7 @@ class Constants:
         )
 
 
-def constants_of(options: Options, *, keep_rest: bool) -> Constants:
+def constants_of(options: Options, *, keep_residual: bool) -> Constants:
     """What of the options gets no gradient, and what else the operators take."""
     mask, rope, score_mod, packed = options.mask, options.rope, options.score_mod, options.packed
     # A compiler would trace what is behind the cache, and take all that is looked at for an input.
@@ -171,12 +171,12 @@ def constants_of(options: Options, *, keep_rest: bool) -> Constants:
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
-            mask.bands, interleaved, options.deterministic, options.scale, options.softcap or 0.0, keep_rest
+            mask.bands, interleaved, options.deterministic, options.scale, options.softcap or 0.0, keep_residual
         )
         if rope is None:
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
-        return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_rest)
+        return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_residual)
     tensors = ConstantTensors(
         valid=mask.valid,
         allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
@@ -216,23 +216,23 @@ def constants_of(options: Options, *, keep_rest: bool) -> Constants:
         scale=options.scale,
         softcap=options.softcap or 0.0,
         dropout_p=options.dropout_p,
-        keep_rest=keep_rest,
+        keep_residual=keep_residual,
     )
 
 
 @lru_cache(maxsize=256)
 def _of_numbers(
-    bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_rest: bool
+    bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_residual: bool
 ) -> Constants:
     """Of a call that has no tensor besides what gets gradients: the same object for the same numbers."""
     sizes = _sizes_of(bands, deterministic)._replace(interleaved=int(interleaved))
-    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_rest)
+    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_residual)
 
 
 def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
     """With (lower, upper) of the bands that are counted from the first key, and of those from the last."""
-    lower = {"top_left": -UNBOUNDED, "bottom_right": -UNBOUNDED}
-    upper = {"top_left": UNBOUNDED, "bottom_right": UNBOUNDED}
+    lower = {"top_left": -NO_BOUND, "bottom_right": -NO_BOUND}
+    upper = {"top_left": NO_BOUND, "bottom_right": NO_BOUND}
     for band in bands:
         if band.left is not None:
             lower[band.align] = max(lower[band.align], -band.left)

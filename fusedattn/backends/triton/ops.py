@@ -14,7 +14,7 @@ from fusedattn.backends.triton import results
 from fusedattn.backends.triton.operands import Constants
 
 N_DIFFERENTIABLE = 8  # q, k, v, bias, relative, sinks, slopes, learned
-N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rest
+N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rounding_residual
 
 
 @torch.library.custom_op("fusedattn::attention_fwd", mutates_args=())
@@ -33,11 +33,11 @@ def attention_fwd(
     scale: float,
     softcap: float,
     dropout_p: float,
-    keep_rest: bool,
+    keep_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(out, lse, row_max, row_sum, rest)`` by the Triton kernels; the last three are for the backward.
+    """``(out, lse, row_max, row_sum, rounding_residual)`` by the Triton kernels; the last three are for the backward.
 
-    rest is empty unless `keep_rest` asks for it and the inputs have 16 bits. `bias` and `relative` are
+    rounding_residual is empty unless `keep_residual` asks for it and the inputs have 16 bits. `bias` and `relative` are
     four-dimensional, `slopes` has two dimensions, `learned`, what the score function's args with a gradient are, one;
     `sinks` are float32 or float64; the rest is what :meth:`Constants.flat` makes.
     """
@@ -45,15 +45,15 @@ def attention_fwd(
         raise ValueError(f"scale: got {scale}, allowed are positive numbers")
     from fusedattn.backends.triton import launching
 
-    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_rest)
-    *found, rest = launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants)
-    return (*found, q.new_empty(0, dtype=torch.int8) if rest is None else rest)  # type: ignore[return-value]
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_residual)
+    *found, rounding_residual = launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants)
+    return (*found, q.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual)  # type: ignore[return-value]
 
 
 @attention_fwd.register_fake
 def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *found, rest = results.of_forward(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :]))
-    return (*found, q.new_empty(0, dtype=torch.int8) if rest is None else rest)
+    *found, rounding_residual = results.of_forward(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :]))
+    return (*found, q.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual)
 
 
 @torch.library.custom_op("fusedattn::attention_bwd", mutates_args=())
@@ -71,7 +71,7 @@ def attention_bwd(
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
-    rest: Tensor,
+    rounding_residual: Tensor,
     needed: list[bool],
     tensors: list[Tensor | None],
     sizes: list[int],
@@ -79,7 +79,7 @@ def attention_bwd(
     scale: float,
     softcap: float,
     dropout_p: float,
-    keep_rest: bool,
+    keep_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned)`` by the Triton kernels.
 
@@ -87,9 +87,9 @@ def attention_bwd(
     """
     from fusedattn.backends.triton import launching
 
-    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_rest)
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_residual)
     inputs = (q, k, v, bias, relative, sinks, slopes, learned)
-    kept = (out, row_max, row_sum, rest if rest.numel() else None)
+    kept = (out, row_max, row_sum, rounding_residual if rounding_residual.numel() else None)
     found = launching.backward(dout, dlse, inputs, kept, needed, constants)
     return tuple(q.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
 
@@ -104,7 +104,7 @@ def _attention_bwd_fake(dout: Tensor, dlse: Tensor | None, *others: Any) -> tupl
 
 
 def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Saved tensors: what is differentiable, (out, row_max, row_sum, rest), and the constants'."""
+    """Saved tensors: what is differentiable, (out, row_max, row_sum, rounding_residual), and the constants'."""
     n = N_DIFFERENTIABLE
     return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]
 
@@ -167,21 +167,21 @@ def gradients(
 ) -> Sequence[Tensor | None]:
     """Of q, k, v, bias, relative, sinks, slopes and learned, None where not needed.
 
-    By `attention_bwd` as :func:`forward` by `attention_fwd`; `kept` are (out, row_max, row_sum, rest).
+    By `attention_bwd` as :func:`forward` by `attention_fwd`; `kept` are (out, row_max, row_sum, rounding_residual).
     """
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
-    *of_rows, rest = kept
+    *of_rows, rounding_residual = kept
     if not _is_seen((dout, dlse, *inputs)):
         from fusedattn.backends.triton import launching
 
-        rest = None if rest is None or rest.numel() == 0 else rest
-        found = launching.backward(dout, dlse, inputs, (*of_rows, rest), ask, constants)
+        rounding_residual = None if rounding_residual is None or rounding_residual.numel() == 0 else rounding_residual
+        found = launching.backward(dout, dlse, inputs, (*of_rows, rounding_residual), ask, constants)
         if needs_dk == needs_dv:
             return found
     else:
-        rest = dout.new_empty(0, dtype=torch.int8) if rest is None else rest
-        found = attention_bwd(dout, dlse, *inputs, *of_rows, rest, ask, *constants.flat())
+        rounding_residual = dout.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual
+        found = attention_bwd(dout, dlse, *inputs, *of_rows, rounding_residual, ask, *constants.flat())
     return where_needed(found, needed)
 
 
@@ -192,10 +192,10 @@ def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list
 
 # The op by itself is differentiable too: a compiler takes it as it is.
 def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, _, row_max, row_sum, rest = output
+    out, _, row_max, row_sum, rounding_residual = output
     tensors, *ctx.numbers = inputs[N_DIFFERENTIABLE:]
-    ctx.save_for_backward(*inputs[:N_DIFFERENTIABLE], out, row_max, row_sum, rest, *tensors)
-    ctx.mark_non_differentiable(row_max, row_sum, rest)
+    ctx.save_for_backward(*inputs[:N_DIFFERENTIABLE], out, row_max, row_sum, rounding_residual, *tensors)
+    ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)
     ctx.set_materialize_grads(False)
 
 

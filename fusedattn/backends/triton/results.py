@@ -32,17 +32,19 @@ def new_like(x: Tensor, n: int | None = None) -> Tensor:
 
 
 def of_forward(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(out, lse, row_max, row_sum, rest); rest is None where nothing is kept of what rounding takes."""
+    """(out, lse, row_max, row_sum, rounding_residual); the last is None unless it is asked for, in 16 bits."""
     batch, nheads, seqlen, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, v.shape[3])
-    rest = torch.empty_like(out, dtype=torch.int8) if constants.keep_rest and q.dtype.itemsize == 2 else None
+    rounding_residual = None
+    if constants.keep_residual and q.dtype.itemsize == 2:
+        rounding_residual = torch.empty_like(out, dtype=torch.int8)
     if constants.tensors.cu_seqlens_q is not None:  # rows behind the last sequence see nothing
         out.zero_()
         lse.fill_(-torch.inf)
         row_max.fill_(torch.inf)
         row_sum.fill_(1.0)
-    return out, lse, row_max, row_sum, rest
+    return out, lse, row_max, row_sum, rounding_residual
 
 
 def of_backward(

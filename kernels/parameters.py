@@ -1,0 +1,81 @@
+"""The parameters of kernels that walk over blocks of keys or of queries.
+
+Tensors come first, alone or in tuples (docs/decisions/0007); then numbers, each a parameter of its own, for which
+Triton compiles nothing anew; last the :class:`Tile`, whose every value is a constant. Inside a kernel the numbers are
+put together as :class:`Numbers`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from fusedattn.kernels.dropout import NO_DROPOUT, DropoutArguments
+from fusedattn.kernels.masking import MaskArguments
+from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments
+from fusedattn.kernels.sequences import NOT_PACKED, Sequences
+
+
+class Call(NamedTuple):
+    """The arguments that every kernel of a call of ``attention()`` reads besides q, k and v."""
+
+    mask: MaskArguments
+    score: ScoreArguments = UNMODIFIED
+    dropout: DropoutArguments = NO_DROPOUT
+    sequences: Sequences = NOT_PACKED
+
+
+# Numbers that change with the heads or the lengths, or that a mask's bounds and the tables of a rotation give.
+NOT_SPECIALIZED = (
+    "nheads_q",
+    "nheads_kv",
+    "seqlen_q",
+    "seqlen_k",
+    "n_tiles",
+    "together",
+    "lower_start",
+    "upper_start",
+    "lower_end",
+    "upper_end",
+    "n_positions",
+)
+
+
+class Numbers(NamedTuple):
+    """Numbers of a call that its helpers read.
+
+    Query ``i`` sees keys ``i + lower_start`` to ``i + upper_start``, and those of the `_end` bounds, which count from
+    the diagonal that ends at the last key. `scale` multiplies products of q and k where they are modified, `qk_scale`
+    is left for the softmax, in base 2.
+    """
+
+    lower_start: Any
+    upper_start: Any
+    lower_end: Any
+    upper_end: Any
+    n_positions: Any
+    scale: Any
+    qk_scale: Any
+
+
+class Tile(NamedTuple):
+    """Constants of a kernel, each a ``tl.constexpr``.
+
+    BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up to what tl.dot takes.
+    ACC is the dtype of sums, PRECISION that of float32 products, EXACT as in kernels/softmax.py. Boundary blocks have
+    BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS share a tile (kernels/grouped.py); SPLIT keys
+    are those of one program, or 0 for all.
+    """
+
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    ACC: Any
+    PRECISION: Any
+    EXACT: Any
+    BOUNDARY: Any = tl.constexpr(0)
+    BOUNDARY_STAGES: Any = tl.constexpr(1)
+    HEADS: Any = tl.constexpr(1)
+    SPLIT: Any = tl.constexpr(0)
