@@ -1,4 +1,4 @@
-"""The table of README.md that says what is supported, from fusedattn/support.py.
+"""The table of docs/features.md that says what is supported, from fusedattn/support.py.
 
     python -m bench.support
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.report.page import with_block
 from fusedattn.support import FEATURES
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "features.md"
 
 
 def table() -> Iterator[str]:
@@ -30,4 +30,4 @@ def document(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(document(README.read_text()))
+    PAGE.write_text(document(PAGE.read_text()))

@@ -107,7 +107,7 @@ def test_what_a_cpu_measured_is_not_in_the_tables_of_a_gpu() -> None:
     page, readme = table.PAGE.read_text(), table.README.read_text()
     new_page, new_readme = table.with_results(page, readme, made)
     assert new_readme == readme
-    assert new_page.index("### On a CPU") < new_page.index("CPU Y")
+    assert new_page.index("### Measured on a CPU") < new_page.index("CPU Y")
 
 
 def test_blocks_of_a_page_are_told_apart() -> None:

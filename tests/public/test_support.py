@@ -1,4 +1,4 @@
-"""The table of README.md: every row of it is called, forward and backward, on both backends."""
+"""The table of docs/features.md: every row of it is called, forward and backward, on both backends."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
 
 
 def test_the_table_is_that_of_the_package():
-    text = page.README.read_text(encoding="utf-8")
+    text = page.PAGE.read_text(encoding="utf-8")
     assert page.document(text) == text, "run: python -m bench.support"
     assert [feature.triton[:2] not in ("no", "") for feature in FEATURES] == [
         i < len(CALLS) for i in range(len(FEATURES))

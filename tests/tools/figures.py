@@ -1,4 +1,4 @@
-"""``python -m tests.tools.figures`` writes what is generated on two pages.
+"""``python -m tests.tools.figures`` writes the generated parts of two pages.
 
 The figures of docs/testing.md come from docs/results/ and bench/baselines/, the layers of docs/architecture.md from the
 import law.
@@ -51,12 +51,12 @@ def _accuracy(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _fuzz(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in report["by_dtype"].items())
-    yield "fuzzing", f"{report['problems']} problems ({dtypes}), of which {len(report['failures'])} fail"
+    yield "fuzzing", f"{report['problems']} problems ({dtypes}), {len(report['failures'])} failures"
 
 
 def _mutants(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     fate = {"killed": report["killed"], "shown to change nothing": len(report["equivalent"])}
-    fate["survive"] = len(report["survived"])
+    fate["survived"] = len(report["survived"])
     yield f"{report['planted']} planted faults", ", ".join(f"{number} {what}" for what, number in fate.items())
 
 
@@ -64,13 +64,13 @@ def _soak(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ratio, losses = report["departure_over_noise"], report["final_loss"]
     yield (
         f"soak, {report['steps']} steps in float32",
-        f"loss {report['first_loss']:.3f} to {losses['fused']:.3f} fused, {losses['eager']:.3f} eager; the fused run "
-        f"departs from eager {ratio['geometric_mean']:.2f} times as far as eager in another order of sums",
+        f"loss from {report['first_loss']:.3f} to {losses['fused']:.3f} fused, {losses['eager']:.3f} eager; the fused "
+        f"run departs from eager {ratio['geometric_mean']:.2f} times as far as eager with another order of sums does",
     )
     for dtype, run in report["mixed"].items():
         yield (
             f"soak, {run['steps']} steps in {dtype}",
-            f"{run['nan_gradients']} with a NaN; loss {run['final_loss']['fused']:.3f} fused, "
+            f"{run['nan_gradients']} steps with a NaN gradient; loss {run['final_loss']['fused']:.3f} fused, "
             f"{run['final_loss']['eager']:.3f} eager",
         )
 
