@@ -1,6 +1,6 @@
 """Step 5: rotary position embedding in the prologue: a tile of queries is rotated in registers.
 
-q, k, v, out    (nheads, seqlen, head_dim)     contiguous; head_dim is a power of two; seqlen_q <= seqlen_k
+q, k, v, out    (nheads, seqlen, head_dim)     contiguous; head_dim is a power of two, 16 or more; seqlen_q <= seqlen_k
 cos, sin        (n_positions, head_dim / 2)    float32; feature i forms a pair with feature i + head_dim / 2
 grid            (tiles of BLOCK_M queries * nheads,)
 """

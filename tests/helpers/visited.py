@@ -1,4 +1,4 @@
-"""The blocks of keys that the kernels visit, asked from kernels/masking.py, where every kernel gets them."""
+"""The blocks of keys that a tile of queries visits, by kernels/masking.py."""
 
 from __future__ import annotations
 

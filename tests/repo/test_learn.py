@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedattn import masks, testing
 from fusedattn.testing import Case
 from tests.conftest import INTERPRETING, TERMS_LIMIT, inputs_of, sum_of_terms
+from tests.helpers.compiling import compiling
 from tests.helpers.visited import visited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,8 @@ KERNELS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "kern
 STEPS = ("softmax", "online_softmax", "tiles", "causal", "rope", "backward_dkdv", "backward_dq")
 MOST_LINES = 80
 
-# Lengths that no tile divides; one query; one block of keys; queries that see nothing under a causal mask. With 50 and
-# 51 keys a causal block is hidden, or full, by one pair.
+# Lengths that no tile divides; one query; one block of keys; queries that see nothing under a causal mask. With 50, 51
+# and 53 keys one pair decides whether a causal block is full, or visited.
 LENGTHS = ((37, 37), (1, 45), (36, 50), (32, 16), (50, 21))
 
 # In rounding units of float32 of the sum of the absolute terms that make an element. Scores, weights and sums are
@@ -40,7 +41,7 @@ LENGTHS = ((37, 37), (1, 45), (36, 50), (32, 16), (50, 21))
 # rounds more often, and exp2 of the device is off by up to two units.
 LIMIT = 1.0 if INTERPRETING else TERMS_LIMIT[torch.float32]
 
-# What the kernels of the steps and those of the package must call by one name.
+# Names that the steps and the kernels of the package share.
 SHARED_NAMES = {
     *(
         "BLOCK_M",
@@ -115,7 +116,7 @@ def test_step_is_as_close_to_float64_as_float32_permits(step: str, seqlen_q: int
         assert error <= LIMIT, f"{name}: {error:.2f} units"
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [*LENGTHS, (36, 51), (100, 100)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [*LENGTHS, (36, 51), (36, 53), (100, 100)])
 def test_causal_step_visits_the_blocks_of_the_package(seqlen_q: int, seqlen_k: int) -> None:
     module = module_of("causal")
     inputs = problem("causal", seqlen_q, seqlen_k)
@@ -147,6 +148,41 @@ def test_step_runs_as_a_script_away_from_the_checkout(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert ERROR.sub("#", done.stdout) in ERROR.sub("#", PAGE)
+
+
+# Compile every kernel of the steps, which are named by the arguments, for sm_90. The types of parameters follow from
+# their names.
+COMPILE = """
+import runpy, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+FLOAT32 = {"lse_ptr", "cos_ptr", "sin_ptr", "shift_ptr", "delta_ptr"}
+
+def type_of(name, inputs):
+    if name.isupper():
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return "*i32" if name == "counts_ptr" else "*fp32" if name in FLOAT32 else f"*{inputs}"
+    return "fp32" if name.endswith("scale") else "i32"
+
+for path in sys.argv[1:]:
+    step = runpy.run_path(path)
+    (kernel,) = (x for name, x in step.items() if name.startswith("attention_") and hasattr(x, "arg_names"))
+    sizes = {"HEAD_DIM": 32, "BLOCK_M": step["BLOCK_M"], "BLOCK_N": step.get("BLOCK_N", 16)}
+    signature = {name: type_of(name, "fp16" if "tl.dot" in open(path).read() else "fp32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(name),): n for name, n in sizes.items()})
+    print(kernel.__name__, "mma" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+def test_steps_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler; and 16-bit products must go to tensor cores."""
+    done = compiling("-c", COMPILE, *(str(FOLDER / f"{step}.py") for step in STEPS), cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    forwards = [f"attention_fwd {step not in ('softmax', 'online_softmax')}" for step in STEPS[:5]]
+    assert done.stdout.splitlines() == [*forwards, "attention_bwd_dkdv True", "attention_bwd_dq True"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -212,7 +248,7 @@ def test_broken_references_are_seen() -> None:
 
 
 def test_identifiers_of_the_last_section_exist() -> None:
-    """Of its left column in the steps, of its right one in kernels/."""
+    """The left column has identifiers of the steps, the right one identifiers of kernels/."""
     rows = re.findall(r"^\| (.+) \| (.+) \|$", PAGE.partition("## Line by line")[2], re.MULTILINE)[2:]
     assert len(rows) >= 15
     steps = "\n".join((FOLDER / f"{step}.py").read_text(encoding="utf-8") for step in STEPS)

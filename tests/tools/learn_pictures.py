@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/images/learn"
-PALE, LINE = "#e4eeee", "#8a8a8a"  # of areas, and of what stands behind
-BLOCKS = ("#0b6e6e", "#d1743c", "#5b6fb5", "#7a9a3c")  # one block of keys after the other
+PALE, LINE = "#e4eeee", "#8a8a8a"  # areas, outlines
+BLOCKS = ("#0b6e6e", "#d1743c", "#5b6fb5", "#7a9a3c")  # successive blocks
 
 HEAD_DIM, TILE = 64, 64  # of the memory picture
 REGISTER_FILE = 256 * 1024  # bytes a streaming multiprocessor, sm_80 to sm_100
@@ -240,7 +240,7 @@ def _grid_axes(axes: Axes, x: tuple[float, float], y: tuple[float, float]) -> No
         spine.set_visible(False)
 
 
-# By the name of the file: the function, and the size in inches.
+# File name: the function that draws, and the size in inches.
 PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "memory": (draw_memory, (9.2, 3.4)),
     "online_softmax": (draw_online_softmax, (9.2, 3.4)),
@@ -261,7 +261,7 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")
     path = folder / f"{name}.png"
-    # Few colours: a third of the size.
+    # A palette makes the file a third as large.
     Image.open(drawn).convert("RGB").quantize(48).save(path, optimize=True)
     return path
 
