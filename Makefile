@@ -106,7 +106,7 @@ bench: gpu-check ## on a machine with a GPU: the timings alone, written to bench
 
 clean: ## remove caches and build outputs (.venv, .triton and .versions stay; delete them to install afresh)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	@find fusedattn kernels tests bench -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find fusedattn kernels tests bench docs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was installed from, or the install runs again. The test extra contains
 # the demo extra, so installing the first satisfies the second.

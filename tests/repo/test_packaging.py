@@ -183,6 +183,7 @@ def test_sdist_holds_what_is_needed_to_test_and_to_read(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = {name.partition("/")[2] for name in archive.getnames()}
     top = {"README.md", "CHANGELOG.md", "Makefile", "constraints.txt"}
+    assert {"docs/learn/softmax.py", "docs/images/learn/blocks.png"} <= members
     assert top | {"docs/attention.md", "docs/images/demo.png", "tests/conftest.py", "bench/__main__.py"} <= members
 
 

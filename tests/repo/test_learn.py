@@ -1,0 +1,258 @@
+"""The steps of docs/learn run alone, are right and short; their page has what they print and refers to what exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedattn import masks, testing
+from fusedattn.testing import Case
+from tests.conftest import INTERPRETING, TERMS_LIMIT, inputs_of, sum_of_terms
+from tests.helpers.compiling import compiling
+from tests.helpers.visited import visited
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs/learn"
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+KERNELS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py")}
+
+STEPS = ("softmax", "online_softmax", "tiles", "causal", "rope", "backward_dkdv", "backward_dq")
+MOST_LINES = 80
+
+# Lengths that no tile divides; one query; one block of keys; queries that see nothing under a causal mask. With 50, 51
+# and 53 keys one pair decides whether a causal block is full, or visited.
+LENGTHS = ((37, 37), (1, 45), (36, 50), (32, 16), (50, 21))
+
+# In rounding units of float32 of the sum of the absolute terms that make an element. Scores, weights and sums are
+# rounded at the size of these terms. Measured in the interpreter, with 5 seeds for each of LENGTHS: at most 0.84. A GPU
+# rounds more often, and exp2 of the device is off by up to two units.
+LIMIT = 1.0 if INTERPRETING else TERMS_LIMIT[torch.float32]
+
+# Names that the steps and the kernels of the package share.
+SHARED_NAMES = {
+    *(
+        "BLOCK_M",
+        "BLOCK_N",
+        "HEAD_DIM",
+        "start_m",
+        "start_n",
+        "offs_m",
+        "offs_n",
+        "offs_d",
+        "rows",
+        "keys",
+        "tile",
+        "head",
+    ),
+    *("q_tile", "k_tile", "v_tile", "dout_tile", "seqlen_q", "seqlen_k", "scale", "qk_scale", "upper", "n_full"),
+    *("n_boundary", "scores", "m_i", "l_i", "acc", "m_new", "p", "alpha", "lse", "shift", "seen", "products", "delta"),
+    *("dp", "ds", "dq", "dk", "dv"),
+}
+
+
+@functools.cache
+def module_of(step: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"learn_{step}", FOLDER / f"{step}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def problem(step: str, seqlen_q: int, seqlen_k: int) -> testing.Inputs:
+    """Inputs for a step: two heads, and no gradient of lse. Large keys make a few weights dominate."""
+    options = {"causal": {"causal": "bottom_right"}, "rope": {"rope": "half"}}.get(step, {})
+    inputs = inputs_of(Case(batch=1, nheads_q=2, nheads_kv=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **options))
+    return replace(inputs, k=2.0 * inputs.k, dlse=torch.zeros_like(inputs.dlse))
+
+
+def results_of(step: str, inputs: testing.Inputs) -> dict[str, Tensor]:
+    """The results of a step for every batch and head, by the names of the error budget."""
+    module = module_of(step)
+    q, k, v = heads = [x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v)]
+    if step in ("softmax", "online_softmax"):
+        found = {"out": torch.stack([module.attention(*x) for x in zip(q, k, v, strict=True)])}
+    elif step == "tiles":
+        out, lse = module.attention(inputs.q, inputs.k, inputs.v)
+        return {"out": out, "lse": lse}
+    elif step == "causal":
+        found = {"out": module.attention(*heads)[0]}
+    elif step == "rope":
+        found = {"out": module.attention(*heads, inputs.rope.cos, inputs.rope.sin)}
+    else:
+        exact = testing.golden(inputs)
+        kept = (exact[name].flatten(0, 1).float() for name in ("out", "lse"))
+        gradients = module.attention_bwd(*heads, *kept, inputs.dout.flatten(0, 1))
+        found = {"dq": gradients} if step == "backward_dq" else dict(zip(("dk", "dv"), gradients, strict=True))
+    return {name: x.unflatten(0, inputs.q.shape[:2]) for name, x in found.items()}
+
+
+# Step 5 is for seqlen_q <= seqlen_k: the first queries would stand before position 0.
+PROBLEMS = [(step, n, m) for step in STEPS for n, m in LENGTHS if step != "rope" or n <= m]
+
+
+@pytest.mark.parametrize(("step", "seqlen_q", "seqlen_k"), PROBLEMS)
+def test_step_is_as_close_to_float64_as_float32_permits(step: str, seqlen_q: int, seqlen_k: int) -> None:
+    inputs = problem(step, seqlen_q, seqlen_k)
+    truth, terms = testing.golden(inputs), sum_of_terms(inputs)
+    for name, x in results_of(step, inputs).items():
+        assert x.shape == truth[name].shape
+        unit = torch.finfo(torch.float32).eps * terms[name] + torch.finfo(torch.float32).tiny
+        error = ((x.double() - truth[name]).abs() / unit).max().item()
+        assert error <= LIMIT, f"{name}: {error:.2f} units"
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [*LENGTHS, (36, 51), (36, 53), (100, 100)])
+def test_causal_step_visits_the_blocks_of_the_package(seqlen_q: int, seqlen_k: int) -> None:
+    module = module_of("causal")
+    inputs = problem("causal", seqlen_q, seqlen_k)
+    _, counts = module.attention(*(x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v)))
+    blocks = visited(masks.causal(), seqlen_q, seqlen_k, module.BLOCK_M, module.BLOCK_N)
+    for tile, found in enumerate(counts.tolist()):
+        of_tile = [block.is_full for block in blocks if block.start_m == tile * module.BLOCK_M]
+        assert found == [of_tile.count(True), of_tile.count(False)]
+
+
+# Errors depend on the order of the sums of NumPy and torch.
+ERROR = re.compile(r"\d\.\de-\d\d")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_page_shows_what_the_step_prints(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / f"{step}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    errors = [float(x) for x in ERROR.findall(printed)]
+    assert len(errors) >= 1
+    assert max(errors) < 1e-2
+    assert f"```text\n{ERROR.sub('#', printed)}```\n" in ERROR.sub("#", PAGE)
+
+
+def test_step_runs_as_a_script_away_from_the_checkout(tmp_path: Path) -> None:
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "causal.py")], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert ERROR.sub("#", done.stdout) in ERROR.sub("#", PAGE)
+
+
+# Compile every kernel of the steps, which are named by the arguments, for sm_90. The types of parameters follow from
+# their names.
+COMPILE = """
+import runpy, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+FLOAT32 = {"lse_ptr", "cos_ptr", "sin_ptr", "shift_ptr", "delta_ptr"}
+
+def type_of(name, inputs):
+    if name.isupper():
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return "*i32" if name == "counts_ptr" else "*fp32" if name in FLOAT32 else f"*{inputs}"
+    return "fp32" if name.endswith("scale") else "i32"
+
+for path in sys.argv[1:]:
+    step = runpy.run_path(path)
+    (kernel,) = (x for name, x in step.items() if name.startswith("attention_") and hasattr(x, "arg_names"))
+    sizes = {"HEAD_DIM": 32, "BLOCK_M": step["BLOCK_M"], "BLOCK_N": step.get("BLOCK_N", 16)}
+    signature = {name: type_of(name, "fp16" if "tl.dot" in open(path).read() else "fp32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(name),): n for name, n in sizes.items()})
+    print(kernel.__name__, "mma" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+def test_steps_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter takes more than the compiler; and 16-bit products must go to tensor cores."""
+    done = compiling("-c", COMPILE, *(str(FOLDER / f"{step}.py") for step in STEPS), cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    forwards = [f"attention_fwd {step not in ('softmax', 'online_softmax')}" for step in STEPS[:5]]
+    assert done.stdout.splitlines() == [*forwards, "attention_bwd_dkdv True", "attention_bwd_dq True"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_step_is_short_and_stands_alone(step: str) -> None:
+    source = (FOLDER / f"{step}.py").read_text(encoding="utf-8")
+    assert source.count("\n") <= MOST_LINES
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "."]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported == {"torch", "triton"}
+
+
+def test_folder_has_the_steps_alone_and_the_page_links_each() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(STEPS)
+    for step in STEPS:
+        assert f"[`{step}.py`]({step}.py)" in PAGE
+    links = (ROOT / name for name in ("README.md", "CONTRIBUTING.md"))
+    assert all("(docs/learn/README.md)" in path.read_text(encoding="utf-8") for path in links)
+
+
+def test_steps_use_the_names_of_the_kernels() -> None:
+    words = [set(re.findall(r"\w+", text)) for text in KERNELS.values()]
+    in_kernels = set().union(*words)
+    in_steps = set().union(*(re.findall(r"\w+", (FOLDER / f"{step}.py").read_text("utf-8")) for step in STEPS))
+    assert SHARED_NAMES - in_kernels == set(), "renamed in kernels/: rename it in docs/learn too"
+    assert SHARED_NAMES - in_steps == set(), "no step uses it any more"
+
+
+def broken_references(page: str) -> list[str]:
+    """Links whose file is missing, or whose text is a name that the file in kernels/ does not define."""
+    found = []
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)#]+)(?:#[^)]*)?\)", page):
+        path = (FOLDER / target).resolve()
+        name = text.strip("`")
+        if not path.is_file():
+            found.append(target)
+            continue
+        is_function = path.parent == ROOT / "kernels" and text.startswith("`") and not name.endswith(".py")
+        if is_function and not re.search(rf"^def {re.escape(name)}\(", KERNELS[path.name], re.MULTILINE):
+            found.append(f"{name} in {path.name}")
+    return found
+
+
+def test_references_of_the_page_exist() -> None:
+    assert broken_references(PAGE) == []
+    referred = re.findall(r"\[`(\w+)`\]\(\.\./\.\./kernels/", PAGE)
+    assert {"softmax_update", "key_blocks", "rotate_tile", "modified", "visible", "store_results"} <= set(referred)
+
+
+def test_broken_references_are_seen() -> None:
+    page = (
+        "[`softmax_update`](../../kernels/rope.py) [`a`](../../kernels/nothing.py) [`rope.py`](../../kernels/rope.py)"
+    )
+    assert broken_references(page) == ["softmax_update in rope.py", "../../kernels/nothing.py"]
+
+
+def test_identifiers_of_the_last_section_exist() -> None:
+    """The left column has identifiers of the steps, the right one identifiers of kernels/."""
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", PAGE.partition("## Line by line")[2], re.MULTILINE)[2:]
+    assert len(rows) >= 15
+    steps = "\n".join((FOLDER / f"{step}.py").read_text(encoding="utf-8") for step in STEPS)
+    for row, where in ((0, steps), (1, "\n".join(KERNELS.values()))):
+        for code in (code for columns in rows for code in re.findall(r"`([^`]+)`", columns[row])):
+            missing = set(re.findall(r"[A-Za-z_]\w*", code)) - set(re.findall(r"\w+", where))
+            assert not missing, f"{code}: {missing}"
