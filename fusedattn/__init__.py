@@ -1,6 +1,6 @@
 """Fused scaled-dot-product attention for PyTorch, in Triton.
 
-Nothing is imported lazily: exported programs need the operators that an import of this package registers.
+Nothing is imported lazily: exported programs need the operators that importing this package registers.
 """
 
 from fusedattn import biases, dropout, masks
@@ -38,5 +38,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, without the modules that importing them leaves here."""
+    """The public names, without the submodules that their imports add here."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""``python -m fusedattn``: see fused attention at work, check the kernels on this machine, ask what runs here."""
+"""``python -m fusedattn``: demonstrate fused attention, check the kernels on this machine, list what runs here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fusedattn.cli.parser import build_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a sample of text must not break a terminal that is not UTF-8
+        if isinstance(stream, io.TextIOWrapper):  # a sample of text must not fail on a terminal that is not UTF-8
             stream.reconfigure(errors="replace")
     parser = build_parser()
     options = parser.parse_args(arguments)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has left, as in `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (flushed when Python exits)
         return 141
 

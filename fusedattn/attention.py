@@ -66,42 +66,41 @@ def attention(
     Args:
         q: ``(batch, nheads_q, seqlen_q, head_dim)``; float16, bfloat16, float32 (float64 on the ``torch``
             backend and in Triton's interpreter). Any strides whose last is 1: a transposed
-            ``(batch, seqlen, nheads, head_dim)`` tensor is not copied. head_dim up to 512. Or a nested tensor of this
-            shape with the layout ``torch.jagged``, ragged in seqlen, and k and v likewise: what is said of masks and
-            biases in :func:`fusedattn.attention_varlen` then holds, and out and lse are nested too.
+            ``(batch, seqlen, nheads, head_dim)`` tensor is not copied. head_dim is at most 512. Or a nested tensor of
+            this shape, ragged in seqlen, with the layout ``torch.jagged``; k and v are then nested too, out and lse are
+            nested, and masks and biases have the shapes that :func:`fusedattn.attention_varlen` describes.
         k: ``(batch, nheads_kv, seqlen_k, head_dim)``, dtype and device of q. ``nheads_q`` is a multiple of
             ``nheads_kv``; query head ``h`` attends with KV head ``h // (nheads_q // nheads_kv)``.
-        v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``, likewise; head_dim_v need not be head_dim.
+        v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``, likewise; head_dim_v may differ from head_dim.
         mask: a :class:`fusedattn.masks.Mask`, or a bool tensor broadcastable to
             ``(batch, nheads_q, seqlen_q, seqlen_k)``; True = attend. ``masks.causal()`` aligns the last query
             with the last key.
-        rope: rotary tables and positions, applied to q and k inside; :class:`fusedattn.Rope`.
+        rope: rotary tables and positions, applied to q and k inside the kernels; :class:`fusedattn.Rope`.
         bias: a :class:`fusedattn.biases.Bias`, or a floating-point tensor broadcastable to
-            ``(batch, nheads_q, seqlen_q, seqlen_k)``; its gradient is summed over what it is broadcast over.
+            ``(batch, nheads_q, seqlen_q, seqlen_k)``; its gradient is summed over the broadcast dimensions.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
-        softcap: bound of the scores before the bias (Gemma 2, 2024), a positive number; None for none.
-        score_mod: a function of one's own of each score; :class:`fusedattn.ScoreMod`.
-        sinks: ``(nheads_q,)``, a logit for each head that takes part in the softmax of every query without having a
-            value (Xiao et al., 2023, in the form of gpt-oss); differentiable. lse counts it.
+        softcap: bound of the scores before the bias (Gemma 2, 2024), a positive number; None for no bound.
+        score_mod: a user's function of each score; :class:`fusedattn.ScoreMod`.
+        sinks: ``(nheads_q,)``, one logit per head that takes part in the softmax of every query but has no value
+            (Xiao et al., 2023, in the form of gpt-oss); differentiable. lse counts it.
         dropout_p: probability that a weight is dropped, ``0 <= dropout_p < 1``; the others are divided by
-            ``1 - dropout_p``. Not switched off by ``eval()``: pass 0 then.
-        dropout_seed: int64 tensor of one element; the same seed drops the same weights, which
-            :func:`fusedattn.dropout.keep_mask` tells. None draws one from torch's generator of the device.
-        deterministic: gradients are the same bit for bit on every run. With False, those of q, k and v may be summed in
-            whatever order programs on the GPU come, which saves recomputing the weights once more where there is a
-            kernel for it; it takes a float32 buffer of the shape of q for as long as the backward runs.
-            ``torch.use_deterministic_algorithms(True)``, when the backward runs, overrules False. Of no effect on the
+            ``1 - dropout_p``. ``eval()`` does not switch it off: pass 0 then.
+        dropout_seed: int64 tensor of one element. The same seed drops the same weights;
+            :func:`fusedattn.dropout.keep_mask` returns which. None draws one from torch's generator of the device.
+        deterministic: gradients are the same bit for bit on every run. With False, the gradients of q, k and v may be
+            summed in the order in which GPU programs finish. This saves one recomputation of the weights if there is
+            a kernel for the call, and takes a float32 buffer of the shape of q while the backward runs.
+            ``torch.use_deterministic_algorithms(True)`` during the backward overrules False. No effect on the
             ``torch`` backend.
         return_lse: also return the log-sum-exp of each row's scores.
-        backend: ``"triton"``, ``"torch"``, or None: the Triton kernels for GPU tensors and, where
-            ``TRITON_INTERPRET=1`` is set, through the interpreter for CPU tensors; else torch. A named backend
-            is used or the call raises; it is never replaced.
+        backend: ``"triton"``, ``"torch"``, or None. None runs the Triton kernels for GPU tensors, and for CPU tensors
+            if ``TRITON_INTERPRET=1`` is set (in Triton's interpreter); otherwise torch. A named backend is used or
+            the call raises; it is never replaced.
 
     Returns:
-        out, ``(batch, nheads_q, seqlen_q, head_dim_v)`` in the dtype of q; with the triton backend its dimensions
-        follow each other in memory as those of q do (contiguous where rows of q overlap, or lie more than 2^22 elements
-        apart).
-        With ``return_lse``, ``(out, lse)``: lse natural logarithm, float32 (float64 for float64),
+        out, ``(batch, nheads_q, seqlen_q, head_dim_v)`` in the dtype of q. With the triton backend its dimensions have
+        the memory order of q (contiguous if rows of q overlap or lie more than 2^22 elements apart).
+        With ``return_lse``, ``(out, lse)``: lse is a natural logarithm, float32 (float64 for float64),
         ``(batch, nheads_q, seqlen_q)``, differentiable too.
 
         A query that may attend to nothing has out 0 and lse ``-inf`` (with sinks, its head's sink) and causes no
@@ -109,17 +108,16 @@ def attention(
 
         A NaN or Inf in a key or value never reaches the output or gradient of a query from which the mask hides it
         (under torch.compile the torch backend keeps this for keys that are hidden from every query, such as padding).
-        A bias of ``-inf`` does not contain it: a sum with NaN, and a product of 0 and NaN, are NaN. Nor is one in a
-        query, or in the gradient of its output, contained: it may reach the gradients of all keys and values of its
-        head.
+        A bias of ``-inf`` does not contain it: a sum with NaN, and a product of 0 and NaN, are NaN. A NaN or Inf in a
+        query, or in the gradient of its output, may reach the gradients of all keys and values of its head.
 
         Under autocast, all inputs but float64 are cast to the autocast dtype, as torch's own function does.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong in itself; the message names it, what it got and what
-            is allowed.
-        NotImplementedError: a valid call that the backend cannot run, with every reason; see
-            :func:`fusedattn.not_supported_reasons`.
+        TypeError, ValueError: an argument is wrong in itself; the message names the argument, the value it got and
+            the values that are allowed.
+        NotImplementedError: the call is valid but the backend cannot run it; the message lists every reason, as
+            :func:`fusedattn.not_supported_reasons` does.
     """
     if others:
         raise unknown_argument("attention", others)

@@ -1,7 +1,7 @@
 """Additive biases of the scores as one value; biases combine with ``+``.
 
-A :class:`Bias` is a description, like a mask: :meth:`Bias.dense` writes out the tensor that defines it, which the
-kernels, reading the parts, never store. Distances between a query and a key are counted as the bottom-right causal
+A :class:`Bias` is a description, like a mask. :meth:`Bias.dense` writes out the tensor that defines it; the kernels
+read the parts and never store that tensor. Distances between a query and a key are counted as the bottom-right causal
 mask counts them: the last query stands at the last key.
 """
 
@@ -18,7 +18,7 @@ from fusedattn import indices
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What is added to the scores: the sum of its parts. Build one with the functions of this module.
+    """A term added to the scores: the sum of its parts. Build one with the functions of this module.
 
     With ``distance = j - i - (seqlen_k - seqlen_q)`` of query ``i`` and key ``j``, the parts are:
 
@@ -28,7 +28,7 @@ class Bias:
         relative: floating-point, broadcastable to ``(batch, nheads_q, seqlen_q, 2 c + 1)``, or None; adds
             ``relative[b, h, i, clip(distance, -c, c) + c]``.
 
-    Their gradients are those of the scores, summed where a part is broadcast.
+    The gradient of a part is that of the scores, summed over the broadcast dimensions.
     """
 
     tensor: Tensor | None = None
@@ -59,10 +59,10 @@ class Bias:
                 )
 
     def __add__(self, other: Bias) -> Bias:
-        """Both biases added up, in float32 at least.
+        """The sum of both biases, in float32 at least.
 
         Raises:
-            ValueError: parts of shapes that do not fit each other.
+            ValueError: the shapes of two parts do not fit each other.
         """
         if not isinstance(other, Bias):
             return NotImplemented
@@ -91,9 +91,9 @@ class Bias:
         Args:
             seqlen_q, seqlen_k: of the attention.
             rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default.
-            lengths: of the queries and of the keys of each batch, int ``(batch,)``, where the batches have lengths of
-                their own, at most ``seqlen_q`` and ``seqlen_k``; distances are theirs.
-            dtype: to compute in; by default that of the parts, and float32 at least.
+            lengths: the number of queries and of keys in each batch, int ``(batch,)``, if batches differ in length;
+                at most ``seqlen_q`` and ``seqlen_k``. Distances then follow these lengths.
+            dtype: to compute in; by default the dtype of the parts, float32 at least.
 
         >>> alibi(torch.tensor([0.5])).dense(1, 3).tolist()
         [[[[-1.0, -0.5, 0.0]]]]
@@ -127,7 +127,7 @@ class Bias:
         return dense
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of this bias, under the name that its user gave it by."""
+        """Every tensor of this bias, under the name of the argument that it was passed as."""
         named = {"tensor(x)": self.tensor, "alibi(slopes)": self.slopes, "relative(table)": self.relative}
         return {name: x for name, x in named.items() if x is not None}
 
@@ -136,7 +136,7 @@ class Bias:
         return Bias(*(None if x is None else x.to(device) for x in (self.tensor, self.slopes, self.relative)))
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
-        """Raise ValueError where a tensor of this bias does not fit the shape of the attention."""
+        """Raise ValueError if a tensor of this bias does not fit the shape of the attention."""
         if self.tensor is not None:
             _check_broadcast(
                 self.tensor, "", "(batch, nheads_q, seqlen_q, seqlen_k)", (batch, nheads, seqlen_q, seqlen_k)
@@ -160,22 +160,22 @@ def tensor(x: Tensor) -> Bias:
             weight from a pair; unlike a mask, it does not contain a NaN or Inf in the key or value.
 
     Raises:
-        TypeError: ``x`` is no floating-point tensor.
+        TypeError: ``x`` is not a floating-point tensor.
         ValueError: ``x`` has more than four dimensions.
     """
     return Bias(tensor=x)
 
 
 def alibi(slopes: Tensor) -> Bias:
-    """``-slope * |distance|`` (Press et al., "Train Short, Test Long", 2022); symmetric where the mask is not causal.
+    """``-slope * |distance|`` (Press et al., "Train Short, Test Long", 2022); symmetric if the mask is not causal.
 
     Args:
-        slopes: float32 or float64 ``(nheads_q,)`` or ``(batch, nheads_q)``; :func:`alibi_slopes` has the paper's,
-            which are constants. Differentiable.
+        slopes: float32 or float64 ``(nheads_q,)`` or ``(batch, nheads_q)``; differentiable. :func:`alibi_slopes`
+            returns the constants of the paper.
 
     Raises:
-        TypeError: ``slopes`` is no tensor of float32 or float64.
-        ValueError: ``slopes`` has another number of dimensions.
+        TypeError: ``slopes`` is not a tensor of float32 or float64.
+        ValueError: ``slopes`` does not have one or two dimensions.
     """
     return Bias(slopes=slopes)
 
@@ -183,8 +183,8 @@ def alibi(slopes: Tensor) -> Bias:
 def alibi_slopes(nheads: int) -> Tensor:
     """The slopes of Press et al. (2022), section 3: ``2 ** (-8 h / nheads)`` for ``h = 1 .. nheads``.
 
-    Where ``nheads`` is no power of two, those of the next lower one, and then every second of the next higher one, as
-    in the paper's own code.
+    If ``nheads`` is not a power of two: the slopes for the next lower power, then every second slope for the next
+    higher one, as in the paper's own code.
 
     Returns:
         float32 ``(nheads,)``.
@@ -208,8 +208,8 @@ def relative(table: Tensor) -> Bias:
             for numbers that do not depend on the query.
 
     Raises:
-        TypeError: ``table`` is no floating-point tensor.
-        ValueError: its last dimension is even, or it has more than four.
+        TypeError: ``table`` is not a floating-point tensor.
+        ValueError: its last dimension is even, or it has more than four dimensions.
     """
     return Bias(relative=table)
 
@@ -221,12 +221,12 @@ def shaw(q: Tensor, table: Tensor, *, scale: float | None = None) -> Bias:
     one product of q with the whole table. Differentiable in both.
 
     Args:
-        q: ``(batch, nheads_q, seqlen_q, head_dim)``, the queries that attention gets, or others.
-        table: ``(2 c + 1, head_dim)``, or ``(nheads_q, 2 c + 1, head_dim)`` for one table a head; dtype of q.
+        q: ``(batch, nheads_q, seqlen_q, head_dim)``, the queries of the attention, or others.
+        table: ``(2 c + 1, head_dim)``, or ``(nheads_q, 2 c + 1, head_dim)`` for one table per head; dtype of q.
         scale: ``1 / sqrt(head_dim)`` by default, as for attention.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
     """
     if q.dim() != 4 or table.dim() not in (2, 3) or table.shape[-1] != q.shape[3]:
         raise ValueError(
@@ -243,17 +243,17 @@ def t5(weight: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -
     """The relative position bias of T5: a learned number for each head and bucket of distances; differentiable.
 
     Raffel et al., "Exploring the Limits of Transfer Learning" (2020), section 2.1, with the buckets of its code: half
-    of them for one distance each, the others ever wider up to ``max_distance``, the last for all beyond.
+    of them hold one distance each, the others grow wider up to ``max_distance``, the last holds all beyond.
 
     Args:
         weight: ``(num_buckets, nheads_q)``, as ``relative_attention_bias.weight`` of transformers.
-        bidirectional: half of the buckets are for keys that lie ahead of the query; otherwise these share the bucket
-            of distance 0.
-        max_distance: must lie beyond the distances that have buckets of their own.
+        bidirectional: with True, half of the buckets are for keys ahead of the query; with False these keys share the
+            bucket of distance 0.
+        max_distance: greater than the distances that have a bucket of their own.
 
     Raises:
-        TypeError: ``weight`` is no floating-point tensor.
-        ValueError: too few buckets, or a ``max_distance`` that is too small for them.
+        TypeError: ``weight`` is not a floating-point tensor.
+        ValueError: there are too few buckets, or ``max_distance`` is too small for them.
     """
     _check_floating(weight, "weight")
     if weight.dim() != 2:
@@ -269,7 +269,7 @@ def t5(weight: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -
         raise ValueError(f"max_distance: got {max_distance}, allowed are {exact + 1} and more for this many buckets")
     distance = torch.arange(-max_distance, max_distance + 1, device=weight.device)
     past = distance.abs() if bidirectional else (-distance).clamp(min=0)
-    # In float32, rounded towards zero, like the original: the edges of the buckets depend on it.
+    # In float32, rounded towards zero, as in the original: the edges of the buckets depend on both.
     growth = torch.log(past.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
     bucket = torch.where(past < exact, past, wide)
@@ -279,7 +279,7 @@ def t5(weight: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """Accept what callers pass as a bias: a :class:`Bias`, a floating-point tensor, or None."""
+    """Convert an argument ``bias=`` to a :class:`Bias`: accepts one, a floating-point tensor, or None."""
     if bias is None or isinstance(bias, Bias):
         return bias
     return tensor(bias)

@@ -1,4 +1,4 @@
-"""Arguments that no backend could make sense of: every error names the argument, what it got, what is allowed."""
+"""Checks of arguments, for any backend: every error names the argument, the value it got and the allowed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("triton", "torch")
 
 
-# Argument names of other attention functions, and what to write instead.
+# Argument names of other attention functions, and the replacement to suggest.
 WORDS = {
     "is_causal": "mask=masks.causal('top_left'), torch's alignment, or mask=masks.causal(), which aligns the ends",
     "causal": "mask=masks.causal()",
@@ -37,7 +37,7 @@ WORDS = {
 
 
 def unknown_argument(function: str, others: dict[str, object]) -> TypeError:
-    """The error for an argument that `function` does not have; says what to write instead where that is known."""
+    """The error for an argument that `function` does not have; suggests a replacement if one is known."""
     name = next(iter(others))
     near = WORDS.get(name)
     return TypeError(
@@ -46,7 +46,7 @@ def unknown_argument(function: str, others: dict[str, object]) -> TypeError:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q, k, v are tensors of one attention."""
+    """Raise TypeError or ValueError unless q, k and v fit each other."""
     if _are_alike(q, k, v):
         return
     named = (("q", q), ("k", k), ("v", v))
@@ -91,7 +91,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these are tensors of one attention, for certain: nearly all are, and of every call this is asked."""
+    """Whether q, k and v certainly fit each other: a fast test that nearly every call passes."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     shape_q, shape_k, shape_v, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
@@ -116,7 +116,7 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
-    """Raise TypeError or ValueError unless these are sequences of q and k; what costs no wait is checked."""
+    """Raise TypeError or ValueError unless these are sequences of q and k; checks only what needs no GPU sync."""
     for name, x in (("cu_seqlens_q", packed.cu_seqlens_q), ("cu_seqlens_k", packed.cu_seqlens_k)):
         if not isinstance(x, Tensor) or x.dtype != torch.int32:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -155,7 +155,7 @@ def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:
 
 def check_mask(mask: Mask, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
-    if mask.only_bands:  # which fit any
+    if mask.only_bands:  # bands fit any shape
         return
     if packed is None:
         mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -180,7 +180,7 @@ def check_rope(rope: Rope, q: Tensor, k: Tensor, packed: Packed | None = None) -
         lengths_q, lengths_k = (x.diff().tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
         for length_q, length_k in zip(lengths_q, lengths_k, strict=True):
             rope.check_lengths(length_q, length_k)
-    # sin lies where cos does.
+    # sin is on the device of cos.
     for name, x in (("cos", rope.cos), ("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
         if x is not None and x.device != q.device:
             raise ValueError(f"rope.{name}: got device {x.device}, allowed is the device of q, {q.device}")
@@ -196,7 +196,7 @@ def check_bias(bias: Bias, q: Tensor, k: Tensor, packed: Packed | None = None) -
 
 
 def check_score_mod(score_mod: ScoreMod, q: Tensor) -> None:
-    """Raise TypeError or ValueError unless it is a ScoreMod whose tensors lie on the device of q."""
+    """Raise TypeError or ValueError unless ``score_mod`` is a ScoreMod whose tensors lie on the device of q."""
     if not isinstance(score_mod, ScoreMod):
         raise TypeError(f"score_mod: got {type(score_mod).__name__}, allowed are fusedattn.ScoreMod and None")
     _check_device("score_mod", score_mod.tensors(), q)
@@ -214,12 +214,12 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_dropout_p(dropout_p: float) -> None:
-    """Raise TypeError or ValueError unless it is a probability below 1."""
+    """Raise TypeError or ValueError unless ``dropout_p`` is a probability below 1."""
     check_number("dropout_p", dropout_p, 0.0, 1.0 - sys.float_info.epsilon, "0 <= dropout_p < 1")
 
 
 def check_deterministic(deterministic: bool) -> None:
-    """Raise TypeError unless it is a bool."""
+    """Raise TypeError unless ``deterministic`` is a bool."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, allowed is a bool")
 
@@ -236,7 +236,7 @@ def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
 
 
 def check_number(name: str, x: float, lowest: float, highest: float, allowed: str) -> None:
-    """Raise TypeError unless ``x`` is a number, ValueError unless ``lowest <= x <= highest`` (which no NaN is)."""
+    """Raise TypeError unless ``x`` is a number, ValueError unless ``lowest <= x <= highest`` (NaN never is)."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: got {type(x).__name__}, allowed is a float ({allowed})")
     if not lowest <= x <= highest:

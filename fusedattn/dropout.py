@@ -1,7 +1,7 @@
 """Which weights dropout keeps: a function of the seed and of the pair, so that nothing is stored for the backward.
 
-Philox-4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), with the seed as its key and
-four pairs as its counter; word for word what ``tl.philox`` gives the kernels.
+Philox-4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). Its key is the seed, and one
+counter serves four pairs; every word equals that of ``tl.philox`` in the kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio, and sqrt(3) - 1
 _ROUNDS = 10
 
-# Indices that differ by 8 alone share a counter. In the tiles of matrix products one thread holds them all.
+# Indices that differ only by 8 share a counter. In the tiles of matrix products one thread holds them all.
 _APART = 8
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
-    """A new seed from torch's generator of ``device``: int64 ``(1,)`` there, which nobody waits for."""
+    """Draw a seed from torch's generator of ``device``: int64 ``(1,)`` on that device, without a sync."""
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
@@ -39,9 +39,9 @@ def keep_mask(
 ) -> Tensor:
     """Which weights are kept, bool ``(batch, nheads, seqlen_q, seqlen_k)``; each with probability ``1 - dropout_p``.
 
-    Pair ``(i, j)`` of head ``h`` and batch ``b`` is kept iff a word of Philox under the key ``seed`` is at least
-    ``floor(dropout_p * 2**32)``: of the counter ``(g(j), g(i), (first_batch + b) * nheads + h, 0)``, where ``g(x) =
-    x // 16 * 8 + x % 8``, word number ``i // 8 % 2 * 2 + j // 8 % 2``.
+    Pair ``(i, j)`` of head ``h`` and batch ``b`` is kept iff a word of Philox is at least ``floor(dropout_p * 2**32)``.
+    The key is ``seed``, the counter is ``(g(j), g(i), (first_batch + b) * nheads + h, 0)`` with ``g(x) = x // 16 * 8 +
+    x % 8``, and the word number is ``i // 8 % 2 * 2 + j // 8 % 2``.
 
     Args:
         seed: int64 ``(1,)``.
@@ -52,7 +52,7 @@ def keep_mask(
     device = seed.device
     batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None]
     streams = batches * nheads + torch.arange(nheads, device=device)
-    # Under a compiler a range would fix the lengths.
+    # A range would make the lengths constants under a compiler.
     if rows is None and keys is None and not torch.compiler.is_compiling():
         return kept(seed, dropout_p, streams, range(seqlen_q), range(seqlen_k))
     i, j = indices.select(seqlen_q, rows, device)[:, None], indices.select(seqlen_k, keys, device)
@@ -74,7 +74,7 @@ def kept(seed: Tensor, dropout_p: float, streams: Tensor, rows: range, keys: ran
     (i, skipped_rows), (j, skipped_keys) = (_groups(x, seed.device) for x in (rows, keys))
     words = _words(seed, streams, i[:, None], j)
     threshold = int(dropout_p * 2**32)
-    # (..., i // 16, i % 8, j // 16, j % 8) each
+    # each (..., i // 16, i % 8, j // 16, j % 8)
     a, b, c, d = ((word >= threshold).unflatten(-1, (-1, _APART)).unflatten(-3, (-1, _APART)) for word in words)
     even, odd = (torch.stack(pair, dim=-2).flatten(-3) for pair in ((a, b), (c, d)))
     found = torch.stack((even, odd), dim=-3).flatten(-4, -2)
@@ -82,12 +82,12 @@ def kept(seed: Tensor, dropout_p: float, streams: Tensor, rows: range, keys: ran
 
 
 def _group(x: Tensor) -> Tensor:
-    """An index without the bit by which those of a counter differ."""
+    """An index without the bit that tells apart the indices of one counter."""
     return x // (2 * _APART) * _APART + x % _APART
 
 
 def _groups(part: range, device: torch.device) -> tuple[Tensor, int]:
-    """The groups, int64 ``(n,)``, of whole stretches of 16 indices around `part`, and how many come before it."""
+    """The groups, int64 ``(n,)``, of the runs of 16 indices that cover `part`, and how many indices precede `part`."""
     size = 2 * _APART
     first, stop = part.start // size, -(-part.stop // size)
     return torch.arange(first * _APART, stop * _APART, device=device), part.start - first * size
@@ -98,12 +98,12 @@ def _words(seed: Tensor, streams: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor,
 
 
 def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words, int64 tensors of numbers below ``2**32``, of four such words that broadcast; seed int64."""
+    """Philox's four output words, int64 below ``2**32``, of four such counter words that broadcast; seed int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(_ROUNDS):
-        # The low 64 bits of a product are right although it overflows int64. Its high word stays above the low one,
-        # and the copies of its sign above its high word, until they are cut off.
+        # The low 64 bits of a product are right although it overflows int64. The shift copies its sign bit above the
+        # high word; the mask cuts those copies off.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((second >> 32) ^ c1 ^ k0) & _WORD
         c2 = ((first >> 32) ^ c3 ^ k1) & _WORD

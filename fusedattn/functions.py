@@ -1,4 +1,4 @@
-"""Users' functions: ``@triton.jit`` ones under names, because an op takes a string but no function; and their args."""
+"""Users' ``@triton.jit`` functions, registered under names because an op takes a string but no function; their args."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 _FUNCTIONS: dict[str, Any] = {}
-_KEYS: dict[int, str] = {}  # by id, which stays the function's own because `_FUNCTIONS` keeps it alive
+_KEYS: dict[int, str] = {}  # by id, which no other object can get: `_FUNCTIONS` keeps the function alive
 _NAMES: Counter[str] = Counter()  # how many functions have each name
 
 
 def register(function: Any, name: str = "function") -> str:
-    """The key under which :func:`registered` finds ``function``; the same one each time for the same object.
+    """The key under which :func:`registered` finds ``function``; the same object always has the same key.
 
-    Not inside what ``torch.compile`` compiles, which cannot look into a ``@triton.jit`` function. The key of a function
-    that shares its name with no other is the same in every process, for programs that are saved with it.
+    Call this outside compiled code: ``torch.compile`` cannot look into a ``@triton.jit`` function. If no other function
+    has the same name, the key is the same in every process, so that saved programs can hold it.
 
     Raises:
-        TypeError: ``function`` is no ``@triton.jit`` function; ``name`` is what the message calls it.
+        TypeError: ``function`` is not a ``@triton.jit`` function; the message calls it ``name``.
     """
     key = _KEYS.get(id(function))
     if key is None:
-        source = getattr(function, "fn", None)  # of a compiled and of an interpreted function
+        source = getattr(function, "fn", None)  # compiled and interpreted functions have it
         if not callable(source):
             raise TypeError(f"{name}: got {type(function).__name__}, allowed is a @triton.jit function")
         of_source = f"{source.__module__}.{source.__qualname__}"
@@ -40,7 +40,7 @@ def register(function: Any, name: str = "function") -> str:
 
 
 def registered(key: str) -> Any:
-    """The function that :func:`register` returned ``key`` for; KeyError where there is none."""
+    """The function that :func:`register` returned ``key`` for; KeyError if there is none."""
     if key not in _FUNCTIONS:
         raise KeyError(
             f"function: got {key!r}, allowed are functions of the masks and ScoreMods that this process has made; "
@@ -51,7 +51,7 @@ def registered(key: str) -> Any:
 
 @dataclass(frozen=True)
 class Importable:
-    """A ``@triton.jit`` function on its way through ``copy`` and ``pickle``: copied as itself, pickled by its name."""
+    """A ``@triton.jit`` function that ``copy`` copies as the same object and ``pickle`` stores by its name."""
 
     function: Any
 
@@ -77,7 +77,7 @@ def _imported(name: str) -> Importable:
 
 
 def rebuilt(make: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `make`, with the functions that are :class:`Importable`: what ``__reduce__`` asks for."""
+    """Call `make` with each :class:`Importable` argument unwrapped; for ``__reduce__``."""
     return make(*(x.function if isinstance(x, Importable) else x for x in arguments))
 
 
@@ -92,15 +92,15 @@ def check_args(args: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True)
 class LearnedArg:
-    """Stands for a tensor that has a gradient, and so reaches an op by itself."""
+    """Placeholder for a tensor with a gradient, which an op takes as an argument of its own."""
 
     n_entries: int
 
 
 def written(args: tuple[Any, ...], learned: Collection[int] = ()) -> str:
-    """The numbers of ``args``, a comma behind each: an op takes no mixed tuple.
+    """Serialise the numbers of ``args``, each followed by a comma: an op takes no mixed tuple.
 
-    Nothing stands for a tensor, and the number of entries, behind an ``@``, for one that is `learned`.
+    A tensor becomes an empty string, and a tensor that is `learned` becomes ``@`` and its number of entries.
     """
     return "".join(f"{_written(x)}," for x in without_learned(args, learned))
 
@@ -112,7 +112,7 @@ def _written(x: Any) -> str:
 
 
 def read(numbers: str, tensors: Iterator[Tensor]) -> tuple[Any, ...]:
-    """What :func:`written` was given, with its tensors one after the other."""
+    """The args that :func:`written` serialised; their tensors come from `tensors`, in order."""
     return tuple(_number(number) if number else next(tensors) for number in numbers.split(",")[:-1])
 
 
@@ -123,12 +123,12 @@ def _number(text: str) -> int | float | LearnedArg:
 
 
 def without_learned(args: tuple[Any, ...], learned: Collection[int]) -> tuple[Any, ...]:
-    """The same with a :class:`LearnedArg` in place of each of the tensors that are `learned`."""
+    """``args`` with a :class:`LearnedArg` in place of each tensor whose index is in `learned`."""
     return tuple(LearnedArg(x.numel()) if i in learned else x for i, x in enumerate(args))
 
 
 def with_learned(args: tuple[Any, ...], learned: Tensor | None) -> tuple[Any, ...]:
-    """The same with the parts of `learned` ``(n,)`` where a :class:`LearnedArg` stands for them."""
+    """``args`` with each :class:`LearnedArg` replaced by its part of `learned`, ``(n,)``."""
     if learned is None:
         return args
     parts = iter(learned.split([x.n_entries for x in args if isinstance(x, LearnedArg)]))
@@ -136,7 +136,7 @@ def with_learned(args: tuple[Any, ...], learned: Tensor | None) -> tuple[Any, ..
 
 
 def readers_of(readers: str, args: tuple[Any, ...]) -> list[tuple[int, int, Any, Any]]:
-    """What :class:`fusedattn.ScoreMod` has written: (first entry, number of entries, index, derivative) of each."""
+    """Parse ``ScoreMod.readers``: (first entry, number of entries, index, derivative) of each."""
     found = []
     for reader in filter(None, readers.split(";")):
         arg, index, derivative = reader.split(" ")
@@ -153,7 +153,7 @@ def check_eager(eager: Any) -> None:
 
 
 def args_to(args: tuple[Any, ...], device: torch.device | str) -> tuple[Any, ...]:
-    """The same with the tensors on ``device``."""
+    """``args`` with the tensors on ``device``."""
     return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
 
 

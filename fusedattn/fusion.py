@@ -1,9 +1,9 @@
-"""``fuse(model)``: fused attention in the place of a model's own, sharing everything else.
+"""``fuse(model)``: replace the attention of a model by fused attention, in place.
 
 A module that computes attention has a fused twin, a subclass of its class that computes the same. Fusing a model
-changes the class of such modules in place, so that parameters, buffers, hooks, names, optimizers and every reference to
-a module stay what they were. Models of Hugging Face transformers look their attention up by a name in their config;
-there, the name is changed too.
+changes the class of such modules in place, so parameters, buffers, hooks, names, optimizers and references to modules
+stay as they were. Models of Hugging Face transformers look their attention up by a name in their config; that name
+is changed too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Subclasses of these may compute something else, and are refused.
+# Subclasses of these are refused: they may compute something else.
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
     ScaledDotProductAttention: FusedScaledDotProductAttention,
     nn.MultiheadAttention: FusedMultiheadAttention,
@@ -36,7 +36,7 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Replacement:
-    """What is fused: the name of a module in the model, and its class (or implementation) before and after."""
+    """A fused module: its name in the model, and its class (or implementation) before and after."""
 
     name: str
     reference: str
@@ -47,17 +47,17 @@ class Replacement:
 
 
 def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = True) -> Model:
-    """Run every attention in ``model`` that is known through :func:`fusedattn.attention`, in place.
+    """Run every known attention in ``model`` through :func:`fusedattn.attention`, in place.
 
     Known are the reference Transformer of ``fusedattn.transformer``; ``torch.nn.MultiheadAttention``, and with it
     ``nn.TransformerEncoderLayer``, ``nn.TransformerDecoderLayer`` and ``nn.Transformer``; and models of Hugging Face
     transformers that choose their attention by ``attn_implementation``.
 
     Args:
-        model: any module with such attention somewhere in its tree, or one itself. Parameters,
-            ``state_dict`` keys, hooks and modes are untouched; fusing twice is fusing once.
+        model: any module that is or contains such attention. Parameters, ``state_dict`` keys, hooks and modes are
+            untouched; fusing twice is fusing once.
         backend: passed on to :func:`fusedattn.attention`; None chooses by device.
-        deterministic: likewise; with False gradients may be summed in any order.
+        deterministic: likewise; with False, gradients may be summed in any order.
 
     Returns:
         ``model`` itself. :func:`fusion_report` lists what was replaced, :func:`unfuse` undoes it.
@@ -129,13 +129,13 @@ def fusion_report(model: nn.Module) -> list[Replacement]:
 
 
 def _twins() -> dict[type[nn.Module], type[nn.Module]]:
-    """By class, its fused twin; those of transformers too, once that is imported."""
+    """The fused twin of each class; including classes of transformers once that is imported."""
     hugging_face = _hugging_face()
     return TWINS | hugging_face.TWINS if hugging_face else TWINS
 
 
 def _hugging_face() -> ModuleType | None:
-    """The integration with transformers; None where that is old, or nobody has imported it, so that no model is its."""
+    """The integration with transformers; None if transformers is too old or not imported (no model can then be its)."""
     if "transformers" not in sys.modules:
         return None
     try:
@@ -146,7 +146,7 @@ def _hugging_face() -> ModuleType | None:
 
 
 def _of_old_transformers(model: nn.Module) -> list[str]:
-    """Why models of transformers are not fused where the integration cannot be imported."""
+    """Reasons why models of transformers are not fused if the integration cannot be imported."""
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None)
     if kind is None or not any(isinstance(module, kind) for module in model.modules()):
@@ -155,7 +155,7 @@ def _of_old_transformers(model: nn.Module) -> list[str]:
 
 
 def _reasons(module: nn.Module) -> list[str]:
-    """Why this one module cannot be fused, or cannot be left aside."""
+    """Reasons why this one module cannot be fused, or cannot be skipped."""
     for reference, twin in TWINS.items():
         if not isinstance(module, reference):
             continue

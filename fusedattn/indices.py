@@ -1,4 +1,4 @@
-"""Which queries and keys a part of the scores is of: by a slice or an int64 tensor ``(n,)``, None for all."""
+"""Select the queries and keys of a part of the scores: by a slice or an int64 tensor ``(n,)``; None for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def select(seqlen: int, part: Tensor | slice | None, device: torch.device | str | None) -> Tensor:
-    """The chosen ones of ``0 .. seqlen - 1``, int64 ``(n,)``."""
+    """The selected indices among ``0 .. seqlen - 1``, int64 ``(n,)``."""
     if isinstance(part, Tensor):
         return part.to(device)
     index = torch.arange(seqlen, device=device)
@@ -20,7 +20,7 @@ def four_dimensional(x: Tensor) -> Tensor:
 
 
 def part_of(x: Tensor, rows: Tensor | slice | None, keys: Tensor | slice | None) -> Tensor:
-    """The part of ``x``, broadcastable to the scores; four dimensions, of which those of size 1 stay."""
+    """The part of ``x``, broadcastable to the scores; four dimensions, and those of size 1 stay so."""
     x = four_dimensional(x)
     if rows is not None and x.shape[2] != 1:
         x = x[:, :, rows]
@@ -32,7 +32,7 @@ def part_of(x: Tensor, rows: Tensor | slice | None, keys: Tensor | slice | None)
 def of_scores(
     batch: int, nheads: int, q_index: Tensor, k_index: Tensor, first_batch: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What users' functions get: int64, ``(batch, 1, 1, 1)``, ``(nheads, 1, 1)``, ``(rows, 1)`` and ``(keys,)``."""
+    """Indices for users' functions: int64 ``(batch, 1, 1, 1)``, ``(nheads, 1, 1)``, ``(rows, 1)`` and ``(keys,)``."""
     device = q_index.device
     batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None, None, None]
     heads = torch.arange(nheads, device=device)[:, None, None]

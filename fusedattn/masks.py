@@ -1,8 +1,8 @@
 """Attention masks as one value: ``True`` means "may attend", and masks combine with ``&``.
 
 A :class:`Mask` is a description, not a ``(seqlen_q, seqlen_k)`` tensor. :meth:`Mask.dense` writes the tensor
-out, and that tensor *defines* the mask: eager code multiplies by it, and the kernels, which read the parts
-directly to skip what is hidden, are tested against it.
+out, and that tensor *defines* the mask: eager code multiplies by it. The kernels read the parts directly, to skip
+hidden blocks, and are tested against the tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Prefix:
 
     Attributes:
         lengths: int32 or int64 ``(batch,)``.
-        align: of the causal mask.
+        align: the alignment of the causal mask.
     """
 
     lengths: Tensor
@@ -66,7 +66,7 @@ class Documents:
     """A query sees the keys of its own document.
 
     Attributes:
-        q, k: the number of each one's document, int32 or int64 ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``.
+        q, k: the document of each query and key, int32 or int64 ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``.
     """
 
     q: Tensor
@@ -115,10 +115,10 @@ class MaskFunction:
     Attributes:
         function: ``@triton.jit``, ``function(batch, head, q_index, k_index, args)`` -> bool tile.
         eager: the same in torch; the indices are int64 tensors that broadcast to
-            ``(batch, nheads_q, seqlen_q, seqlen_k)``, and so must the bool result. None where no eager code needs it.
+            ``(batch, nheads_q, seqlen_q, seqlen_k)``, and so must the bool result. None if no eager code needs it.
         args: tensors, ints and floats; a tensor is a pointer in ``function`` and a tensor in ``eager``.
-        key: what :func:`fusedattn.functions.registered` finds ``function`` under.
-        numbers: those of ``args``, as :func:`fusedattn.functions.written`.
+        key: the key of ``function`` for :func:`fusedattn.functions.registered`.
+        numbers: the numbers of ``args``, serialised by :func:`fusedattn.functions.written`.
     """
 
     function: Any
@@ -188,11 +188,11 @@ class Mask:
                 )
 
     def __and__(self, other: Mask) -> Mask:
-        """A query attends where both masks allow it.
+        """A query sees the keys that both masks allow.
 
         Raises:
-            ValueError: tensors of shapes that do not fit each other; two prefixes of different alignments; two
-                different sets of documents, block sizes or functions.
+            ValueError: the shapes of two tensors do not fit each other; the masks have prefixes of different
+                alignments, or different documents, block sizes or functions.
         """
         if not isinstance(other, Mask):
             return NotImplemented
@@ -211,29 +211,29 @@ class Mask:
         )
 
     def __bool__(self) -> bool:
-        """Raises: ``a and b`` would silently be ``b``."""
+        """Raise TypeError: ``a and b`` would silently be ``b``."""
         raise TypeError(
             "mask: got 'and', 'or', 'not' or 'if' on a mask; a & b lets a query attend to the keys that both allow"
         )
 
     def __or__(self, other: object) -> Mask:
-        """Raises: the key blocks to visit could not be told from a union."""
+        """Raise NotImplementedError: the key blocks to visit cannot be derived from a union."""
         raise NotImplementedError("mask: got '|', allowed are '&' and masks.boolean(a.dense(...) | b.dense(...))")
 
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        """Raises, as ``|`` does."""
+        """Raise NotImplementedError, as ``|`` does."""
         raise NotImplementedError("mask: got '~', allowed are '&' and masks.boolean(~mask.dense(...))")
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is masked by construction (a padding mask that happens to be all True counts as one)."""
+        """Whether the mask has no part that could hide a pair (a padding mask is one, even if it is all True)."""
         return self.only_bands and not self.bands
 
     @property
     def only_bands(self) -> bool:
-        """Whether there is nothing but bands."""
+        """Whether the mask has no parts but bands."""
         by_tensor = self.valid is not None or self.allowed is not None or self.documents is not None
         return not by_tensor and self.prefix is None and self.layout is None and self.function is None
 
@@ -266,18 +266,18 @@ class Mask:
 
         Args:
             seqlen_q, seqlen_k: of the attention.
-            rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default. Whatever is
-                left out, alignments are those of the whole.
-            batch, nheads: how many batches and query heads there are; only a mask with a function needs them.
+            rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default. Alignments
+                remain those of the whole mask.
+            batch, nheads: the number of batches and of query heads; only a mask with a function needs them.
             first_batch: the index of the first batch, for that function.
-            lengths: of the queries and of the keys of each batch, int ``(batch,)``, where the batches have lengths of
-                their own, at most ``seqlen_q`` and ``seqlen_k``; alignments are theirs. What lies behind is not hidden.
-            device: that of the mask's tensors by default, or torch's default.
-            expand: with False, the result may be of one query or one key where the mask depends on neither, and may
-                share memory with a tensor of this mask.
+            lengths: the number of queries and of keys in each batch, int ``(batch,)``, if batches differ in length; at
+                most ``seqlen_q`` and ``seqlen_k``. Alignments follow these lengths; pairs beyond them are not hidden.
+            device: by default that of the mask's tensors, or torch's default if it has none.
+            expand: with False, a dimension of queries or keys on which the mask does not depend may have size 1, and
+                the result may share memory with a tensor of this mask.
 
         Raises:
-            NotImplementedError: the mask has a function that came without ``eager=``.
+            NotImplementedError: the mask has a function without ``eager=``.
 
         >>> causal().dense(2, 3)[0, 0].int().tolist()
         [[1, 1, 0], [1, 1, 1]]
@@ -305,7 +305,7 @@ class Mask:
             ids_q = indices.part_of(self.documents.q[:, None, :, None], rows, None)
             ids_k = indices.part_of(self.documents.k[:, None, None, :], None, keys)
             allowed.append(ids_q == ids_k)
-        is_expanded = bool(allowed)  # each of these has all queries and keys, of the others none need have
+        is_expanded = bool(allowed)  # only the tensors so far certainly have all queries and keys
         if self.layout is not None:
             allowed.append(self.layout.dense(q_index, k_index))
         if self.valid is not None:
@@ -320,7 +320,7 @@ class Mask:
         return dense[(None,) * (4 - dense.dim())]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of this mask, under the name that its user gave it by."""
+        """Every tensor of this mask, under the name of the argument that it was passed as."""
         named: dict[str, Tensor | None] = {"padding(valid)": self.valid, "boolean(m)": self.allowed}
         if self.prefix is not None:
             named["prefix_lm(lengths)"] = self.prefix.lengths
@@ -354,7 +354,7 @@ class Mask:
         )
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
-        """Raise ValueError where a tensor of this mask does not fit the shape of the attention."""
+        """Raise ValueError if a tensor of this mask does not fit the shape of the attention."""
         exact: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         if self.valid is not None:
             exact.append(("padding(valid)", self.valid, "(batch, seqlen_k)", (batch, seqlen_k)))
@@ -385,30 +385,30 @@ def full() -> Mask:
 
 
 def causal(align: CausalAlign = "bottom_right") -> Mask:
-    """Queries do not look ahead.
+    """A query sees its own key and those before it.
 
     The two alignments differ when ``seqlen_q != seqlen_k``. ``"bottom_right"`` lets the last query see every
-    key (query ``i`` sees ``j <= i + seqlen_k - seqlen_q``), which is what decoding with a cache needs and what
-    FlashAttention means. ``"top_left"`` lets query ``i`` see ``j <= i``, as ``is_causal`` of torch does.
+    key (query ``i`` sees ``j <= i + seqlen_k - seqlen_q``), as decoding with a cache needs and FlashAttention
+    does. ``"top_left"`` lets query ``i`` see ``j <= i``, as ``is_causal`` of torch does.
 
     Raises:
-        ValueError: ``align`` is neither.
+        ValueError: ``align`` is unknown.
     """
     return Mask(bands=frozenset({Band(None, 0, align)}))
 
 
 def window(left: int | None, right: int | None, align: CausalAlign = "bottom_right") -> Mask:
-    """A sliding window: query ``i`` sees ``left`` keys before its own and ``right`` behind it.
+    """A sliding window: query ``i`` sees its own key, ``left`` keys before it and ``right`` keys behind it.
 
-    Its own is key ``i + seqlen_k - seqlen_q`` for ``"bottom_right"``, as in FlashAttention's
-    ``window_size=(left, right)``, and key ``i`` for ``"top_left"``. Beltagy et al., "Longformer" (2020);
+    Its own key is ``i + seqlen_k - seqlen_q`` for ``"bottom_right"``, as in FlashAttention's
+    ``window_size=(left, right)``, and ``i`` for ``"top_left"``. Beltagy et al., "Longformer" (2020);
     Mistral's window of ``w`` keys is ``window(w - 1, 0)``.
 
     Args:
         left, right: 0 and more, or None for no limit on that side (FlashAttention's -1).
 
     Raises:
-        TypeError: ``left`` or ``right`` is no int.
+        TypeError: ``left`` or ``right`` is not an int.
         ValueError: ``left`` or ``right`` is negative, or ``align`` is unknown.
     """
     band = Band(left, right, align)
@@ -426,7 +426,7 @@ def prefix_lm(lengths: Tensor, align: CausalAlign = "bottom_right") -> Mask:
         align: as for :func:`causal`.
 
     Raises:
-        TypeError: ``lengths`` is no integer tensor.
+        TypeError: ``lengths`` is not an integer tensor.
         ValueError: ``lengths`` is not one-dimensional, or ``align`` is unknown.
     """
     return Mask(prefix=Prefix(lengths, align))
@@ -466,8 +466,8 @@ def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
         ids_k: int32 or int64 ``(batch, seqlen_k)``; ``ids_q`` by default.
 
     Raises:
-        TypeError: ids that are no integer tensor.
-        ValueError: ids that are not two-dimensional.
+        TypeError: the ids are not an integer tensor.
+        ValueError: the ids are not two-dimensional.
     """
     return Mask(documents=Documents(ids_q, ids_q if ids_k is None else ids_k))
 
@@ -480,8 +480,8 @@ def block_sparse(blocks: Tensor, block_size: int | tuple[int, int]) -> Mask:
         block_size: ``(block_q, block_k)``, positive multiples of 16, or one number for both.
 
     Raises:
-        TypeError: ``blocks`` is not a bool tensor, ``block_size`` no int or two.
-        ValueError: ``blocks`` has more than four dimensions, ``block_size`` is no positive multiple of 16.
+        TypeError: ``blocks`` is not a bool tensor, or ``block_size`` is not one or two ints.
+        ValueError: ``blocks`` has more than four dimensions, or ``block_size`` is not a positive multiple of 16.
     """
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(sizes) != 2:
@@ -490,21 +490,21 @@ def block_sparse(blocks: Tensor, block_size: int | tuple[int, int]) -> Mask:
 
 
 def function(fn: Any, eager: Callable[..., Tensor] | None = None, args: tuple[Any, ...] = ()) -> Mask:
-    """A pair is visible where ``fn`` says so; see :class:`MaskFunction`.
+    """A query sees the keys for which ``fn`` returns True; see :class:`MaskFunction`.
 
     Args:
         fn: ``@triton.jit`` function ``fn(batch, head, q_index, k_index, args)`` -> bool tile.
         eager: the same in torch, for the ``torch`` backend and for :meth:`Mask.dense`.
-        args: tensors, ints and floats that both get.
+        args: tensors, ints and floats, passed to both.
 
     Raises:
-        TypeError: ``fn`` is no ``@triton.jit`` function, ``eager`` no function, or ``args`` no tuple of those.
+        TypeError: ``fn`` is not a ``@triton.jit`` function, ``eager`` is not a function, or ``args`` not such a tuple.
     """
     return Mask(function=MaskFunction(fn, eager, args))
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
-    """Accept what callers pass as a mask: a :class:`Mask`, a bool tensor (True = attend), or None (see all)."""
+    """Convert an argument ``mask=`` to a :class:`Mask`: accepts one, a bool tensor (True = attend), or None (full)."""
     if mask is None:
         return _FULL
     if isinstance(mask, Mask):

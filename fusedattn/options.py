@@ -1,4 +1,4 @@
-"""What a call is asked to compute: everything besides q, k and v."""
+"""The options of a call: every argument besides q, k and v."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedattn.support import Backend
 
 
 class Keywords(TypedDict, total=False):
-    """What callers may name, for type checkers; :func:`fusedattn.attention` says what each means."""
+    """The keyword arguments, for type checkers; :func:`fusedattn.attention` says what each means."""
 
     mask: Mask | Tensor | None
     rope: Rope | None
@@ -32,7 +32,7 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Packed:
-    """Where sequences lie that share a batch of 1: int32 ``(n_sequences + 1,)`` each, and lengths none exceeds."""
+    """Where packed sequences lie in a batch of 1: int32 ``(n_sequences + 1,)`` each, and lengths none exceeds."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -41,20 +41,20 @@ class Packed:
 
     @property
     def n_sequences(self) -> int:
-        """How many there are."""
+        """The number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
 
 
-@dataclass(eq=False)  # and not frozen: that would take a fiftieth of a short call
+@dataclass(eq=False)  # not frozen: that would take a fiftieth of a short call
 class Options:
     """One call of :func:`fusedattn.attention` or :func:`fusedattn.attention_varlen`, besides q, k and v.
 
-    :func:`fusedattn.prepare.prepared` checks it and fills in what the caller left open. Then the scale is positive,
-    and there is a seed where there is dropout.
+    :func:`fusedattn.prepare.prepared` checks them and fills in the defaults. After that the scale is positive, and
+    dropout has a seed.
 
     Attributes:
-        packed: where the sequences lie; None where each batch is one.
-        first_batch: the number of the first batch, which functions and dropout count from.
+        packed: where the sequences lie; None if each batch is one sequence.
+        first_batch: the number of the first batch, from which functions and dropout count.
     """
 
     mask: Mask
@@ -72,5 +72,5 @@ class Options:
     first_batch: int = 0
 
     def of_numbers(self) -> dict[str, Any]:
-        """What the results depend on, as :func:`fusedattn.reference.attention` takes it."""
+        """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""
         return {name: x for name, x in vars(self).items() if name not in ("deterministic", "return_lse", "packed")}

@@ -1,4 +1,4 @@
-"""From the arguments of ``attention()`` to what is computed: checks, defaults, autocast, the sign of the scale."""
+"""Prepare a call of ``attention()``: checks, defaults, autocast, the sign of the scale."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
-    """That of the caller, or the default one.
+    """The caller's scale, or the default one.
 
     Raises:
         TypeError, ValueError: the scale is no finite number.
     """
     if scale is None:
-        has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # all others are refused later
+        has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # any other q is refused later
         return 1.0 / math.sqrt(q.shape[-1]) if has_features else 1.0
     checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     return float(scale)
@@ -32,9 +32,9 @@ def scale_of(scale: float | None, q: Tensor) -> float:
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend | None
 ) -> tuple[Tensor, Tensor, Tensor, Backend]:
-    """q, k and v, ``(batch, nheads, seqlen, head_dim)``, as a backend takes them, and which one that is.
+    """q, k and v, ``(batch, nheads, seqlen, head_dim)``, as the backend takes them, and the backend.
 
-    `options` get what the caller left open, and a positive scale.
+    Fills in the defaults in `options`, and makes their scale positive.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`fusedattn.attention`.
@@ -76,7 +76,7 @@ def prepared(
         if len(_known) >= MOST_KNOWN:
             _known.clear()
         _known[kind] = chosen
-    # On a GPU reading the positions would wait for it; there, the kernels turn rows outside the tables into NaN.
+    # Reading the positions on a GPU would wait for it; there, the kernels turn rows outside the tables into NaN.
     if options.rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
         options.rope.check_positions()
     if options.dropout_p and options.dropout_seed is None:
@@ -87,17 +87,17 @@ def prepared(
 
 
 MOST_KNOWN = 256
-_known: dict[Hashable, Backend] = {}  # of each kind that some backend can run: which
+_known: dict[Hashable, Backend] = {}  # the backend of each kind of call that one can run
 
 
 def _kind(q: Tensor, k: Tensor, v: Tensor, backend: Backend | None) -> Hashable:
-    """What decides whether q, k and v pass, and by which backend; None where it is more than that.
+    """The attributes that decide whether q, k and v are valid, and on which backend; None if they do not suffice.
 
-    A short call takes longer to check than to look up.
+    In a short call the checks take longer than a look-up.
     """
     if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
-    # Sizes may be symbols, or tensors.
+    # Here sizes may be symbols, or tensors.
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return None
     return (
@@ -113,15 +113,15 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, backend: Backend | None) -> Hashable:
 _PLAIN = (Tensor, Parameter)
 
 
-# The smallest normal float32 number: kernels get the scale in float32, where GPUs may take smaller ones for 0.
+# The smallest normal float32 number: kernels get the scale in float32, and GPUs may flush smaller numbers to 0.
 SMALLEST_SCALE = 2.0**-126
 
 
 def _with_positive_scale(q: Tensor, options: Options) -> Tensor:
-    """The queries that have the same scores by a scale of at least SMALLEST_SCALE, which `options` get.
+    """Make the scale of `options` at least SMALLEST_SCALE; returns queries that give the same scores with it.
 
-    Kernels take the maximum of scores, or hide some by -inf, before they scale: a negative scale would turn the maximum
-    into the minimum, and ``0 * -inf`` is NaN.
+    Kernels take the maximum of scores, and hide some by -inf, before they scale: a negative scale would turn the
+    maximum into the minimum, and ``0 * -inf`` is NaN.
     """
     scale = options.scale
     if scale <= -SMALLEST_SCALE:
@@ -132,7 +132,7 @@ def _with_positive_scale(q: Tensor, options: Options) -> Tensor:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As torch's own functions do: in the dtype of the autocast region, if they are in one; float64 stays."""
+    """Cast to the dtype of the autocast region, if inside one, as torch's own functions do; float64 stays."""
     return tuple(map(_autocast, tensors)) if torch._C._is_any_autocast_enabled() else tensors
 
 

@@ -1,6 +1,6 @@
-"""The eager oracle: the meaning of attention in this package, written to be read rather than to be fast.
+"""The eager reference: it defines attention in this package, and is written to be read rather than to be fast.
 
-Run on float64 copies of the inputs it is the golden answer of the tests; run on the inputs themselves it is the
+On float64 copies of the inputs it gives the golden results of the tests; on the inputs themselves it is the
 "same-dtype eager PyTorch" that the error budget compares the kernels with. It materialises the
 ``(seqlen_q, seqlen_k)`` scores and lets autograd derive the gradients.
 """
@@ -38,7 +38,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``softmax(scale * rope(q) rope(k)^T, masked) v`` (Vaswani et al., 2017, eq. 1), step by step.
 
-    What may stand between the two products, in this order: ``softcap * tanh(scores / softcap)`` (Gemma 2, 2024), a
+    Optional steps between the two products, in this order: ``softcap * tanh(scores / softcap)`` (Gemma 2, 2024), a
     function of the scores, a bias, the mask, a softmax with one more logit (Xiao et al., 2023, section 3), dropout.
 
     Args:
@@ -47,15 +47,15 @@ def attention(
         v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         mask, rope, bias, scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for
             :func:`fusedattn.attention`.
-        first_batch: the index of the first batch, which functions of masks and scores and dropout depend on.
+        first_batch: the index of the first batch, which dropout and functions of masks and scores depend on.
 
     Returns:
         ``(out, lse, weights)``: out ``(batch, nheads_q, seqlen_q, head_dim_v)``; lse float32 (float64 for float64
         inputs) ``(batch, nheads_q, seqlen_q)``, natural log, with the sink; weights
         ``(batch, nheads_q, seqlen_q, seqlen_k)`` before dropout; out and weights in q's dtype. A query that may
-        attend to nothing, or all of whose scores are ``-inf``, has out 0, lse ``-inf`` (or that of its sink alone)
-        and weights 0, and gives no gradient but to the sink through lse. A NaN or Inf in a key, value or bias
-        that a query may not attend to does not reach that query, nor the gradient of what it stands in.
+        attend to nothing, or whose scores are all ``-inf``, has out 0, lse ``-inf`` (or that of its sink alone)
+        and weights 0; its only gradient is that of the sink through lse. A NaN or Inf in a key, value or bias
+        that a query may not attend to does not reach that query, nor the gradient of that key, value or bias.
     """
     given = q, k, v
     mask, bias = as_mask(mask), as_bias(bias)
@@ -74,7 +74,7 @@ def attention(
     scores = products(q, k) * scale
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None or score_mod is not None:
-        scores = scores.masked_fill(~visible, 0.0)  # the derivative at a NaN is NaN, by which a gradient of 0 is NaN
+        scores = scores.masked_fill(~visible, 0.0)  # the derivative at a NaN is NaN, and 0 * NaN is a NaN gradient
     scores = modified(
         scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, first_batch=first_batch
     )
@@ -87,9 +87,9 @@ def attention(
         return out.to(v.dtype), lse, weights.to(v.dtype)
 
     unseen = (scores == -math.inf).all(dim=-1, keepdim=True)
-    # Equal scores in such a row, because softmax and its gradient would be NaN there.
+    # Scores of 0 in unseen rows: softmax and its gradient would be NaN there.
     weights, lse = _softmax(scores.masked_fill(unseen, 0.0), unseen, sinks)
-    # Hidden weights are 0 even in a row that softmax has made NaN, because it sees a NaN.
+    # Hidden weights are 0 even in a row that sees a NaN, which softmax has made NaN.
     weights = weights.masked_fill(~visible | unseen, 0.0)
     kept = weights
     if dropout_p:
@@ -111,7 +111,7 @@ def modified(
     keys: Tensor | None = None,
     first_batch: int = 0,
 ) -> Tensor:
-    """What becomes of scaled scores before the mask; of all queries and keys, or of those `rows` and `keys`, int64."""
+    """Scaled scores after the steps before the mask; for all queries and keys, or for `rows` and `keys`, int64."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score_mod is not None:
@@ -122,7 +122,7 @@ def modified(
 
 
 def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(weights, lse)``; lse of the rows `unseen` is that of no score at all."""
+    """``(weights, lse)``; lse of the rows `unseen` counts no score."""
     if sinks is None:
         return torch.softmax(scores, dim=-1), logsumexp(scores).masked_fill(unseen[..., 0], -math.inf)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
@@ -131,12 +131,12 @@ def _softmax(scores: Tensor, unseen: Tensor, sinks: Tensor | None) -> tuple[Tens
     return torch.softmax(scores, dim=-1)[..., :-1], lse
 
 
-# Beyond it, lse has too few digits left for the sum, and a gradient computed from its value is wrong.
+# Beyond this, lse has too few digits left for the sum, and a gradient computed from its value is wrong.
 LARGE = 1e4
 
 
 def logsumexp(scores: Tensor) -> Tensor:
-    """torch's over the last dimension; the gradient of a large lse is not computed from its value."""
+    """``torch.logsumexp`` over the last dimension, but the gradient of a large lse is not computed from its value."""
     lse = torch.logsumexp(scores, dim=-1)
     large = large_rows(lse)
     if scores.shape[-1] == 0 or large is None:
@@ -147,13 +147,13 @@ def logsumexp(scores: Tensor) -> Tensor:
 
 
 def large_rows(lse: Tensor) -> Tensor | None:
-    """Where finite numbers are beyond LARGE; None if they are known to be so nowhere."""
+    """Bool, True for finite numbers beyond LARGE; None if there are certainly none."""
     large = (lse.abs() > LARGE) & lse.isfinite()
     return None if is_readable(large) and not large.any() else large
 
 
 def is_readable(*tensors: Tensor) -> bool:
-    """Whether Python can branch on values: not under a compiler or tracer, in ``torch.func.vmap``, or without data."""
+    """Whether Python can read values: not under a compiler or tracer, not in ``torch.func.vmap``, not without data."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     functorch = torch._C._functorch
@@ -168,19 +168,19 @@ def is_readable(*tensors: Tensor) -> bool:
 
 
 def _products_leak(x: Tensor) -> bool:
-    """Whether a NaN in one row of a product may come out in the row before: of 16-bit matrices on a CPU with AMX.
+    """Whether a NaN in one row may reach the previous row of a product: so for 16-bit matrices on a CPU with AMX.
 
-    oneDNN reads on into the next row where the length of a row is no multiple of 4, and multiplies what it finds by 0.
+    If the length of a row is not a multiple of 4, oneDNN reads into the next row and multiplies those values by 0.
     """
     return x.device.type == "cpu" and x.dtype.itemsize == 2 and is_readable(x)
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
-    """``q k^T``; all scores of a non-finite key are NaN, and what hides them there hides it from the gradients too."""
+    """``q k^T``; all scores of a non-finite key are NaN, and hiding these scores keeps it out of the gradients too."""
     if is_readable(k) and k.isfinite().all():
         return q @ k.mT
-    # The gradient of q is ds @ k, where 0 * NaN is NaN: take the poisoned keys out of the product and put them
-    # back as NaN scores, by a sum, so that their own gradients are NaN where they are seen.
+    # The gradient of q is ds @ k, in which 0 * NaN is NaN: take the poisoned keys out of the product and put them
+    # back as NaN scores, by a sum, so that their own gradients are NaN if a query sees them.
     poisoned = ~k.isfinite().all(dim=-1)  # (batch, nheads_q, seqlen_k)
     scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT  # type: ignore[no-untyped-call]
     return scores + torch.zeros_like(scores[..., :1, :]).masked_fill(poisoned[..., None, :], math.nan)
@@ -198,7 +198,7 @@ def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 class _Zeroed(torch.autograd.Function):
-    """``x`` with 0 where `poisoned`; the gradient is that of ``x``, as if nothing had been replaced."""
+    """``x`` with 0 where `poisoned`; the gradient passes to ``x`` as if nothing had been replaced."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Packed sequences in eager PyTorch: one after the other, each as an attention of its own; padded under a compiler."""
+"""Packed sequences in eager PyTorch: one attention per sequence, in turn; padded under a compiler."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fusedattn.rope import Rope
 
 
 class Attend(Protocol):
-    """``(out, lse)`` of one sequence; lse None if it is not known."""
+    """A function that returns ``(out, lse)`` of one sequence; lse may be None."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None]: ...
 
 
 def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """By :func:`fusedattn.reference.attention`."""
+    """``(out, lse)`` by :func:`fusedattn.reference.attention`."""
     return reference.attention(q, k, v, **options.of_numbers())[:2]
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Attend = by_reference
 ) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows that belong to none of them.
+    """``(out, lse)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows that belong to no sequence.
 
-    Waits for `options.packed` to be computed, as it reads where sequences lie; not under a compiler, which cannot read.
+    Reads `options.packed`, and so waits for it, except under a compiler, which cannot read values.
     """
     packed = options.packed
     assert packed is not None
@@ -44,7 +44,7 @@ def attention(
     for i in range(packed.n_sequences):
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
         mask = _mask_of(options.mask, i, queries, keys)
-        if mask.function is not None:  # which may ask for the number of the sequence
+        if mask.function is not None:  # it may use the number of the sequence
             lengths = (queries.stop - queries.start, keys.stop - keys.start)
             mask = Mask(allowed=mask.dense(*lengths, batch=1, nheads=q.shape[1], first_batch=i, device=q.device))
         own = replace(
@@ -70,7 +70,7 @@ def attention(
 
 
 def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
-    """That of sequence `i`."""
+    """The mask of sequence `i`."""
     lengths = (queries.stop - queries.start, keys.stop - keys.start)
     layout, documents, prefix = mask.layout, mask.documents, mask.prefix
     if layout is not None:
@@ -99,7 +99,7 @@ def _bias_of(bias: Bias, i: int, queries: slice, keys: slice) -> Bias:
 
 
 def _pairs_of(x: Tensor, i: int, n_rows: int, n_columns: int) -> Tensor:
-    """Sequence `i` of ``(n_sequences, nheads, rows, columns)``, of dimensions that may be 1 for all."""
+    """Sequence `i` of ``(n_sequences, nheads, rows, columns)``; any dimension may be 1 and broadcast."""
     x = four_dimensional(x)
     x = x[i : i + 1] if x.shape[0] > 1 else x
     x = x[:, :, :n_rows] if x.shape[2] > 1 else x
@@ -116,7 +116,7 @@ def _rope_of(rope: Rope, queries: slice, keys: slice) -> Rope:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The same by a batch of sequences with room for the longest that there may be, which takes more memory."""
+    """:func:`attention` by a batch of sequences padded to the greatest possible length, which takes more memory."""
     n, longest_q, longest_k = packed.n_sequences, packed.max_seqlen_q, packed.max_seqlen_k
     lengths = packed.cu_seqlens_q.diff(), packed.cu_seqlens_k.diff()
     rows_q = _rows(packed.cu_seqlens_q, longest_q, q.shape[2])
@@ -147,7 +147,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -
         at_k = (
             torch.arange(longest_k, device=q.device) if at_k is None else of_sequences(torch.atleast_2d(at_k), rows_k)
         )
-        # Positions that no table has make NaN of what nobody sees.
+        # Positions outside the tables would turn padding into NaN.
         sees = there_q & (lengths[1] > 0)[:, None]
         rope = rope.at(torch.where(sees, at_q, 0), torch.where(there_k, at_k, 0))
     own = replace(

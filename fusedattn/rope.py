@@ -29,14 +29,14 @@ class Rope:
         interleaved: False pairs feature ``i`` with ``i + rotary_dim / 2`` (Llama, GPT-NeoX); True pairs
             ``2i`` with ``2i + 1`` (GPT-J, RoFormer).
         positions_q, positions_k: int32 or int64, ``(seqlen,)`` or ``(batch, seqlen)``, rows of the tables.
-            By default keys count from 0 and the last query stands at the last key, as the bottom-right
-            causal mask has it.
+            By default keys count from 0 and the last query stands at the last key, as in the bottom-right
+            causal mask.
 
     Only the first ``rotary_dim <= head_dim`` features of a head are rotated.
 
     Raises:
-        TypeError: a table that is not float32, positions that are not integers.
-        ValueError: shapes that do not fit.
+        TypeError: a table is not float32, or positions are not integers.
+        ValueError: the shapes do not fit.
     """
 
     cos: Tensor
@@ -104,7 +104,7 @@ class Rope:
             raise ValueError(f"max_seqlen: got {max_seqlen}, allowed are 0 and more")
         if not 0.0 < theta < math.inf:
             raise ValueError(f"theta: got {theta}, allowed are positive finite numbers")
-        # float64 until the end: an angle near 1e6 radians has only 2-3 correct digits in float32.
+        # In float64 to the end: an angle near 1e6 radians has only 2-3 correct digits in float32.
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
         positions = torch.arange(max_seqlen, dtype=torch.float64, device=device)
         angles = positions[:, None] * theta**-exponents
@@ -112,12 +112,12 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """How many features rotate (twice the width of the tables)."""
+        """The number of features that rotate (twice the width of the tables)."""
         return 2 * self.cos.shape[-1]
 
     @property
     def n_positions(self) -> int:
-        """How many rows the tables have; positions must lie below."""
+        """The number of rows of the tables; positions must be less."""
         return self.cos.shape[-2]
 
     def at(self, positions_q: Tensor | None, positions_k: Tensor | None) -> Rope:
@@ -139,12 +139,12 @@ class Rope:
         )
 
     def check(self, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
-        """Raise ValueError where the tables or positions do not fit the shape of the attention."""
+        """Raise ValueError if the tables or positions do not fit the attention."""
         self.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
         self.check_lengths(seqlen_q, seqlen_k)
 
     def check_shapes(self, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
-        """Raise ValueError where the tables or positions have other shapes than those of the attention."""
+        """Raise ValueError if the shapes of the tables or positions do not fit the attention."""
         if not 0 < self.rotary_dim <= head_dim:
             raise ValueError(
                 f"rope: got tables for rotary_dim {self.rotary_dim}, allowed are 2 .. head_dim = {head_dim}"
@@ -166,7 +166,7 @@ class Rope:
                 )
 
     def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
-        """Raise ValueError where the default positions of a sequence of these lengths are not in the tables."""
+        """Raise ValueError if the default positions of a sequence of these lengths are not in the tables."""
         if self.positions_k is None and seqlen_k > self.n_positions:
             raise ValueError(
                 f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for keys at "
@@ -184,7 +184,7 @@ class Rope:
             )
 
     def check_positions(self) -> None:
-        """Raise ValueError where a position lies outside the tables. Reads the positions: costs a GPU sync."""
+        """Raise ValueError if a position lies outside the tables. Reads the positions: costs a GPU sync."""
         for name in ("positions_q", "positions_k"):
             positions = getattr(self, name)
             if positions is None or positions.numel() == 0:
@@ -197,7 +197,7 @@ class Rope:
                 )
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Both rotated: q ``(batch, nheads_q, seqlen_q, head_dim)``, k likewise with its own heads and length."""
+        """Rotate q ``(batch, nheads_q, seqlen_q, head_dim)`` and k ``(batch, nheads_kv, seqlen_k, head_dim)``."""
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         if seqlen_k == 0:  # nothing to attend to: q is never read
             return q, k
@@ -254,5 +254,5 @@ def _rows(table: Tensor, positions: Tensor) -> Tensor:
         batch = max(table.shape[0], positions.shape[0])
         index = torch.arange(batch, device=table.device)[:, None]
         rows = table.expand(batch, -1, -1)[index, positions.expand(batch, -1)]
-    # No entry would be right for a position outside the tables.
+    # NaN for a position outside the tables: no entry would be right.
     return rows.masked_fill(~inside[..., None], torch.nan).unsqueeze(-3)

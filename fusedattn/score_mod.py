@@ -1,6 +1,6 @@
-"""A user's function of the scores, beside its derivative: what the kernels compute is written down, not derived.
+"""A user's function of the scores with its derivative, which the user writes: nothing is derived.
 
-Dong et al., "FlexAttention" (2024), has the function alone and differentiates it.
+Dong et al., "FlexAttention" (2024), takes the function alone and differentiates it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fusedattn import functions, indices
 
 @dataclass(frozen=True, eq=False)
 class ArgGradient:
-    """How a score depends on a number of one of a :class:`ScoreMod`'s tensors, so that the tensor gets a gradient.
+    """How a score depends on an entry of one tensor of a :class:`ScoreMod`, so that the tensor gets a gradient.
 
     Attributes:
-        arg: the tensor's place in ``args``.
-        index: ``@triton.jit``, ``index(batch, head, q_index, k_index, args)`` -> which entry of the tensor, flattened,
-            the score of this pair is computed from; nothing is added for an index that is not in it. The gradient
-            takes the less time, the less the index depends on: on neither q_index nor k_index, on one, or on both.
+        arg: the index of the tensor in ``args``.
+        index: ``@triton.jit``, ``index(batch, head, q_index, k_index, args)`` -> the index of the entry, in the
+            flattened tensor, that the score of this pair uses; an index outside the tensor adds nothing. The gradient
+            is fastest if the index depends on neither q_index nor k_index, slower if on one, slowest if on both.
         derivative: ``@triton.jit``, ``derivative(score, batch, head, q_index, k_index, args)`` -> d(result) / d(entry),
-            of the score that went in.
-        index_key, derivative_key: what :func:`fusedattn.functions.registered` finds the two under.
+            at the score before the function.
+        index_key, derivative_key: the keys of the two for :func:`fusedattn.functions.registered`.
 
     Raises:
-        TypeError: ``index`` or ``derivative`` is no ``@triton.jit`` function.
+        TypeError: ``index`` or ``derivative`` is not a ``@triton.jit`` function.
     """
 
     arg: int
@@ -50,27 +50,27 @@ class ArgGradient:
 
 @dataclass(frozen=True, eq=False)
 class ScoreMod:
-    """What becomes of each score, before the bias is added.
+    """A function of each score, applied before the bias is added.
 
     Attributes:
         function: ``@triton.jit``, ``function(score, batch, head, q_index, k_index, args)`` -> score; float32 tiles in
             and out (float64 for float64 inputs).
-        derivative: ``@triton.jit`` with the same arguments, of the score that went in -> d(result) / d(score).
+        derivative: ``@triton.jit`` with the same arguments -> d(result) / d(score), at the score before the function.
         eager: ``function`` in torch, differentiable: score ``(batch, nheads_q, rows, keys)``, batch
             ``(batch, 1, 1, 1)``, head ``(nheads_q, 1, 1)``, q_index ``(rows, 1)``, k_index ``(keys,)``, int64. None
-            where no eager code needs it.
+            if no eager code needs it.
         args: tensors, ints and floats; a tensor is a pointer in the ``@triton.jit`` functions.
-        arg_gradients: what gives tensors of ``args`` their gradients on the Triton backend, which derives none itself;
-            several may be of one tensor, whose gradient is their sum. These tensors are floating-point and
-            contiguous; those of different dtypes reach the ``@triton.jit`` functions in the widest of these.
-        function_key, derivative_key: what :func:`fusedattn.functions.registered` finds the two under.
-        numbers: those of ``args``, as :func:`fusedattn.functions.written`.
+        arg_gradients: define the gradients of tensors of ``args`` on the Triton backend, which derives none itself; if
+            several are of one tensor, its gradient is their sum. These tensors are floating-point and contiguous; if
+            their dtypes differ, the ``@triton.jit`` functions get them in the widest one.
+        function_key, derivative_key: the keys of the two for :func:`fusedattn.functions.registered`.
+        numbers: the numbers of ``args``, serialised by :func:`fusedattn.functions.written`.
         readers: the arg and the keys of each of ``arg_gradients``.
 
     Raises:
-        TypeError: ``function`` or ``derivative`` is no ``@triton.jit`` function, ``eager`` no function, ``args`` no
-            tuple of tensors, ints and floats, or an arg with a gradient no floating-point tensor.
-        ValueError: an arg with a gradient is not there, or not contiguous.
+        TypeError: ``function`` or ``derivative`` is not a ``@triton.jit`` function, ``eager`` is not a function,
+            ``args`` is not a tuple of tensors, ints and floats, or an arg with a gradient is not floating-point.
+        ValueError: an arg with a gradient does not exist, or is not contiguous.
     """
 
     function: Any
@@ -100,12 +100,12 @@ class ScoreMod:
 
     @property
     def learned_args(self) -> tuple[int, ...]:
-        """The places of the args that get a gradient, in ascending order."""
+        """The indices of the args that get a gradient, in ascending order."""
         return tuple(sorted({gradient.arg for gradient in self.arg_gradients}))
 
     @property
     def learned(self) -> Tensor | None:
-        """The args that get a gradient, ``(n,)``: flattened, one after the other; None if there are none."""
+        """The args that get a gradient, flattened and concatenated to ``(n,)``; None if there are none."""
         parts = [self.args[i].reshape(-1) for i in self.learned_args]
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -113,7 +113,7 @@ class ScoreMod:
         return torch.cat([x.to(dtype) for x in parts])
 
     def with_learned(self, learned: Tensor) -> ScoreMod:
-        """The same of other args, which are given as :attr:`learned`."""
+        """The same function with other args, in the form of :attr:`learned`."""
         parts = learned.split([self.args[i].numel() for i in self.learned_args])
         args = list(self.args)
         for i, part in zip(self.learned_args, parts, strict=True):
@@ -126,7 +126,7 @@ class ScoreMod:
         """The result of ``eager`` for scores ``(batch, nheads_q, rows, keys)``.
 
         Args:
-            rows, keys: which queries and keys they belong to, int64 ``(n,)``; counted from 0 by default.
+            rows, keys: the indices of their queries and keys, int64 ``(n,)``; counted from 0 by default.
             first_batch: the index of the first batch.
 
         Raises:
@@ -147,7 +147,7 @@ class ScoreMod:
         return functions.tensors_of(self.args, "score_mod")
 
     def to(self, device: torch.device | str) -> ScoreMod:
-        """The same with its tensors on ``device``."""
+        """The same function with its tensors on ``device``."""
         return replace(self, args=functions.args_to(self.args, device))
 
 

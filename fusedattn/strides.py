@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether rows are contiguous and lie beside each other, as with transposed heads."""
+    """Whether each row is contiguous and overlaps no other, as with transposed heads."""
     *strides, last = x.stride()
     return last == 1 and min(strides) >= x.shape[3]
 

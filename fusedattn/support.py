@@ -1,4 +1,4 @@
-"""Which backend runs a call, and every reason why one would not."""
+"""Which backend runs a call, and every reason why a backend cannot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True)
 class Feature:
-    """One row of the table in README: what can be asked for, and how; on which backend, or why not."""
+    """One row of the table in README: a feature, how to ask for it, and whether each backend has it."""
 
     name: str
     how: str
@@ -81,7 +81,7 @@ def interpreting() -> bool:
 
 
 def default_backend(device: torch.device) -> Backend:
-    """What ``backend=None`` means: Triton on a GPU, or where it is interpreted; torch otherwise."""
+    """The backend for ``backend=None``: Triton on a GPU or in its interpreter; torch otherwise."""
     return "triton" if device.type == "cuda" or interpreting() else "torch"
 
 
@@ -105,13 +105,13 @@ def not_supported_reasons(
 ) -> list[str]:
     """Every reason why ``attention`` with these arguments would raise NotImplementedError; empty if it would run.
 
-    The arguments are those of :func:`fusedattn.attention` and are taken to be valid in themselves.
+    The arguments are those of :func:`fusedattn.attention`, and must be valid in themselves.
     """
     return reasons_of(q, k, v, as_mask(mask), score_mod, backend or default_backend(q.device))
 
 
 def reasons_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod | None, backend: Backend) -> list[str]:
-    """:func:`not_supported_reasons` of what decides about them."""
+    """:func:`not_supported_reasons`, from the arguments that decide."""
     reasons: list[str] = []
     if mask.function is not None and _require_grad(mask.function.args):
         reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
@@ -131,7 +131,7 @@ def reasons_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod 
 
 
 def _require_grad(args: tuple[Any, ...]) -> list[int]:
-    """Which of the args do."""
+    """The indices of the args that require grad."""
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
 
@@ -178,13 +178,13 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # a finder refuses it, or sys.modules[package] is None
+    except (ImportError, ValueError):  # a finder refuses the package, or sys.modules[package] is None
         return False
 
 
 def _find_kernels() -> bool:
-    """Whether there are any. ``fusedattn/kernels`` is a link to the folder beside the package; where copying or packing
-    a checkout has lost it, the package looks there.
+    """Whether the kernels are present. ``fusedattn/kernels`` is a symlink to the folder ``kernels`` beside the package;
+    if copying or packing a checkout has lost the link, the package looks in that folder.
     """
     package = Path(__file__).parent
     linked, beside = (folder / "kernels" / "attention_fwd.py" for folder in (package, package.parent))
@@ -194,7 +194,7 @@ def _find_kernels() -> bool:
 
 
 def _interpreter_reasons() -> list[str]:
-    """Why Triton's interpreter runs nothing here."""
+    """Reasons why Triton's interpreter cannot run here."""
     if not _is_installed("numpy"):
         return ["numpy: not installed, which Triton's interpreter needs (pip install numpy)"]
     try:
@@ -207,11 +207,11 @@ def _interpreter_reasons() -> list[str]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Its first two numbers, also those of 3.8rc1 or 3.6.0+git."""
+    """The first two numbers of a version, also of 3.8rc1 or 3.6.0+git."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-# Asked once, outside of what torch.compile traces.
+# Evaluated once, outside anything that torch.compile traces.
 HAS_TRITON = _is_installed("triton")
 HAS_KERNELS = _find_kernels()
 INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []

@@ -1,4 +1,4 @@
-"""Attention over sequences of different lengths, packed one behind the other without padding."""
+"""Attention over sequences of different lengths, packed without padding."""
 
 from __future__ import annotations
 
@@ -73,32 +73,32 @@ def attention_varlen(
     backend: Backend | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`fusedattn.attention` of each of several sequences, packed one behind the other; differentiable.
+    """:func:`fusedattn.attention` of each of several packed sequences; differentiable.
 
-    On a GPU nothing waits for `cu_seqlens_q` and `cu_seqlens_k`, nor checks them; the ``torch`` backend reads them.
+    On a GPU `cu_seqlens_q` and `cu_seqlens_k` are neither waited for nor checked; the ``torch`` backend reads them.
 
     Args:
-        q: ``(total_q, nheads_q, head_dim)``, dtypes and strides as of ``attention``.
+        q: ``(total_q, nheads_q, head_dim)``, dtypes and strides as for ``attention``.
         k: ``(total_k, nheads_kv, head_dim)``.
         v: ``(total_k, nheads_kv, head_dim_v)``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(n_sequences + 1,)`` on the device of q; sequence ``i`` has the queries
-            ``cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1`` and likewise keys. They begin with 0 and do not decrease;
-            what lies behind the last belongs to no sequence.
-        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds (queries beyond would be left out); by default the
-            lengths of all together, for which more programs are launched than needed.
-        mask, rope, bias, score_mod: as for ``attention``; queries and keys are counted from the start of their
-            sequence, and masks are aligned with its end. What there is for each batch is here for each sequence, with
-            ``max_seqlen_q`` and ``max_seqlen_k`` for the lengths, except what there is for each token:
-            ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. Tables of rope are
-            shared by all; queries that come before the first key of theirs are NaN on a GPU.
+            ``cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1``, and its keys likewise. They begin with 0 and do not
+            decrease; tokens behind the last entry belong to no sequence.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds (queries beyond would be left out); by default
+            total_q and total_k, which launch more programs than needed.
+        mask, rope, bias, score_mod: as for ``attention``. Queries and keys are counted from the start of their
+            sequence, and masks are aligned with its end. Tensors with one entry per batch have one per sequence here,
+            with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
+            ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
+            the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
         scale, softcap, sinks, dropout_p, dropout_seed, deterministic, return_lse, backend: as for ``attention``.
 
     Returns:
-        out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``. Queries of no
-        sequence have out 0 and lse ``-inf``.
+        out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``. Queries that
+        belong to no sequence have out 0 and lse ``-inf``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as ``attention``; on a CPU also where the lengths are wrong.
+        TypeError, ValueError, NotImplementedError: as ``attention``; on a CPU also if the lengths are wrong.
     """
     if others:
         raise checks.unknown_argument("attention_varlen", others)
@@ -120,7 +120,7 @@ def _packed_attention(
     options: Options,
     backend: Backend | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of :func:`attention_varlen`, with its arguments collected; lse may be None if not asked for."""
+    """``(out, lse)`` of :func:`attention_varlen`, from collected arguments; lse may be None if not asked for."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -137,7 +137,7 @@ def are_nested(q: Any, k: Any, v: Any) -> bool:
     """Whether these are nested tensors.
 
     Raises:
-        ValueError: some are dense, or of another layout than torch.jagged, or not ragged in seqlen alone.
+        ValueError: only some are nested, or a layout is not torch.jagged, or one is not ragged in seqlen alone.
     """
     for x in (q, k, v):
         if isinstance(x, Tensor) and x.is_nested:
@@ -172,13 +172,13 @@ def nested_attention(
     out, lse = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
 
     def nested(x: Tensor) -> Tensor:
-        """Of ``(total, nheads, ...)``."""
+        """``x``, ``(total, nheads, ...)``, as a nested tensor."""
         return torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
 
     return (nested(out), nested(lse.transpose(0, 1))) if options.return_lse and lse is not None else nested(out)
 
 
 def _longest(x: Any) -> int | None:
-    """The longest length in a nested tensor; None where a compiler would have to read the lengths to know."""
+    """The longest length in a nested tensor; None if a compiler would have to read the lengths."""
     longest: int | None = x._maybe_max_seqlen if torch.compiler.is_compiling() else x._get_max_seqlen()
     return longest

@@ -1,4 +1,4 @@
-"""The weights of an attention that has run: written out for whoever wants to look at them, as many as fit."""
+"""The weights of an attention that has run, written out for inspection: all, or chosen queries and keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attention_weights(
     rows: Tensor | slice | None = None,
     keys: Tensor | slice | None = None,
 ) -> Tensor:
-    """What each query gives to each key, ``exp(score - lse)``, without a second softmax; in eager PyTorch.
+    """The weight of each key for each query, ``exp(score - lse)``, without a second softmax; in eager PyTorch.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 16).unbind()
     >>> out, lse = fusedattn.attention(q, k, v, return_lse=True)
@@ -41,22 +41,22 @@ def attention_weights(
 
     Args:
         q, k: ``(batch, nheads_q, seqlen_q, head_dim)`` and ``(batch, nheads_kv, seqlen_k, head_dim)``, not rotated.
-        lse: ``(batch, nheads_q, seqlen_q)``, what :func:`fusedattn.attention` returned with ``return_lse=True`` for
-            them and for the same mask, rope, bias, scale, softcap and score_mod (and any sinks).
+        lse: ``(batch, nheads_q, seqlen_q)``, as :func:`fusedattn.attention` returned it with ``return_lse=True`` for
+            the same q, k, mask, rope, bias, scale, softcap and score_mod (and any sinks).
         mask, rope, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
-        dropout_p, dropout_seed: likewise, for the weights after dropout; a seed is needed for it.
-        rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only their part of the
-            ``seqlen_q x seqlen_k`` weights is ever written.
+        dropout_p, dropout_seed: likewise, for the weights after dropout; dropout needs a seed here.
+        rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only this part of the
+            ``seqlen_q x seqlen_k`` weights is written.
 
     Returns:
         ``(batch, nheads_q, rows, keys)``, float32 (float64 for float64 inputs), differentiable. Before dropout the
-        weights of a query add up to 1, less that of its sink; those of one that may attend to nothing are 0. Where a
+        weights of a query add up to 1 minus the weight of its sink; all are 0 if the query may attend to nothing. If a
         bias is so large that lse has few digits left for the other scores (a row of ``finfo.min``), the weights are
         exact if `keys` is None, and known up to a common factor otherwise.
 
     Raises:
-        TypeError, ValueError: as ``attention``; lse has another shape than the queries; dropout without a seed.
-        NotImplementedError: a function of the mask or the scores came without ``eager=``.
+        TypeError, ValueError: as ``attention``; the shape of lse is not that of the queries; dropout without a seed.
+        NotImplementedError: a function of the mask or the scores has no ``eager=``.
     """
     mask, bias = as_mask(mask), as_bias(bias)
     checks.check_qkv(q, k, k)
@@ -94,7 +94,7 @@ def attention_weights(
     )  # fmt: skip
     visible = mask.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, batch=batch, nheads=nheads, device=q.device)
     lse = lse[:, :, rows, None]
-    # Before the exponential, so that what is hidden overflows neither there nor in a gradient.
+    # Before the exponential, so that hidden scores overflow neither there nor in a gradient.
     hidden = ~visible | (lse == -math.inf)
     large = large_rows(lse) if has_all_keys else None
     if large is not None:

@@ -1,4 +1,4 @@
-"""The two ways to compute: by the Triton kernels, or by torch's functions. Neither imports the other."""
+"""The two backends: the Triton kernels, and torch's own functions. Neither imports the other."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fusedattn.support import Backend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of prepared arguments, differentiable; lse may be None where `options` do not ask for it.
+    """``(out, lse)`` of prepared arguments, differentiable; lse may be None if `options` do not ask for it.
 
     Args:
         q, k, v: ``(batch, nheads, seqlen, head_dim)``; packed sequences are a batch of 1.
         options: of the call.
-        backend: what computes it.
+        backend: the backend to run.
     """
     if backend == "triton":
         return autograd.attention(q, k, v, options)

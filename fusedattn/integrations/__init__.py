@@ -1,1 +1,1 @@
-"""Fused attention behind the interfaces of other libraries; each module needs its own, and only when it is imported."""
+"""Fused attention behind the interfaces of other libraries; a module needs its library only when it is imported."""

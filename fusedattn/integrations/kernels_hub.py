@@ -1,8 +1,8 @@
 """The core of the package as a kernel for Hugging Face's ``kernels`` library.
 
 ``python -m fusedattn.integrations.kernels_hub OUT`` writes it. Such a kernel is a Python package that is loaded
-from a path under a name unique to its content, possibly beside other versions of itself: it imports itself only
-relatively, imports nothing but torch and Triton besides, and registers its torch operators in a namespace of its own.
+from a path under a name unique to its content, possibly beside other versions of itself. It imports itself only
+relatively, imports nothing else but torch and Triton, and registers its torch operators in its own namespace.
 https://huggingface.co/docs/kernels/kernel-requirements has the rules.
 """
 
@@ -26,14 +26,14 @@ import fusedattn
 NAME = "fusedattn"
 BACKENDS = ("cpu", "cuda", "rocm")
 LICENSE = "bsd-3-clause"  # as the Hub spells it
-VERSION = int(fusedattn.__version__.partition(".")[0])  # of the Hub, where 0 may still change
+VERSION = int(fusedattn.__version__.partition(".")[0])  # on the Hub, where version 0 may still change
 
-# Public names from there stay out: they are about models of other libraries and of the package's own.
+# Public names from these modules are left out: they concern models of other libraries and of this package.
 LEFT_OUT = ("fusedattn.fusion", "fusedattn.integrations")
 
 PACKAGE = Path(fusedattn.__file__).parent
 
-# What an export wrote, in the format of sha256sum.
+# The list of files that an export wrote, in the format of sha256sum.
 RECORD = ".fusedattn-export"
 
 OPS = '''"""The namespace of the operators: the name that this package was imported under, unique in a process."""
@@ -104,15 +104,15 @@ def export(out: str | os.PathLike[str], repo_id: str | None = None) -> list[Path
     ``torch.ops.<id>``, with the ``id`` of its ``metadata.json``, which is made from the content.
 
     Args:
-        out: a folder that is new, or empty, or that an earlier export wrote; what the latter has besides is left alone.
-        repo_id: of the Hub repository, ``owner/name``, for ``build.toml`` and the card; None for none.
+        out: a folder that is new, or empty, or that an earlier export wrote; other files in it are left alone.
+        repo_id: the Hub repository, ``owner/name``, for ``build.toml`` and the card; None for none.
 
     Returns:
         The files, sorted.
 
     Raises:
-        ValueError: ``out`` has files and no record of an earlier export, or has files of that export that have changed
-            since, or others where the export would write; or ``repo_id`` is no such name.
+        ValueError: ``out`` has files but no record of an earlier export, or has files of that export that have changed
+            since, or other files where the export would write; or ``repo_id`` is not ``owner/name``.
         NotImplementedError: a module of the package cannot be exported; the message says why.
     """
     if repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
@@ -134,7 +134,7 @@ def _sha256(content: bytes) -> bytes:
 
 
 def _recorded(folder: Path, files: dict[str, bytes]) -> dict[str, str]:
-    """Path and hash of each file of an earlier export into ``folder``; raises where `files` may not be written."""
+    """Path and hash of each file of an earlier export into ``folder``; raises if `files` must not be written."""
     allowed = "allowed is a folder that is new, or empty, or as an earlier export left it"
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return {}
@@ -154,7 +154,7 @@ def _recorded(folder: Path, files: dict[str, bytes]) -> dict[str, str]:
 
 
 def _files(repo_id: str | None) -> dict[str, bytes]:
-    """Content of all files, by path from the folder, sorted."""
+    """Content of all files, by path relative to the folder, sorted."""
     source = {path: text.encode() for path, text in {**_modules(), "layers.py": LAYERS}.items()}
     license_text = _license_text().encode()
     card = _card(repo_id).encode()
@@ -164,7 +164,7 @@ def _files(repo_id: str | None) -> dict[str, bytes]:
         "CARD.md": card,
         "build/CARD.md": card,
         "LICENSE": license_text,
-        # kernel-builder adds an _ops.py of its own.
+        # kernel-builder adds its own _ops.py.
         **{f"torch-ext/{NAME}/{path}": content for path, content in source.items()},
     }
     variant = {**source, "_ops.py": OPS.encode(), "LICENSE": license_text}
@@ -232,7 +232,7 @@ rotary tables are those of the kernel; values of an installed `{NAME}` are of ot
 
 
 def _license_text() -> str:
-    """That of the checkout, or of the installed package."""
+    """The licence of the checkout, or of the installed package."""
     if (PACKAGE.parent / "pyproject.toml").is_file():
         return (PACKAGE.parent / "LICENSE").read_text(encoding="utf-8")
     text = metadata.distribution(NAME).read_text("licenses/LICENSE")
@@ -242,7 +242,7 @@ def _license_text() -> str:
 
 
 def _public() -> dict[str, str]:
-    """The module that each public name of the kernel is imported from; of a module, the one around it."""
+    """The module that each public name of the kernel is imported from; for a module, its parent."""
     found = {}
     for name in fusedattn.__all__:
         value = getattr(fusedattn, name)
@@ -267,7 +267,7 @@ def _init_source(public: dict[str, str]) -> str:
 
 
 def _modules() -> dict[str, str]:
-    """Rewritten source of the public names' modules and of all that these import, by path from the package."""
+    """Rewritten source of the modules of public names and of all their imports, by path relative to the package."""
     public = _public()
     found = {"__init__.py": _init_source(public)}
     waiting = [f"{NAME}.{name}" if module == NAME else module for name, module in public.items()]
@@ -336,7 +336,7 @@ def _rewritten(source: str, module: str, is_package: bool) -> tuple[str, list[st
 
 
 def _without_typing(source: str) -> str:
-    """``source`` without the imports that only type checkers see, which may be of other packages."""
+    """``source`` without the imports that only type checkers see, which may name other packages."""
     lines = source.splitlines(keepends=True)
     for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -345,14 +345,14 @@ def _without_typing(source: str) -> str:
 
 
 def _target_of(node: ast.ImportFrom, package: str) -> str:
-    """The module that names are imported from, in full."""
+    """The full name of the module that names are imported from."""
     parents = package.split(".")
     base = parents[: len(parents) - node.level + 1] if node.level else []
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def _problems(source: str) -> Iterator[str]:
-    """What in a rewritten module would reach out of the kernel."""
+    """References in a rewritten module to code outside the kernel."""
     tree = ast.parse(source)
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -378,7 +378,7 @@ def _foreign(module: str, line: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export as the command line says; returns the exit status."""
+    """Export as the command line says; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fusedattn.integrations.kernels_hub",
         description="Export the core of fusedattn as a kernel for Hugging Face's kernels library.",

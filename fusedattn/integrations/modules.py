@@ -1,4 +1,4 @@
-"""The fused twin of the reference attention, into which :func:`fusedattn.fuse` changes it."""
+"""The fused twin of the reference attention, for :func:`fusedattn.fuse`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The kernels as torch's flash attention: what ``aten::_scaled_dot_product_flash_attention`` and its kin run.
+"""The kernels as torch's flash attention: they run ``aten::_scaled_dot_product_flash_attention`` and its variants.
 
 torch lets the operators of its flash backend be overridden by name, see
-``torch.nn.attention.activate_flash_attention_impl``. A kernel of these operators runs below autograd: torch
-differentiates the forward by calling the backward operator with what the forward has returned.
+``torch.nn.attention.activate_flash_attention_impl``. These operators run below autograd: torch differentiates the
+forward by calling the backward operator with the results of the forward.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ _NEEDED = (True,) * 3 + (False,) * (ops.N_DIFFERENTIABLE - 3)
 
 
 def register(*, dispatch_key: str = "CUDA") -> None:
-    """Make ``"fusedattn"`` a name that ``torch.nn.attention.activate_flash_attention_impl`` knows.
+    """Register ``"fusedattn"`` as a name for ``torch.nn.attention.activate_flash_attention_impl``.
 
-    Nothing changes until it is activated. Then, in the whole process, all that ends in torch's flash backend on a GPU
-    runs the Triton kernels, in code compiled from C++ as well: ``F.scaled_dot_product_attention`` where torch chooses
-    this backend (``torch.nn.attention.sdpa_kernel`` makes it), its jagged tensors, and
-    ``torch.nn.attention.varlen.varlen_attn``. ``torch.nn.attention.restore_flash_attention_impl()`` ends it.
+    Nothing changes until the name is activated. Then, in the whole process, every call that reaches torch's flash
+    backend on a GPU runs the Triton kernels, also from C++: ``F.scaled_dot_product_attention`` if torch chooses this
+    backend (``torch.nn.attention.sdpa_kernel`` forces it), its jagged tensors, and
+    ``torch.nn.attention.varlen.varlen_attn``. ``torch.nn.attention.restore_flash_attention_impl()`` ends this.
 
     Layouts, dtypes and alignments are those of torch's operators: causal masks and windows count from the last query
     and key; lse is the natural logarithm, float32, ``(batch, nheads, seqlen_q)`` or, packed, ``(nheads, total_q)``. A
-    query that may attend to nothing has out 0 and lse ``-inf``, where FlashAttention-2 returns ``inf``. Dropout has
-    its seed in ``rng_state``, so that the backward drops the same weights; they are those of
-    :func:`fusedattn.dropout.keep_mask`.
+    query that may attend to nothing has out 0 and lse ``-inf``; FlashAttention-2 returns ``inf``. ``rng_state`` holds
+    the dropout seed, so that the backward drops the same weights, as :func:`fusedattn.dropout.keep_mask` lists them.
 
-    The operators return lse, but not the maximum and the sum of each row, which this package's backward computes the
-    weights from, as they are more exact. So the backward runs the forward once more; its gradients are bit for bit
-    those of :func:`fusedattn.attention`.
+    The operators return lse, but not the maximum and sum of each row, from which this package's backward computes the
+    weights more exactly. So the backward runs the forward once more; its gradients are bit for bit those of
+    :func:`fusedattn.attention`.
 
-    The operators raise NotImplementedError, with every reason, for what the kernels cannot do: a debug mask, ALiBi
-    slopes, `seqused_k`, paged keys (`block_table`), more than one split, another head_dim of the values. A call that
-    torch's own flash attention would run is then not run at all.
+    The operators raise NotImplementedError, with every reason, for calls that the kernels cannot run: a debug mask,
+    ALiBi slopes, `seqused_k`, paged keys (`block_table`), more than one split, a different head_dim of the values. Such
+    a call fails even if torch's own flash attention could run it.
 
     Args:
-        dispatch_key: whose tensors; ``"CPU"`` for tests in Triton's interpreter.
+        dispatch_key: the device of the tensors; ``"CPU"`` for tests in Triton's interpreter.
 
     Raises:
-        ValueError: another key.
+        ValueError: ``dispatch_key`` is unknown.
         NotImplementedError: this version of torch has no such registration.
     """
     if dispatch_key not in DISPATCH_KEYS:
@@ -70,7 +69,7 @@ def register(*, dispatch_key: str = "CUDA") -> None:
 
 
 class _Overrides:
-    """The operators as overridden, until :meth:`remove` or the end of the object."""
+    """Overrides of torch's operators, until :meth:`remove` or the end of the object."""
 
     def __init__(self, dispatch_key: str) -> None:
         self.library: Any = torch.library.Library("aten", "IMPL", dispatch_key)
@@ -175,7 +174,7 @@ def _flash_backward(
 
 
 def _flash_forward_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
-    """lse; `out` is written."""
+    """Write `out` and return lse."""
     found, lse, *_ = _flash_forward(*args, **options)
     out.copy_(found)
     return lse
@@ -201,7 +200,7 @@ def _refuse(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> None:
-    """Raise NotImplementedError where an operator is asked for what the kernels, or its backward, cannot do."""
+    """Raise NotImplementedError for options that the kernels, or the backward operator, cannot run."""
     reasons = []
     if return_debug_mask:
         reasons.append("return_debug_mask: got True, allowed is False")
@@ -217,7 +216,7 @@ def _refuse(
 
 
 def _mask(is_causal: bool, left: int | None, right: int | None) -> Mask:
-    """Negative windows are none."""
+    """The mask of torch's arguments; a negative limit is no limit."""
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     mask = Mask() if left is right is None else masks.window(left, right)
     return mask & masks.causal() if is_causal else mask
@@ -238,12 +237,12 @@ def _packed(
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``(batch, nheads, seqlen, head_dim)``, with a batch of 1 for packed ones."""
+    """The tensors as ``(batch, nheads, seqlen, head_dim)``, with a batch of 1 if packed."""
     return tuple(x.transpose(0, 1)[None] if x.dim() == 3 else x.transpose(1, 2) for x in tensors)
 
 
 def _heads_last(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """As `query` is laid out."""
+    """The tensors in the layout of `query`."""
     return tuple(x[0].transpose(0, 1) if query.dim() == 3 else x.transpose(1, 2) for x in tensors)
 
 
@@ -257,7 +256,7 @@ def _problem(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
-    """What the kernels take, checked."""
+    """q, k, v and the options as the kernels take them, checked."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     options = Options(mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed)
     q, k, v, _ = prepared(q, k, v, options, "triton")
@@ -286,7 +285,7 @@ def _backward(
     dropout_p: float,
     rng_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, of the forward run once more."""
+    """dq, dk and dv; runs the forward once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
     constants = constants_of(options, keep_residual=True)
@@ -301,7 +300,7 @@ def _backward(
 
 
 def _for_backward(seed: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``rng_state``, what is not used, and the debug mask, of the shapes and dtypes that torch's compiler expects."""
+    """``rng_state``, an unused tensor and the debug mask, in the shapes and dtypes that torch's compiler expects."""
     nothing = torch.zeros(1, dtype=torch.int64, device=query.device)
     seed = nothing if seed is None else seed
     debug_mask = query.new_empty(0)

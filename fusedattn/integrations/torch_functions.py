@@ -1,4 +1,4 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` by :func:`fusedattn.attention`, and in place of torch's own."""
+"""``torch.nn.functional.scaled_dot_product_attention`` by :func:`fusedattn.attention`, also as a replacement of it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` by :func:`fusedattn.attention`; differentiable.
 
-    The meaning of every argument is torch's. Heads are the dimension before the last two, if there is one; dimensions
-    before it, any number, are batches. Batches and heads of the three tensors broadcast against each other. A key and
-    value of one head are one KV head of all queries, and are not copied. With two and more dimensions of batches, a
-    tensor that has only some of them is copied.
+    Every argument means the same as in torch. Heads are the dimension before the last two, if there is one; all
+    dimensions before it are batches. Batches and heads of the three tensors broadcast against each other. A key and
+    value with one head serve all query heads, and are not copied. With two or more batch dimensions, a tensor that has
+    only some of them is copied.
 
     Args:
         query: ``(..., nheads, seqlen_q, head_dim)``, at least two dimensions; float16, bfloat16, float32 or float64,
@@ -58,23 +58,23 @@ def scaled_dot_product_attention(
             broadcastable to ``(..., nheads, seqlen_q, seqlen_k)``. Or a ``torch.nn.attention.bias.CausalBias`` of
             these two lengths, which is not written out.
         dropout_p: probability that a weight is dropped, ``0 <= dropout_p < 1``; in training and evaluation alike. The
-            seed is drawn from torch's generator, but the weights that are dropped are not those of torch's function.
+            seed is drawn from torch's generator, but other weights are dropped than by torch's function.
         is_causal: query ``i`` sees keys ``j <= i``, whatever the lengths (``"top_left"``). With an `attn_mask` both
             hold, as in torch's kernel for CPUs; torch's other paths raise.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
         enable_gqa: query may have a multiple of the heads of key, and of value; query head ``h`` attends with head
-            ``h // (nheads of query // nheads of key)``. Where key and value differ in number, both are copied.
+            ``h // (nheads of query // nheads of key)``. If key and value have different numbers, both are copied.
 
     Returns:
         ``(..., nheads, seqlen_q, head_dim_v)`` in the dtype of query, with the broadcast dimensions.
 
-        A query that may attend to nothing has out 0 and causes no gradient, as in torch's function. A NaN or Inf in a
-        key or value does not reach queries that may not attend to it, other than in torch's. Under autocast all
-        floating-point tensors but those of float64 are cast to its dtype, as torch does.
+        A query that may attend to nothing has out 0 and causes no gradient, as in torch's function. Unlike in torch's
+        function, a NaN or Inf in a key or value does not reach queries that may not attend to it. Under autocast all
+        floating-point tensors except float64 are cast to its dtype, as in torch.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong in itself; torch raises RuntimeError for most of these.
-        NotImplementedError: a valid call that cannot be run, with every reason.
+        TypeError, ValueError: an argument is wrong in itself; torch raises RuntimeError for most of these.
+        NotImplementedError: the call is valid but cannot be run; the message lists every reason.
     """
     return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -82,26 +82,25 @@ def scaled_dot_product_attention(
 def replace_sdpa(*, backend: Backend | None = None, fallback: bool = False) -> SdpaReplacement:
     """A context in which ``F.scaled_dot_product_attention`` is :func:`scaled_dot_product_attention` of this module.
 
-    Calls from Python are replaced whatever name they go through, in one's own code, ``nn.MultiheadAttention`` and
-    libraries alike, in the thread that entered the context and in the backward passes that it starts. Calls from C++
-    and TorchScript, and those of ``torch.ops.aten``, are not seen. It is a decorator of functions, too::
+    Calls from Python are replaced under any name, in user code, ``nn.MultiheadAttention`` and libraries, in the thread
+    that entered the context and in the backward passes that it starts. Calls from C++ and TorchScript, and calls of
+    ``torch.ops.aten``, are not replaced. It is also a decorator of functions::
 
         with replace_sdpa() as replaced:
             model(x)
         print(replaced.fused, replaced.left_to_torch)
 
-    What was computed under activation checkpointing inside of the context must be recomputed inside: call
-    ``backward()`` there.
+    Activation checkpointing inside the context must also recompute inside it: call ``backward()`` there.
 
     Args:
         backend: as for :func:`fusedattn.attention`.
-        fallback: let torch's own function run what this package cannot. Each reason is logged once, as a WARNING:
-            at a level that is shown by default, so that nothing is left out silently.
+        fallback: let torch's own function run the calls that this package cannot. Each reason is logged once, as a
+            WARNING, a level that is shown by default.
 
     Raises:
-        NotImplementedError: by a call inside, where it cannot be run and `fallback` is False, with every reason.
+        NotImplementedError: a call inside cannot be run and `fallback` is False; the message lists every reason.
         TypeError, ValueError: by a call inside, as :func:`scaled_dot_product_attention`, whatever `fallback`; here,
-            where `backend` or `fallback` is wrong.
+            if `backend` or `fallback` is wrong.
     """
     check_backend(backend)
     if not isinstance(fallback, bool):
@@ -110,7 +109,7 @@ def replace_sdpa(*, backend: Backend | None = None, fallback: bool = False) -> S
 
 
 class _Inside(threading.local):
-    """Whether this thread is computing a call that was replaced: the torch backend calls torch's function itself."""
+    """Whether this thread is inside a replaced call: the torch backend calls torch's function itself."""
 
     def __init__(self) -> None:
         self.active = False
@@ -120,12 +119,12 @@ _inside = _Inside()
 
 
 class SdpaReplacement(TorchFunctionMode):
-    """What :func:`replace_sdpa` returns; a context manager, which may be entered again, and a decorator.
+    """The result of :func:`replace_sdpa`: a context manager, which may be entered again, and a decorator.
 
     Attributes:
-        fused: how many calls this package has run.
-        left_to_torch: how many calls torch's own function has run.
-        reasons: why, and how many calls of them.
+        fused: the number of calls that this package has run.
+        left_to_torch: the number of calls that torch's own function has run.
+        reasons: each reason for these, with its number of calls.
     """
 
     def __init__(self, backend: Backend | None, fallback: bool) -> None:
@@ -141,7 +140,7 @@ class SdpaReplacement(TorchFunctionMode):
         return self
 
     def __call__(self, function: Function) -> Function:
-        """The function, run inside of the context whenever it is called."""
+        """Wrap a function to run inside the context."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
                 "function: got a generator or coroutine function, allowed are functions that have finished when they "
@@ -187,11 +186,11 @@ class SdpaReplacement(TorchFunctionMode):
 
 
 def _without_overrides(function: Any) -> Callable[..., Any]:
-    """A function of torch written in Python, without its question for overrides."""
+    """A function of torch written in Python, without its check for overrides."""
     namespace = dict(function.__globals__)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         namespace[name] = _no_overrides
-    del namespace["__name__"]  # a compiler would look up names in the module that it names
+    del namespace["__name__"]  # a compiler would look names up in the module of that name
     copy = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )
@@ -203,8 +202,8 @@ def _no_overrides(*_: Any) -> bool:
     return False
 
 
-# A function that may be overridden runs outside of the context that it was called in, and so would what it calls:
-# torch's attention, or what activation checkpointing recomputes. In the context it would ask for overrides forever.
+# A function that may be overridden runs outside the context it was called in, and so would the functions it calls:
+# torch's attention, or recomputation in activation checkpointing. Inside, it would check for overrides endlessly.
 _CALLING_OTHERS = {
     function: _without_overrides(function)
     for function in (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -256,7 +255,7 @@ def _attention(
     shape = (*leading, seqlen_q, value.shape[-1])
     if math.prod(shape) == 0:
         return _nothing(shape, query, key, value, bias)
-    if query.shape[-1] == 0:  # scores of 0, which a feature of 0 has, too
+    if query.shape[-1] == 0:  # all scores are 0, as with one feature of 0
         query, key = F.pad(query, (0, 1)), F.pad(key, (0, 1))
     out = attention(
         _four_dimensional(query, batch, nheads_q),
@@ -301,7 +300,7 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _number(x: Any) -> Any:
-    """Numbers that are no Python ones, of NumPy or tensors without dimensions, as torch takes them."""
+    """NumPy numbers and tensors without dimensions as Python numbers; torch accepts them too."""
     if isinstance(x, numbers.Real) and not isinstance(x, (int, float)):
         return float(x)
     if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad:
@@ -310,7 +309,7 @@ def _number(x: Any) -> Any:
 
 
 def _is_causal_bias(x: Any) -> bool:
-    """Whether it is a ``torch.nn.attention.bias.CausalBias``, without importing this module, which takes a second."""
+    """Whether ``x`` is a ``torch.nn.attention.bias.CausalBias``; does not import that module, which takes a second."""
     if x is None or type(x) is Tensor:
         return False
     bias = sys.modules.get("torch.nn.attention.bias")
@@ -329,7 +328,7 @@ def _causal(bias: Any, seqlen_q: int, seqlen_k: int, is_causal: bool) -> Mask:
 
 
 def _overrides(x: Any) -> bool:
-    """Whether a tensor brings functions of its own, as a subclass with ``__torch_function__`` does."""
+    """Whether a tensor overrides functions of torch, as a subclass with ``__torch_function__`` does."""
     if not isinstance(x, Tensor) or type(x) is Tensor or x.is_nested or _is_causal_bias(x):
         return False
     own, default = (getattr(kind.__torch_function__, "__func__", None) for kind in (type(x), Tensor))
@@ -337,7 +336,7 @@ def _overrides(x: Any) -> bool:
 
 
 def _reasons(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> list[str]:
-    """Why a valid call of torch's function cannot be run, besides what :func:`not_supported_reasons` says."""
+    """Reasons why a valid call of torch's function cannot run, besides those of :func:`not_supported_reasons`."""
     reasons = []
     named = (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask))
     for name, x in named:
@@ -358,10 +357,10 @@ def _reasons(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:
-    """The broadcast dimensions before the heads, and how many heads there are of queries, and of keys and values.
+    """The broadcast dimensions before the heads, the number of query heads, and that of key and value heads.
 
     Raises:
-        ValueError: shapes that are not those of one attention.
+        ValueError: the shapes do not fit each other.
     """
     inputs = (query, key, value)
     if key.shape[-1] != query.shape[-1]:
@@ -395,7 +394,7 @@ def _misfit(inputs: tuple[Tensor, Tensor, Tensor], allowed: str) -> ValueError:
 
 
 def _of_scores(x: Tensor, shape: tuple[int, ...], batch: tuple[int, ...]) -> Tensor:
-    """A mask or bias of scores of `shape`, its dimensions of batches as one.
+    """A mask or bias for scores of `shape`, with its batch dimensions flattened.
 
     Raises:
         ValueError: it does not broadcast to this shape.
@@ -411,7 +410,7 @@ def _of_scores(x: Tensor, shape: tuple[int, ...], batch: tuple[int, ...]) -> Ten
 
 
 def _four_dimensional(x: Tensor, batch: tuple[int, ...], nheads: int) -> Tensor:
-    """``(batch, nheads, seqlen, features)``, a view where there is one, with the last dimension contiguous."""
+    """``x`` as ``(batch, nheads, seqlen, features)``, a view if possible, with the last dimension contiguous."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() > 2 and x.shape[-3] not in (1, nheads):
@@ -420,7 +419,7 @@ def _four_dimensional(x: Tensor, batch: tuple[int, ...], nheads: int) -> Tensor:
 
 
 def _nothing(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
-    """A result without elements, of which every input has a gradient, of zeros."""
+    """A result without elements through which every input gets a gradient of zeros."""
     query = inputs[0]
     assert query is not None
     total = sum(x.sum() for x in inputs if x is not None)

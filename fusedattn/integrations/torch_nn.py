@@ -1,4 +1,4 @@
-"""``FusedMultiheadAttention``: fused attention in place of ``torch.nn.MultiheadAttention``, on the same parameters."""
+"""``FusedMultiheadAttention``: fused attention in place of ``torch.nn.MultiheadAttention``, with its parameters."""
 
 import copy
 import itertools
@@ -23,23 +23,23 @@ from fusedattn.weights import attention_weights
 class FusedMultiheadAttention(nn.MultiheadAttention):
     """The fused twin of ``torch.nn.MultiheadAttention``: same arguments, parameters, ``state_dict`` and results.
 
-    :func:`fusedattn.fuse` makes one of a module in place, by changing its class; the constructor makes a new one. Where
-    it differs from torch's:
+    :func:`fusedattn.fuse` converts a module in place, by changing its class; the constructor makes a new one. It
+    differs from torch's:
 
-    - A query that may attend to nothing has attention 0, so that its output is ``out_proj.bias``, weights 0, and causes
-      no gradient. torch's is NaN or that, as the path has it that a call takes.
+    - A query that may attend to nothing has attention 0: its output is ``out_proj.bias``, its weights are 0, and it
+      causes no gradient. In torch the output is NaN or the same, depending on the code path.
     - NaN and Inf in padded keys and values, and behind a bool ``attn_mask``, reach no output. In torch they do.
-    - ``is_causal`` is taken at its word wherever it can be; see :meth:`forward`.
-    - Which weights dropout drops is drawn differently.
+    - ``is_causal`` replaces reading ``attn_mask`` whenever possible; see :meth:`forward`.
+    - Dropout draws the dropped weights differently.
     - The layers of ``torch.nn`` call it in ``eval()`` too, rather than torch's fused layer, which would bypass it.
 
     Args:
         backend: passed on to :func:`fusedattn.attention`; None chooses by device.
-        deterministic: likewise; with False gradients may be summed in any order.
+        deterministic: likewise; with False, gradients may be summed in any order.
         args, kwargs: those of ``torch.nn.MultiheadAttention``.
 
     Raises:
-        ValueError: `backend` is unknown; what torch refuses.
+        ValueError: `backend` is unknown, or torch refuses the arguments.
         TypeError: `deterministic` is not a bool.
     """
 
@@ -50,16 +50,16 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
     def __init__(self, *args: Any, backend: Backend | None = None, deterministic: bool = True, **kwargs: Any) -> None:
         check_backend(backend)
         check_deterministic(deterministic)
-        # torch's constructor goes by the attribute that is hidden below.
+        # torch's constructor uses the attribute that the property below hides.
         self.__dict__.update(nn.MultiheadAttention(*args, **kwargs).__dict__)
         self.__dict__.update(backend=backend, deterministic=deterministic)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, by which ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` know to call the module.
+        """False, so that ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` call the module.
 
-        Otherwise they hand its parameters to an operator of torch. What is true of the parameters stays in the
-        ``__dict__``, for the time when the class is torch's again.
+        Otherwise they pass its parameters to an operator of torch. The true value stays in the ``__dict__``, for when
+        the class is torch's again.
         """
         return False
 
@@ -87,30 +87,30 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: ``(batch, seqlen_q, embed_dim)`` if ``batch_first``, else ``(seqlen_q, batch, embed_dim)``; or
-                ``(seqlen_q, embed_dim)``, and then key and value likewise. Or a nested tensor, strided, that is query,
-                key and value, with ``need_weights=False`` and without masks.
+                ``(seqlen_q, embed_dim)``, with key and value likewise. Or one strided nested tensor as query, key and
+                value, with ``need_weights=False`` and without masks.
             key: likewise, with ``seqlen_k`` and ``kdim``.
             value: likewise, with ``seqlen_k`` and ``vdim``.
             key_padding_mask: bool or floating-point ``(batch, seqlen_k)``, or ``(seqlen_k,)``. Keys before the first
-                and behind the last that it leaves are not visited.
+                and behind the last visible one are not visited.
             need_weights: also return the weights. They are the quadratic matrix, which is never written otherwise.
             attn_mask: bool or floating-point ``(seqlen_q, seqlen_k)`` or
                 ``(batch * num_heads, seqlen_q, seqlen_k)``.
-            average_attn_weights: return the average over heads of the weights.
-            is_causal: a promise that `attn_mask`, which must be there, is the causal one, by which query ``i`` sees
-                the keys ``j <= i`` ("top_left"). `attn_mask` is not read then and hidden blocks are not visited; but it
-                is, and decides, with `need_weights`, `bias_k` or `add_zero_attn`.
+            average_attn_weights: average the weights over heads.
+            is_causal: a promise that `attn_mask`, which must be given, is the causal mask with which query ``i`` sees
+                the keys ``j <= i`` ("top_left"). `attn_mask` is then not read, and hidden blocks are not visited. With
+                `need_weights`, `bias_k` or `add_zero_attn`, `attn_mask` is read and decides.
 
         Returns:
             ``(output, weights)``: output like query, with ``embed_dim``; weights
             ``(batch, seqlen_q, seqlen_k)``, or ``(batch, num_heads, seqlen_q, seqlen_k)`` if not averaged, without
-            batch if query has none, in the dtype of the projected query, after dropout; or None. With `bias_k` and
-            `add_zero_attn` there is a column more for each, in this order.
+            batch if query has none, in the dtype of the projected query, after dropout; or None. `bias_k` and
+            `add_zero_attn` add one column each, in this order.
 
         Raises:
-            ValueError: shapes that do not fit each other or the module; ``is_causal`` without ``attn_mask``.
-            TypeError: a mask that is neither bool nor floating-point.
-            NotImplementedError: nested tensors in another way than above, with every reason; as
+            ValueError: the shapes do not fit each other or the module; ``is_causal`` without ``attn_mask``.
+            TypeError: a mask is neither bool nor floating-point.
+            NotImplementedError: other uses of nested tensors than above, with every reason; as
                 :func:`fusedattn.attention`.
         """
         return self._attend(
@@ -200,7 +200,7 @@ def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, val
 
 
 def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """q, k and v, ``(..., num_heads, head_dim)`` of ``(..., width)``; one product for what has one input."""
+    """q, k and v: ``(..., width)`` to ``(..., num_heads, head_dim)``; one product for those that share an input."""
     packed = module.in_proj_weight
     parts: list[tuple[Tensor, Tensor]]
     if packed is None:
@@ -223,12 +223,12 @@ def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value:
 
 
 def _out(module: nn.MultiheadAttention, heads: Tensor) -> Tensor:
-    """``(..., embed_dim)`` of ``(..., num_heads, head_dim)``. Like torch's, without the hooks of `out_proj`."""
+    """``(..., num_heads, head_dim)`` to ``(..., embed_dim)``; like torch, without running the hooks of `out_proj`."""
     return F.linear(heads.flatten(-2), module.out_proj.weight, module.out_proj.bias)
 
 
 def _with_appended(module: nn.MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v ``(batch, num_heads, seqlen_k, head_dim)`` with what every query sees besides."""
+    """k and v ``(batch, num_heads, seqlen_k, head_dim)``, with `bias_k`, `bias_v` and the zeros appended."""
     more_k, more_v = [k], [v]
     single = (k.shape[0], module.num_heads, 1, module.head_dim)
     if module.bias_k is not None and module.bias_v is not None:
@@ -249,7 +249,7 @@ def _check_nested(
     has_mask: bool,
     need_weights: bool,
 ) -> None:
-    """Raise NotImplementedError unless this is the self-attention that torch has for nested tensors, too."""
+    """Raise NotImplementedError unless this is self-attention of a kind that torch also has for nested tensors."""
     wrong = [
         what
         for what, is_wrong in (
@@ -289,7 +289,7 @@ def _of_nested(module: FusedMultiheadAttention, x: Tensor, dropout_p: float) -> 
 
 
 def reasons(module: nn.MultiheadAttention) -> list[str]:
-    """Why :class:`FusedMultiheadAttention` could not do what `module` does; empty if it can."""
+    """Reasons why :class:`FusedMultiheadAttention` cannot replace `module`; empty if it can."""
     found = []
     if not 0.0 <= module.dropout < 1.0:
         found.append(f"dropout: got {module.dropout}, allowed is 0 <= dropout < 1")
@@ -299,7 +299,7 @@ def reasons(module: nn.MultiheadAttention) -> list[str]:
 
 
 def _checked(mask: Tensor, name: str, *shapes: tuple[int, ...]) -> Tensor:
-    """`mask`, if it is of one of the shapes, and bool or floating-point."""
+    """`mask`, checked: one of the shapes, bool or floating-point."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{name}: got {got}, allowed are a bool tensor (True hides) and a floating-point one")
@@ -310,7 +310,7 @@ def _checked(mask: Tensor, name: str, *shapes: tuple[int, ...]) -> Tensor:
 
 
 def _masked(padding: Tensor | None, hidden: Tensor | None, n_appended: int) -> tuple[Mask, Bias | None]:
-    """torch's two masks in this package's polarity, both with columns for the keys that are appended.
+    """torch's two masks in this package's polarity, with columns for the appended keys.
 
     Args:
         padding: bool or floating-point ``(batch, seqlen_k)``.

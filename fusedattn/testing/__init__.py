@@ -2,8 +2,8 @@
 
 The truth is :mod:`fusedattn.reference` in float64. A function passes if, for the output, lse and every gradient,
 its error is at most 1.5 times (maximum) and 1.1 times (mean) that of eager PyTorch in the same dtype, and its worst
-row, relative to the size of the row, at most 1.5 times eager's worst. One unit in the last place is always granted,
-in a gradient of a few numbers one of the terms that each is the sum of. :func:`compare` has the formulas.
+row, relative to the size of the row, at most 1.5 times eager's worst. One unit in the last place is always allowed;
+for gradients of few numbers, it is a unit of the summed absolute terms. :func:`compare` has the formulas.
 
     >>> import torch, fusedattn
     >>> from fusedattn import testing

@@ -21,7 +21,7 @@ GRADIENTS = ("dq", "dk", "dv")
 TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
 ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned")  # of a problem that has everything
 
-FEW = 64  # a result of fewer numbers is judged by the size of its terms too
+FEW = 64  # results with fewer numbers are also judged by the size of their terms
 
 Results = dict[str, Tensor]
 AttentionFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ def run(function: AttentionFunction, inputs: Inputs) -> Results:
         through lse.
 
     Raises:
-        TypeError, ValueError: the function returned something else than ``(out, lse)`` in their shapes.
+        TypeError, ValueError: the function did not return ``(out, lse)`` in their shapes.
         NotImplementedError: its out has no gradient.
     """
     leaves, returned = _forward(function, inputs, inputs.leaves)
@@ -45,7 +45,7 @@ def run(function: AttentionFunction, inputs: Inputs) -> Results:
 def _forward(
     function: AttentionFunction, inputs: Inputs, needed: Collection[str], *, lse: bool = True
 ) -> tuple[dict[str, Tensor], Results]:
-    """The leaves of a new graph that are `needed`, and what the function returned: out and, if asked for, lse."""
+    """The `needed` leaves of a new graph, and the returned tensors: out and, if asked for, lse."""
     leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
     x = inputs.with_leaves(leaves)
     got: Any = function(x.q, x.k, x.v, **x.options, return_lse=lse)
@@ -67,7 +67,7 @@ def _forward(
 
 
 def _with_gradients(leaves: dict[str, Tensor], returned: Results, inputs: Inputs, through: Sequence[str]) -> Results:
-    """What was returned, detached, with the gradients of the leaves through some of it."""
+    """The returned tensors, detached, and the gradients of the leaves through the tensors named in `through`."""
     back = {"out": inputs.dout}
     if "lse" in returned:
         lse = returned["lse"].detach()
@@ -80,7 +80,7 @@ def _with_gradients(leaves: dict[str, Tensor], returned: Results, inputs: Inputs
 
 
 def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
-    """What becomes of a gradient of the scores, ``(batch, nheads_q, seqlen_q, seqlen_k)``, in each part of a bias."""
+    """The gradients of the parts of a bias, from that of the scores ``(batch, nheads_q, seqlen_q, seqlen_k)``."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items() if name in OF_BIAS}
     bias = inputs.with_leaves(leaves).bias
     if not leaves or bias is None:
@@ -91,9 +91,9 @@ def through_bias(inputs: Inputs, dscores: Tensor) -> Results:
 
 
 def terms_of_added(inputs: Inputs, dscores: Tensor, products: Tensor) -> Results:
-    """Sums of absolute terms in what becomes of a positive gradient of the scores: of a bias, and of learned args.
+    """Sums of the absolute terms in the gradients of a bias and of learned args, from a positive `dscores`.
 
-    `products` are the scaled products of q and k, of that shape.
+    `products` are the scaled products of q and k, in the shape of `dscores`.
     """
     found = {name: x.abs() for name, x in through_bias(inputs, dscores).items()}
     learned = inputs.leaves.get("learned")
@@ -104,7 +104,7 @@ def terms_of_added(inputs: Inputs, dscores: Tensor, products: Tensor) -> Results
     changed = reference.modified(
         products, *products.shape[2:], softcap=inputs.softcap, score_mod=score_mod, bias=None
     )  # fmt: skip
-    # The derivative of each score by the numbers that it is computed from: that of the backward by what comes back.
+    # The derivative of each score by the learned numbers: differentiate the backward by the incoming gradient.
     back = torch.zeros_like(changed, requires_grad=True)
     (gradient,) = torch.autograd.grad(changed, learned, back, create_graph=True)
     (derivative,) = torch.autograd.grad(gradient.sum(), back, retain_graph=True)
@@ -129,7 +129,7 @@ def baseline(inputs: Inputs) -> Results:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Errors of one tensor over those of the baseline, and the share of the budget that they use (1 = all)."""
+    """The errors of one tensor relative to the baseline's, and the share of the budget that they use (1 = all)."""
 
     max: float
     mean: float
@@ -152,31 +152,31 @@ def compare(
     """Measure ``actual`` against the budget.
 
     Args:
-        actual: what a function computed, of any shape ``(..., n)`` whose last dimension holds the rows that are
-            judged one by one: head_dim for out, dq, dk, dv ``(batch, nheads, seqlen, head_dim)``, the sequence for
+        actual: the result of a function, of any shape ``(..., n)``. Each row along the last dimension is judged by
+            itself: along head_dim for out, dq, dk, dv ``(batch, nheads, seqlen, head_dim)``, along the sequence for
             lse ``(batch, nheads_q, seqlen_q)``.
         golden: the truth, float64, of the same shape. Where it is not finite, actual must be the same NaN or infinity.
-        baseline: what eager PyTorch computed, of the same shape, in the dtype that actual must have.
-        terms: for sums of terms that may cancel, the sums of their absolute values, of the same shape; the unit in the
-            last place that is granted below is then theirs. For results of a few numbers: whether two of them are
-            nearer to the truth than two others is chance.
-        unit: the dtype whose unit in the last place is granted, if that is larger than the one of actual.
+        baseline: the result of eager PyTorch, of the same shape, in the dtype that actual must have.
+        terms: for sums of terms that may cancel, the sums of the absolute terms, of the same shape; the ulp allowed
+            below is then relative to these. Meant for results of few numbers, because it is chance which of two such
+            results is nearer to the truth.
+        unit: the dtype whose unit in the last place is allowed, if it is larger than that of actual.
 
     Returns:
-        The ratios of the errors, and the largest share of its allowance that any of these uses, with ``ulp`` the
-        distance from 1 to the next number of the dtype and ``size`` of a row its root mean square::
+        The ratios of the errors, and the largest share of its limit that any of them uses. ``ulp`` is the distance
+        from 1 to the next number of the dtype, and ``size`` of a row is its root mean square::
 
             max    max |error|             max(1.5 * that of the baseline, ulp * max |golden|)
             mean   mean |error|            max(1.1 * that of the baseline, ulp * mean |golden|)
             row    max |error| of a row    max(1.5 * size * worst of the baseline, ulp * max |golden|)
 
-        where the worst of the baseline is the largest of its errors in a row over the size of that row. Rows as good
-        as zero, no larger than the one ulp that every row is granted, are judged among themselves: their errors by
-        the largest of the baseline's.
+        The worst of the baseline is its largest error in a row relative to the size of that row. Rows of size at most
+        the ulp that every row is allowed count as zero and are judged among themselves: their errors by the largest of
+        the baseline's.
 
     Raises:
         ValueError: the shapes differ.
-        TypeError: golden is not float64, or actual not in the dtype of baseline.
+        TypeError: golden is not float64, or actual is not in the dtype of baseline.
     """
     for name, x in (("actual", actual), ("baseline", baseline)):
         if x.shape != golden.shape:
@@ -204,7 +204,7 @@ def compare(
     floor = ulp * largest
     size = truth.pow(2).mean(dim=-1).sqrt()
     row_error, row_eager = error.amax(dim=-1), eager.amax(dim=-1)
-    # But a row that ought to be zero is infinitely wrong, relative to itself, and would allow the others anything.
+    # But the relative error of a row that should be zero is infinite, and would allow the other rows any error.
     is_zero = size <= floor
     worst = torch.where(is_zero, 0.0, _ratio(row_eager, size)).max()
     worst_of_zeros = torch.where(is_zero, row_eager, 0.0).max()
@@ -219,7 +219,7 @@ def compare(
 
 
 def _same_kind(actual: Tensor, golden: Tensor) -> Tensor:
-    """Bool: where both are finite, or both the same NaN or infinity."""
+    """Bool: True where both are finite, or both the same NaN or infinity."""
     same = (actual == golden) | (actual.isnan() & golden.isnan())
     return torch.where(golden.isfinite(), actual.isfinite(), same)
 
@@ -230,12 +230,12 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def assert_within_budget(actual: Tensor, golden: Tensor, baseline: Tensor, name: str = "tensor") -> None:
-    """Raise AssertionError, with the measured ratios, where ``actual`` exceeds the budget.
+    """Raise AssertionError, with the measured ratios, if ``actual`` exceeds the budget.
 
     Args:
-        actual, golden, baseline: one shape ``(..., n)``; golden float64, the others one dtype; see :func:`compare`,
-            which also has the formulas and what is raised for tensors that cannot be compared.
-        name: of the tensor, for the message.
+        actual, golden, baseline: one shape ``(..., n)``; golden float64, the others one dtype. :func:`compare` has the
+            formulas and the errors for tensors that cannot be compared.
+        name: the name of the tensor in the message.
     """
     ratios = compare(actual, golden, baseline)
     if ratios.ok:
@@ -250,9 +250,9 @@ def assert_within_budget(actual: Tensor, golden: Tensor, baseline: Tensor, name:
 
 
 def _note(actual: Tensor, golden: Tensor, blind: Tensor | None = None) -> str | None:
-    """A sentence if elements are NaN or infinite and should not be, or the other way round.
+    """A sentence if elements are NaN or infinite and should not be, or the other way round; else None.
 
-    `blind`: bool, broadcastable to the tensors, where the rows see nothing.
+    `blind`: bool, broadcastable to the tensors, True for rows that see nothing.
     """
     wrong = ~_same_kind(actual, golden)
     if not wrong.any():
@@ -268,11 +268,11 @@ def compare_results(
 ) -> dict[str, Ratios]:
     """:func:`compare` of each result by its rows, for inputs of `dtype`.
 
-    What is added to scores may be of another dtype, but its gradient is made of products in that of the inputs.
+    A bias, table or sink may have another dtype, but its gradient is a sum of products in the dtype of the inputs.
 
-    A row of dbias is that of its last dimension of more than one element: keys, else queries. dsinks is one row. The
-    `terms` count for results of fewer than :data:`FEW` numbers, and for those that are 0 but for rounding, as the
-    gradient of a bias per query is without one of lse.
+    A row of dbias runs along its last dimension of more than one element: keys, else queries. dsinks is one row. The
+    `terms` apply to results of fewer than :data:`FEW` numbers, and to results that are 0 except for rounding, such as
+    the gradient of a bias per query without a gradient of lse.
     """
     found = {}
     for name, x in actual.items():
@@ -296,7 +296,7 @@ def _rows(name: str, x: Tensor) -> Tensor:
 
 
 def bias_terms(inputs: Inputs) -> Results:
-    """For the gradients of what is added to scores, the sums of the absolute terms that each is the sum of; float64.
+    """Sums of the absolute terms of the gradients of bias, relative, sinks, slopes and learned; float64.
 
     The gradient of a score is ``p (dp - delta + dlse)``, that of a sink ``p_sink (dlse - delta)``.
     """
@@ -316,7 +316,7 @@ def bias_terms(inputs: Inputs) -> Results:
 
 
 def keep_factor(inputs: Inputs) -> Tensor:
-    """What dropout multiplies the weights by: 0 or ``1 / (1 - dropout_p)``; 1 where there is none."""
+    """The factor of each weight under dropout: 0 or ``1 / (1 - dropout_p)``; 1 without dropout."""
     if inputs.dropout_seed is None:
         return torch.ones((), dtype=inputs.q.dtype, device=inputs.q.device)
     shape = (*inputs.q.shape[:3], inputs.k.shape[2])
@@ -331,12 +331,12 @@ def check(function: Callable[..., object], inputs: Inputs) -> dict[str, Ratios]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What :func:`measure` found.
+    """The result of :func:`measure`.
 
     Attributes:
-        inputs: the problem that was solved: with `dlse` 0 where the function gives no gradient through lse.
-        ratios: of each tensor that the function gives.
-        missing: for each tensor that it does not give, its reason.
+        inputs: the problem that was solved; `dlse` is 0 if the function gives no gradient through lse.
+        ratios: for each tensor that the function gives, its ratios.
+        missing: for each tensor that it does not give, the reason.
         notes: for each tensor with NaN or infinities that should not be there, how many and where.
     """
 
@@ -347,13 +347,13 @@ class Measurement:
 
 
 def measure(function: Callable[..., object], inputs: Inputs) -> Measurement:
-    """Like :func:`check`, for a function that need not give every tensor.
+    """Like :func:`check`, for a function that may lack some tensors.
 
-    It says so by raising NotImplementedError with a reason: it is then asked without lse (``return_lse=False``, so that
-    the gradients are those of out alone), without the gradients of what is added to the scores, without gradients
-    (inputs that require none), and without lse either. An output that does not require grad says that there are no
-    gradients, such an lse that there are none through it. Where the problem has an option that is none of its
-    arguments, it is not called.
+    If the function raises NotImplementedError with a reason, it is called again for less: without lse
+    (``return_lse=False``, so that the gradients are those of out alone), without the gradients of terms added to the
+    scores, without gradients (no input requires grad), and without either. An out that does not require grad means that
+    there are no gradients; an lse that does not, that there are none through lse. If the problem has an option that the
+    function has no argument for, the function is not called.
     """
     if unknown := _unknown(function, inputs.options):
         return Measurement(inputs, {}, dict.fromkeys(results_of(inputs), unknown), {})
@@ -378,10 +378,10 @@ def measure(function: Callable[..., object], inputs: Inputs) -> Measurement:
 
 
 def _unknown(function: Callable[..., object], options: Mapping[str, object]) -> str | None:
-    """Why a function cannot be called with these keyword arguments, if that is so and can be told."""
+    """Why a function cannot be called with these keyword arguments; None if it can, or if that cannot be known."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it has no signature to look at
+    except (TypeError, ValueError):  # it has no signature
         return None
     if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

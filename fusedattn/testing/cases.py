@@ -1,4 +1,4 @@
-"""Attention problems as plain data: the cases that tests, ``check`` and benchmarks share, and the inputs of each."""
+"""Attention problems as plain data: the cases that tests, ``check`` and benchmarks share, and their inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedattn.masks import CausalAlign, Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
-RELATIVE_CLIP = 5  # the largest distance that a relative bias of a case tells apart
+RELATIVE_CLIP = 5  # the clipping distance of the relative bias in a case
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Case:
     dtype: torch.dtype = torch.float32
     causal: CausalAlign | None = None
     padding: Literal["right", "left", "uneven"] | None = None
-    empty_batch: bool = False  # with padding: the last batch sees no key at all
+    empty_batch: bool = False  # with padding: the last batch sees no key
     boolean: Literal["full", "broadcast"] | None = None
     rope: Literal["half", "interleaved"] | None = None
     rotary_dim: int | None = None  # default: head_dim
     rope_tables: Literal["shared", "per_batch"] = "shared"
-    rope_positions: bool = False  # random ones, per batch, rather than the default
+    rope_positions: bool = False  # random positions per batch instead of the default
     scale: float | None = None
-    offset: float = 0.0  # of what the keys, and the values, of a head have in common; lse then gets no gradient
+    offset: float = 0.0  # size of a part that all keys, and all values, of a head share; lse then gets no gradient
     head_dim_v: int | None = None  # default: head_dim
     window: tuple[int | None, int | None] | None = None  # left, right; aligned as `causal`, by default bottom-right
-    prefix: bool = False  # of random lengths; with `causal`, in its place
-    documents: Literal["packed", "shuffled"] | None = None  # one after the other, shared by q and k of one length
+    prefix: bool = False  # random lengths; replaces the mask of `causal`, keeps its alignment
+    documents: Literal["packed", "shuffled"] | None = None  # packed: q and k of one length share the ids
     layout: int | None = None  # the block size; two thirds of the blocks are visible
     mask_function: bool = False
     bias: Literal["full", "per_head", "per_batch", "per_key", "per_query", "scalar"] | None = None
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def needs_triton(self) -> bool:
-        """Whether it has a function of masks or scores, which is written in Triton."""
+        """Whether the case has a mask function or score function, which is written in Triton."""
         return self.mask_function or self.score_mod
 
 
@@ -87,7 +87,7 @@ class Inputs:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments: mask, rope and scale, and those of the others that are not left at their defaults."""
+        """The keyword arguments: mask, rope and scale, and the others that differ from their defaults."""
         others = {
             name: getattr(self, name)
             for name in ("bias", "softcap", "score_mod", "sinks")
@@ -99,7 +99,7 @@ class Inputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gets a gradient: q, k, v and, where they are there, bias, relative, sinks, slopes and learned."""
+        """The tensors that get a gradient: q, k, v and, if present, bias, relative, sinks, slopes and learned."""
         found = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
         if self.bias is not None:
             found |= {name: getattr(self.bias, part) for name, part in OF_BIAS.items()}
@@ -117,7 +117,7 @@ class Inputs:
         return {name: x for name, x in fields.items() if x is not None} | found
 
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Inputs:
-        """The same problem of other tensors, as :attr:`leaves` names them."""
+        """The same problem with other tensors for :attr:`leaves`, by the same names."""
         fields: dict[str, Any] = {name: x for name, x in leaves.items() if name not in (*OF_BIAS, "learned")}
         parts: dict[str, Any] = {OF_BIAS[name]: x for name, x in leaves.items() if name in OF_BIAS}
         if self.bias is not None:
@@ -127,7 +127,7 @@ class Inputs:
         return replace(self, **fields)
 
     def visible(self) -> Tensor:
-        """Bool ``(batch, nheads_q, seqlen_q, seqlen_k)``: what the mask lets each query see."""
+        """Bool ``(batch, nheads_q, seqlen_q, seqlen_k)``: the keys that the mask lets each query see."""
         (batch, nheads, seqlen_q), seqlen_k = self.q.shape[:3], self.k.shape[2]
         dense = self.mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, device=self.q.device)
         return dense.expand(batch, nheads, -1, -1)
@@ -140,12 +140,12 @@ class Inputs:
 
 
 _LEAVES = ("q", "k", "v", "bias", "relative", "sinks", "slopes", "learned")
-_WIDE = ("slopes", "learned")  # of no fewer bits than float32
+_WIDE = ("slopes", "learned")  # float32 at least
 OF_BIAS = {"bias": "tensor", "relative": "relative", "slopes": "slopes"}
 
 
 def results_of(inputs: Inputs) -> tuple[str, ...]:
-    """The names of what a problem has: out, lse and a gradient for each of its leaves; in the order of ALL_TENSORS."""
+    """The names of the results of a problem: out, lse and a gradient for each leaf; in the order of ALL_TENSORS."""
     return ("out", "lse", *(f"d{name}" for name in inputs.leaves))
 
 
@@ -154,8 +154,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
 
     Args:
         case: the problem.
-        device: where the tensors shall be.
-        drawn_there: draw the large tensors on the device, which is quick; they are then others than on a CPU.
+        device: the device of the tensors.
+        drawn_there: draw the large tensors on the device, which is fast; the numbers then differ from those on a CPU.
 
     Raises:
         ModuleNotFoundError: the case has a function of masks or scores, and Triton is not installed.
@@ -176,7 +176,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
     rope = _make_rope(case, generator)
     if case.offset:
         k, v = (x + case.offset * normal(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
-        dlse = torch.zeros_like(dlse)  # its part in dq would hide what does not cancel there
+        dlse = torch.zeros_like(dlse)  # its part in dq would hide terms that fail to cancel
     bias = _make_bias(case, large)
     score_mod = _make_score_mod(case, generator)
     sinks = torch.randn(case.nheads_q, generator=generator).to(case.bias_dtype or case.dtype) if case.sinks else None
@@ -238,7 +238,7 @@ def _make_mask(case: Case, generator: torch.Generator) -> Mask:
 
 
 def _make_documents(case: Case, generator: torch.Generator) -> Mask:
-    """About three documents in each batch: in int32 one after the other, in int64 in any order."""
+    """About three documents in each batch: packed in int32, shuffled in int64."""
 
     def packed(seqlen: int) -> Tensor:
         begins = torch.rand(case.batch, seqlen, generator=generator) < 2 / max(seqlen, 1)
@@ -312,8 +312,8 @@ def _make_rope(case: Case, generator: torch.Generator) -> Rope | None:
     return rope
 
 
-# One case a feature, those that are awkward together, and all of them; small enough for Triton's interpreter. Seeds
-# are those under which eager PyTorch is not by chance exact where the errors of others are largest.
+# One case per feature, awkward combinations, and all features together; small enough for Triton's interpreter. Under
+# these seeds eager PyTorch is not exact by chance at the places of the largest errors.
 _SMALL: dict[str, Any] = {"nheads_q": 2, "nheads_kv": 1, "seqlen_q": 33, "seqlen_k": 41}
 CASES = (
     Case("full attention", nheads_kv=4),

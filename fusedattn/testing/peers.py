@@ -1,9 +1,9 @@
-"""Other attention functions behind the signature of :func:`fusedattn.attention`, to be measured beside it.
+"""Other attention functions behind the signature of :func:`fusedattn.attention`, to compare with it.
 
-:data:`PEERS` has one function a name, ``(q, k, v, *, mask, rope, bias, scale, ..., return_lse)``. Each calls what it is
-named after, as people call it, and nothing else: where that cannot run, or has no such option, the function raises
-NotImplementedError with the reason, and where that gives NaN, so does the function. RoPE is applied before, by
-``Rope.rotate``, and rounded to the dtype of q.
+:data:`PEERS` has one function per name, ``(q, k, v, *, mask, rope, bias, scale, ..., return_lse)``. Each calls only the
+function that it is named after, as users call it. If that function cannot run, or lacks an option, the peer raises
+NotImplementedError with the reason; if it gives NaN, so does the peer. RoPE is applied before, by ``Rope.rotate``, and
+rounded to the dtype of q.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusedattn.score_mod import ScoreMod
 
 Peer = Callable[..., Any]  # Tensor, or (out, lse) with return_lse
 
-# FlexAttention is compiled anew for each shape and mask; Dynamo stops at 8 unless told otherwise.
+# FlexAttention is compiled anew for each shape and mask; by default Dynamo stops at 8.
 FLEX_COMPILATIONS = 1024
 
 
@@ -36,13 +36,13 @@ def find(name: str) -> tuple[str, Peer]:
     """The full name of a peer, and the function.
 
     Args:
-        name: one of :data:`PEERS`, with or without ``torch.``; or ``package.module:function`` for any function with
-            the signature above, which is imported.
+        name: one of :data:`PEERS`, with or without ``torch.``; or ``package.module:function`` to import any function
+            with the signature above.
 
     Raises:
         ValueError: the name is neither.
-        TypeError: what it names is not a function.
-        Exception: whatever importing the module raises.
+        TypeError: the named object is not a function.
+        Exception: any error from importing the module.
     """
     for known in (name, f"torch.{name}"):
         if known in PEERS:
@@ -72,9 +72,9 @@ def _sdpa(
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor:
-    """One backend of ``F.scaled_dot_product_attention``: ``is_causal`` where that means the same, or a mask.
+    """One backend of ``F.scaled_dot_product_attention``, with ``is_causal`` if that means the same, else with a mask.
 
-    That is bool, or, with a bias, of the dtype of q.
+    The mask is bool, or, with a bias, in the dtype of q.
     """
     if return_lse:
         raise NotImplementedError("return_lse: F.scaled_dot_product_attention returns no lse")
@@ -108,7 +108,7 @@ def _sdpa(
 
 
 def _added(bias: Bias, mask: Mask, allowed: Tensor | None, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
-    """A bias as ``attn_mask``, with -inf where a mask does not allow; of one that learns nothing, made once."""
+    """A bias as ``attn_mask``, with -inf where the mask hides; made only once for a bias without gradients."""
 
     def make() -> Tensor:
         if bias.tensor is not None and len(bias.tensors()) == 1 and bias.tensor.dtype == dtype:
@@ -124,7 +124,7 @@ def _added(bias: Bias, mask: Mask, allowed: Tensor | None, seqlen_q: int, seqlen
 
 
 def _refuse(function: str, dropout_p: float, **options: object) -> None:
-    """Raise NotImplementedError for what a function of torch has no argument for."""
+    """Raise NotImplementedError for options that a function of torch has no argument for."""
     reasons = [f"{name}: {function} has none" for name, x in options.items() if x is not None]
     if dropout_p:
         reasons.append(f"dropout_p: {function} takes no seed, so that it drops other weights")
@@ -136,7 +136,7 @@ ON_CPU = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
 
 
 def _reasons(caught: list[warnings.WarningMessage]) -> str:
-    """Why torch refused the one backend that was enabled: it warns of that, and that the others are disabled."""
+    """Why torch refused the one enabled backend: torch warns of that, and also that the others are disabled."""
     texts = [str(warning.message).partition(" (Triggered internally")[0] for warning in caught]
     return "; ".join(text for text in texts if "not used because" not in text and "runtime disabled" not in text)
 
@@ -159,7 +159,7 @@ def _flex(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FlexAttention: compiled on a GPU; eager on a CPU, where its compiled form returns no lse.
 
-    The eager form stores the scores. It has no gradients on a CPU, nor has the compiled one: torch says so.
+    The eager form stores the scores. On a CPU neither form has gradients; torch raises for them.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -201,9 +201,9 @@ def _flex_score_mod(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
 ) -> Callable[..., Tensor] | None:
-    """What is done to scores ``(batch, nheads_q, seqlen_q, seqlen_k)`` of q of `dtype`, or None.
+    """A ``score_mod`` of FlexAttention for scores ``(batch, nheads_q, seqlen_q, seqlen_k)``, q of `dtype`, or None.
 
-    The steps read what the bias reads.
+    It reads the tensors of the bias.
     """
     batch, nheads, seqlen_q, seqlen_k = shape
     steps: list[Callable[..., Tensor]] = []
@@ -238,7 +238,7 @@ def _flex_score_mod(
 
 
 def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> object:
-    """A mask for FlexAttention, from ``(batch, nheads_q, seqlen_q, seqlen_k)``; the parts read what the mask reads."""
+    """A mask for FlexAttention, for ``(batch, nheads_q, seqlen_q, seqlen_k)``; it reads the tensors of the mask."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
     batch, nheads, seqlen_q, seqlen_k = shape
@@ -283,7 +283,7 @@ _MADE: WeakKeyDictionary[Mask | Bias, dict[tuple[Any, ...], Any]] = WeakKeyDicti
 
 
 def _once(owner: Mask | Bias, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` makes of a mask or bias, kept for as long as that: people make theirs once, too."""
+    """The result of ``make`` for a mask or bias, cached as long as that lives: users too make theirs once."""
     made = _MADE.setdefault(owner, {})
     if key not in made:
         made[key] = make()

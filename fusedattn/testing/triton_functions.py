@@ -1,6 +1,6 @@
-"""The functions that cases of :mod:`fusedattn.testing` pass to masks and scores, as a user would write them.
+"""The mask and score functions of cases in :mod:`fusedattn.testing`, as a user would write them.
 
-Compiled and eager versions beside each other. This module needs Triton: it is imported where a case asks for one.
+Each has a compiled and an eager version. This module needs Triton; it is imported only if a case has a function.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fusedattn.masks import Mask
 from fusedattn.score_mod import ArgGradient, ScoreMod
 
 SLOPE = 0.03125  # of the scores by distance
-STEEPEST = 2.0  # the derivative of the scores is below, for gains up to 1
+STEEPEST = 2.0  # bound of the derivative of the scores, for gains up to 1
 
 
 @triton.jit
 def _sees(batch, head, q_index, k_index, args):
-    """Hides every fifth diagonal; which ones begins elsewhere in every head."""
+    """Hide every fifth diagonal; each head starts at another one."""
     first = tl.load(args[0] + batch * args[1] + head)
     return (q_index + 4 * k_index + first) % 5 != 0
 

@@ -174,7 +174,7 @@ PACKING = (
     Fault(RESULTS, "        out.zero_()\n", "", "packed: rows of no sequence have no out", PACKED),
     Fault(RESULTS, "lse.fill_(-torch.inf)", "lse.fill_(0.0)", "packed: rows of no sequence have a finite lse", PACKED),
     Fault(RESULTS, "row_max.fill_(torch.inf)", "row_max.fill_(0.0)", "packed: rows of no sequence count as seen by their sink", PACKED),
-    Fault(RESULTS, "    if packed:  # what", "    if False:  # what", "packed: rows of no sequence have no gradient", PACKED),
+    Fault(RESULTS, "    if packed:  # rows", "    if False:  # rows", "packed: rows of no sequence have no gradient", PACKED),
     Fault(RESULTS, "        for x in found:\n", "        for x in found[:1]:\n", "packed: keys of no sequence have no gradient", PACKED),
     Fault(LAUNCHING, "sizes.max_seqlen_q, sizes.max_seqlen_k)", "sizes.max_seqlen_q, sizes.max_seqlen_q)", "packed: keys as long as queries", PACKED),
     Fault(LAUNCHING, "n_sequences = cu_seqlens_q.shape[0] - 1", "n_sequences = cu_seqlens_q.shape[0] - 2", "packed: the last sequence left out", PACKED),

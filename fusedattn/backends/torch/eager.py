@@ -1,6 +1,6 @@
-"""Attention whose weights are written out, a few at a time, for whatever torch's function cannot do to scores.
+"""Attention with its weights written out, a few at a time, for steps on scores that torch's function does not have.
 
-Autograd derives the gradients, of any order. :mod:`fusedattn.reference` says what is right; here, inputs are finite.
+Autograd derives the gradients, of any order. :mod:`fusedattn.reference` defines the results; here, inputs are finite.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from fusedattn import dropout, reference
 from fusedattn.score_mod import ScoreMod
 
-# Scores in one step, which stay in a cache; and the fewest queries that are worth a product of their own.
+# The number of scores in one step, which fit a cache; and the fewest queries that are worth a separate product.
 SCORES, LEAST_ROWS = 2**17, 64
 
 
 class Place(NamedTuple):
-    """Which batches, queries and keys of the whole attention something is of."""
+    """The batches, queries and keys of the whole attention that a part covers."""
 
     batches: range
     rows: range
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is done to scores.
+    """The steps on scores.
 
     Attributes:
         scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for :func:`fusedattn.attention`.
@@ -46,13 +46,13 @@ class Steps(NamedTuple):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, place: Place
 ) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)``, float32 or float64; lse None where it is not needed.
+    """``(out, lse)``, float32 or float64; lse is None if not needed.
 
     Args:
         q, k, v: as for :func:`fusedattn.attention`, those of `place`; finite, float32 or float64.
-        added: to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``, finite somewhere in each row.
-        steps: what else is done.
-        place: where q and k come from.
+        added: added to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``; each row has a finite value.
+        steps: the other steps.
+        place: the part of the whole attention that q and k are.
     """
     nheads, n_rows = q.shape[1:3]
     nheads_kv, n_keys = k.shape[1:3]
@@ -87,12 +87,12 @@ Results = tuple[Tensor, Tensor | None]
 
 
 def _split(xs: Iterable[Tensor], sizes: Iterable[int], dim: int) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of these tensors that belong together."""
+    """Corresponding parts of these tensors."""
     return zip(*(x.split(size, dim) for x, size in zip(xs, sizes, strict=True)), strict=True)
 
 
 def _narrowed(added: Tensor | None, dim: int, start: int, size: int) -> Tensor | None:
-    """`size` indices of a dimension, or what is left of it; all of one that is broadcast."""
+    """`size` indices of a dimension, or fewer at its end; all of a broadcast dimension."""
     if added is None or added.shape[dim] == 1:
         return added
     return added.narrow(dim, start, min(size, added.shape[dim] - start))
@@ -109,7 +109,7 @@ def _joined(parts: list[Results], dim: int) -> Results:
 def _step(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, at: Place, first_head: int, nheads: int
 ) -> Results:
-    """Of some of `nheads` heads, from `first_head` on; q is scaled."""
+    """``(out, lse)`` of the heads from `first_head` on, of `nheads` in all; q is scaled."""
     scores = _product(q, k.mT)
     if steps.softcap is not None:
         scores = torch.tanh_(scores)
@@ -139,7 +139,7 @@ def _step(
     lse = reference.logsumexp(scores)
     if steps.sinks is None:
         return out, lse
-    # Not by the sigmoid of their difference: in its derivative, the weight of a sink would be 1 less almost 1.
+    # Not by the sigmoid of their difference: its derivative would compute the weight of a sink as 1 minus almost 1.
     whole = torch.logaddexp(lse, steps.sinks[heads, None].to(lse.dtype))
     return out * torch.exp(lse - whole)[..., None], whole
 

@@ -1,6 +1,6 @@
-"""Calls that torch's function answers as they are, or with a mask of few scores, recognised by few attributes.
+"""A fast path for calls that torch's function can run directly, or with a small mask; few attributes decide.
 
-The shorter a call, the more of its time goes into checks.
+The shorter a call, the larger the share of its time that checks take.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fusedattn.support import Backend, default_backend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backend: Backend | None) -> Tensor | None:
-    """The output of :func:`fusedattn.attention` with these arguments alone, or None: it must then look closer.
+    """The output of :func:`fusedattn.attention` with these arguments alone, or None if it must take the full path.
 
-    What is answered here passes every check, for CPU tensors with data, finite values, and a mask that torch has, or
-    so few scores that they are one call.
+    Calls that run here would pass every check: CPU tensors with data and finite values, and a mask that torch has, or
+    so few scores that one call computes them.
 
     Raises:
         ValueError: the mask does not fit.
@@ -42,12 +42,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return None
     if not all(x.is_contiguous() or has_rows(x) for x in (q, k, v)):
         return None
-    is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no word for it
+    is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no argument for this mask
     if mask is not None and is_causal is None:
         is_short = plan.is_short(mask, plan.Shape(batch, nheads_q, seqlen_q, seqlen_k))
         if not is_short or mask.function is not None or not _in_memory(mask):
             return None
-    # Torch's kernel multiplies by 0 what it hides, and loses a NaN in q.
+    # Torch's kernel multiplies hidden values by 0, and loses a NaN in q.
     if not sdpa.is_finite(k, v, q):
         return None
     if mask is None or is_causal is not None:

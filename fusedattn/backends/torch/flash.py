@@ -1,4 +1,4 @@
-"""Torch's fused kernel for CPU tensors with its log-sum-exp, which torch's function does not return, and sinks."""
+"""Torch's fused kernel for CPU tensors, with sinks and with the log-sum-exp that torch's function does not return."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def attention(
 
     Args:
         q, k, v: as for :func:`fusedattn.attention`, finite, with one head_dim for all.
-        added: to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``, finite somewhere in each row.
+        added: added to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``; each row has a finite value.
         sinks: ``(nheads_q,)``, or None.
         is_causal: query ``i`` sees keys ``j <= i``; without `added`.
-        scale: of the scores.
-        eager: the same of ``(q, k, v, sinks)``.
+        scale: factor of the scores.
+        eager: computes the same from ``(q, k, v, sinks)``.
     """
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))):
         return _results(q, k, v, sinks, added, is_causal, scale)
@@ -79,7 +79,7 @@ class _Flash(torch.autograd.Function):
             found = _differentiable(ctx, (q, k, v, sinks), (dout, dlse))
             return *found, None, None, None, None
         dout = torch.zeros_like(out) if dout is None else dout
-        # With lse that counts the sinks, the kernel recomputes the weights that they have left.
+        # lse counts the sinks, so that the kernel recomputes the weights that remain beside them.
         grads = _gradients(dout, dlse, q, k, v, added, out, lse, ctx.is_causal, ctx.scale)
         dsinks = None
         if ctx.needs_input_grad[3]:
@@ -92,7 +92,7 @@ class _Flash(torch.autograd.Function):
 def _differentiable(
     ctx: Any, inputs: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and sinks, by functions that have gradients themselves."""
+    """The gradients of q, k, v and sinks, by differentiable functions."""
     results = [(x, grad) for x, grad in zip(ctx.eager(*inputs), given, strict=True) if grad is not None]
     outputs, grads = zip(*results, strict=True)
     needed = ctx.needs_input_grad[: len(inputs)]
@@ -113,16 +113,16 @@ def _gradients(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v."""
+    """The gradients of q, k and v."""
     group = q.shape[1] // k.shape[1]
-    if group > 1:  # which the backward does not know
+    if group > 1:  # the backward has no grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         dq, *others = _gradients(dout, dlse, q, k, v, added, out, lse, is_causal, scale)
         return dq, *(x.unflatten(1, (-1, group)).sum(2, dtype=lse.dtype).to(x.dtype) for x in others)
     if dlse is None:
         return tuple(_backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale))
-    # The kernel takes the sum of dout * out from each derivative of a weight, and dlse is to be added to it: one more
-    # column, 1 in dout and -dlse in out, which is 0 in v.
+    # The kernel subtracts the sum of dout * out from the derivative of each weight; dlse must be added to it. One more
+    # column does so: 1 in dout, -dlse in out and 0 in v.
     dtype = lse.dtype
     wide = [F.pad(x.to(dtype), (0, 1)) for x in (q, k, v)]
     dout = F.pad(dout.to(dtype), (0, 1), value=1.0)

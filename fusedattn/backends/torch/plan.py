@@ -1,6 +1,6 @@
-"""Which parts of the scores are worth computing: blocks of queries, each with the range of keys that they may see.
+"""Plan which parts of the scores to compute: blocks of queries, each with the range of keys that they may see.
 
-Reads the values of a mask, which must be there.
+The plan reads the values of a mask, so they must be available.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fusedattn.masks import Documents, Mask, Prefix
 
-# What a call of torch's function costs besides its scores, forward and backward, in scores of one head.
+# The overhead of a call of torch's function, forward and backward, in units of one score of one head.
 CALL = 20_000
 
-# So few scores are not worth a plan.
+# Up to this number of scores, a plan does not pay.
 FEW = 5 * CALL
 
-# Fewer queries than this are multiplied in smaller tiles, which takes longer for each score.
+# Below FULL_TILE queries torch uses smaller tiles, and each score takes SMALL_TILES times as long.
 FULL_TILE, SMALL_TILES = 192, 1.1
 
 BLOCKS = (128, 256)
@@ -37,7 +37,7 @@ def some(visible: Tensor, dim: int | tuple[int, ...], *, keepdim: bool = False) 
 
 
 class Shape(NamedTuple):
-    """Of the scores."""
+    """The shape of the scores."""
 
     batch: int
     nheads: int
@@ -46,12 +46,12 @@ class Shape(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Queries `rows`, the range of keys outside of which they see nothing, and which of these pairs are hidden.
+    """Queries `rows`, the range of `keys` outside which they see nothing, and which of these pairs are hidden.
 
     Attributes:
-        hidden: ``"nothing"``; ``"later"``, key ``j`` from query ``i < j``, both counted from the first of the piece;
-            ``"keys"``, some keys from all of these queries alike; ``"band"``, what the bands of the mask hide;
-            ``"pairs"``, whatever the mask hides.
+        hidden: ``"nothing"``; ``"later"``: key ``j`` from query ``i < j``, both counted from the first of the piece;
+            ``"keys"``: the same keys from every query; ``"band"``: the pairs that the bands of the mask hide;
+            ``"pairs"``: any pairs that the mask hides.
     """
 
     rows: range
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
     hidden: Hidden
 
     def cost(self, nheads: int) -> float:
-        """In scores of one head; `nheads` are those of all batches together."""
+        """The cost in scores of one head; `nheads` counts the heads of all batches together."""
         n_rows, n_keys = len(self.rows), len(self.keys)
         n_scores = n_rows * n_keys
         if self.hidden == "later":
@@ -68,14 +68,14 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Batches that are computed together, in these pieces; queries that are in none of them see nothing."""
+    """Batches that are computed together, in these pieces; queries outside every piece see nothing."""
 
     batches: range
     pieces: tuple[Piece, ...]
 
 
 def readily(mask: Mask, shape: Shape) -> Mask:
-    """The same mask with all that is not made of ranges in ``allowed``, and nothing there that is of keys alone."""
+    """The mask in the form that :func:`plan` takes: a layout or function goes into ``allowed``, key masks ``valid``."""
     if mask.layout is None and mask.function is None:
         if mask.allowed is None:
             return mask
@@ -88,15 +88,15 @@ def readily(mask: Mask, shape: Shape) -> Mask:
 
 def is_short(mask: Mask, shape: Shape) -> bool:
     """Whether one call of everything takes less time than a plan."""
-    if mask.only_bands and shape.seqlen_q < shape.seqlen_k:  # a window may leave few of many keys to a query
+    if mask.only_bands and shape.seqlen_q < shape.seqlen_k:  # a window may leave a query few of many keys
         return False
     return shape.batch * shape.nheads * shape.seqlen_q * shape.seqlen_k <= FEW
 
 
 def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
-    """The cheapest known way to compute what a mask, :func:`readily` made, shows; no ``"later"`` without `diagonals`.
+    """The cheapest known plan for a mask from :func:`readily`; without `diagonals` no piece is ``"later"``.
 
-    Has a piece even where nothing is visible at all.
+    It has a piece even if nothing is visible.
     """
     batches, rows, keys = range(shape.batch), range(shape.seqlen_q), range(shape.seqlen_k)
     band = _Band(*mask.band(len(rows), len(keys)), "band", shape.nheads, diagonals)
@@ -124,7 +124,7 @@ def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
 
 
 def of_batches(mask: Mask, batches: range) -> Mask:
-    """That of some of the batches; of a mask that has been :func:`readily` made."""
+    """The part of a mask from :func:`readily` for some of the batches."""
 
     def own(x: Tensor) -> Tensor:
         return x[batches.start : batches.stop] if x.shape[0] > 1 else x
@@ -142,8 +142,8 @@ class _Band(NamedTuple):
     """Query ``i`` sees keys ``i + lower .. i + upper``; None for no limit.
 
     Attributes:
-        hides: what to call the pairs outside, where they are not ``"later"``.
-        nheads: of all batches that are computed together.
+        hides: the kind of the hidden pairs, unless they are ``"later"``.
+        nheads: the heads of all batches that are computed together.
         diagonals: whether ``"later"`` is allowed.
     """
 
@@ -154,7 +154,7 @@ class _Band(NamedTuple):
     diagonals: bool
 
     def pieces(self, whole: Piece) -> tuple[Piece, ...]:
-        """What this band leaves of `whole`."""
+        """The pieces of `whole` that this band leaves visible."""
         part = self._narrowed(whole)
         if part is None:
             return ()
@@ -170,7 +170,7 @@ class _Band(NamedTuple):
         return min(found, key=lambda pieces: sum(piece.cost(self.nheads) for piece in pieces))
 
     def _narrowed(self, whole: Piece) -> Piece | None:
-        """Without queries and keys that the band hides altogether, and what is hidden then; None if nothing is left."""
+        """`whole` without the queries and keys that the band hides entirely; None if nothing is left."""
         (rows, keys, hidden), lower, upper = whole, self.lower, self.upper
         start = rows.start if upper is None else max(rows.start, keys.start - upper)
         stop = rows.stop if lower is None else min(rows.stop, keys.stop - lower)
@@ -201,7 +201,7 @@ def _cost(groups: Iterable[Group], nheads: int) -> float:
 
 
 def _ranges(valid: Tensor | None, shape: Shape) -> list[tuple[range, Hidden]]:
-    """For each batch, the range from its first to its last key that is not padding, and what is hidden within."""
+    """For each batch, the range from its first to its last key that is not padding, and what is hidden inside."""
     found: list[tuple[range, Hidden]] = []
     if valid is None:
         return [(range(shape.seqlen_k), "nothing")] * shape.batch
@@ -214,7 +214,7 @@ def _ranges(valid: Tensor | None, shape: Shape) -> list[tuple[range, Hidden]]:
 
 
 def _entry(mask: Mask, batch: int, whole: Piece, band: _Band, shape: Shape) -> tuple[Piece, ...]:
-    """What one batch sees of `whole`: all its queries, and the range of its keys that are not padding."""
+    """The pieces of one batch; `whole` has all its queries, and the range of its keys that are not padding."""
     if not whole.keys:
         return ()
     parts = [whole]
@@ -222,7 +222,7 @@ def _entry(mask: Mask, batch: int, whole: Piece, band: _Band, shape: Shape) -> t
         parts = _documents(mask.documents.q[batch], mask.documents.k[batch], whole, band.nheads)
     if mask.prefix is None:
         return tuple(piece for part in parts for piece in band.pieces(part))
-    # All queries up to the one that sees the last key of the prefix anyway see just the prefix; then it is causal.
+    # Queries before the one at the last key of the prefix see just the prefix; the others see a causal mask.
     length = int(mask.prefix.lengths[batch])
     shift = shape.seqlen_k - shape.seqlen_q if mask.prefix.align == "bottom_right" else 0
     upper = shift if band.upper is None else min(band.upper, shift)
@@ -237,7 +237,7 @@ def _entry(mask: Mask, batch: int, whole: Piece, band: _Band, shape: Shape) -> t
 
 
 def _documents(ids_q: Tensor, ids_k: Tensor, whole: Piece, nheads: int) -> list[Piece]:
-    """Each run of queries of a document with the keys of that document; short ones together."""
+    """One piece for each run of queries of a document, with the keys of that document; short runs are joined."""
     spans: dict[int, tuple[range, Hidden]] = {}
     for name, run in _runs(ids_k):
         run = range(max(run.start, whole.keys.start), min(run.stop, whole.keys.stop))
@@ -259,19 +259,19 @@ def _documents(ids_q: Tensor, ids_k: Tensor, whole: Piece, nheads: int) -> list[
 
 
 def _runs(ids: Tensor) -> list[tuple[int, range]]:
-    """The stretches of equal numbers."""
+    """The runs of equal numbers: each number and its range."""
     starts = [0, *((ids[1:] != ids[:-1]).nonzero()[:, 0] + 1).tolist()]
     return list(zip(ids[starts].tolist(), (range(i, j) for i, j in pairwise([*starts, len(ids)])), strict=True))
 
 
 def _hull(a: Piece, b: Piece) -> Piece:
-    """Both, the second behind the first, and all between."""
+    """The smallest piece that holds `a` and `b`, with `b` behind `a`."""
     keys = range(min(a.keys.start, b.keys.start), max(a.keys.stop, b.keys.stop))
     return Piece(range(a.rows.start, b.rows.stop), keys, "pairs")
 
 
 def _blocks(visible: Tensor) -> tuple[Piece, ...]:
-    """Of a mask that is written out, bool ``(nheads or 1, seqlen_q, seqlen_k)``."""
+    """The pieces of a mask that is written out, bool ``(nheads or 1, seqlen_q, seqlen_k)``."""
     size = BLOCKS[-1]
     found: list[Piece] = []
     for start in range(0, visible.shape[1], size):
@@ -286,7 +286,7 @@ def _blocks(visible: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Blocks that follow each other as one where the same is hidden from them."""
+    """Join consecutive blocks of queries that have the same keys and kind of hidden pairs."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None

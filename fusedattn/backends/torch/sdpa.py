@@ -1,7 +1,7 @@
 """The ``torch`` backend: ``F.scaled_dot_product_attention`` composed to this package's contract.
 
-What torch leaves open is closed here: rotary embedding, bottom-right causal masks, rows that see nothing, NaN or Inf
-behind a mask, and whatever else happens to scores. Gradients are torch's own.
+It adds what torch's function lacks: rotary embedding, bottom-right causal masks, rows that see nothing, NaN or Inf
+behind a mask, and all other steps on scores. Gradients are torch's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Results = tuple[Tensor, Tensor | None]
 
 
 class Compute(Protocol):
-    """``(out, lse)`` of a piece: what is added to its scores, and whether query ``i`` sees only keys ``j <= i``."""
+    """Compute ``(out, lse)`` of a piece; `of_rows` is added to its scores, `is_causal` hides keys ``j > i``."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
@@ -38,7 +38,7 @@ class Compute(Protocol):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """``(out, lse)`` of :func:`fusedattn.attention`, lse None if not asked for.
+    """``(out, lse)`` of :func:`fusedattn.attention`; lse is None if not asked for.
 
     A function of the mask counts batches from 0, whatever `options.first_batch` is.
     """
@@ -46,7 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     has_kernel = options.softcap is None and options.score_mod is None and not options.dropout_p
     is_plain = has_kernel and options.sinks is None
-    if q.numel() == 0 or seqlen_k == 0:  # torch's function has no answer for these
+    if q.numel() == 0 or seqlen_k == 0:  # torch's function cannot compute these
         return _by_reference(q, k, v, options)
     rope, bias, mask = options.rope, options.bias, options.mask
     given = [q, k, v, *(x for x in (options.sinks, options.dropout_seed) if x is not None)]
@@ -56,9 +56,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
         return _by_reference(q, k, v, options)
-    if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # no weight of 0 contains them
+    if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # 0 * NaN is NaN
         return _by_reference(q, k, v, options)
-    # In float32 at least, as in 16 bits a large negative bias would become -inf.
+    # In float32 at least: in 16 bits a large negative bias would become -inf.
     added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32))
     lowest = highest = 0.0
     if added is not None:
@@ -102,9 +102,9 @@ def _by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
 
 
 def _widened(compute: Callable[[Tensor, Tensor, Tensor], Results], q: Tensor, k: Tensor, v: Tensor) -> Results:
-    """What `compute` says of q, k and v in float32 at least; out in the dtype of q.
+    """The results of `compute` for q, k and v in float32 at least; out in the dtype of q.
 
-    Scores are not rounded to 16 bits, by the kernels neither: attention_weights goes by their lse.
+    As in the kernels, scores are not rounded to 16 bits: attention_weights relies on their lse.
     """
     with torch.autocast(q.device.type, enabled=False):
         out, lse = compute(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)))
@@ -114,10 +114,10 @@ def _widened(compute: Callable[[Tensor, Tensor, Tensor], Results], q: Tensor, k:
 def _cleaned(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_differentiated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """q, k and v with 0 for what is not finite, and the queries whose results are NaN, ``(batch, nheads, seqlen_q)``.
+    """q, k, v with 0 in rows that are not finite, and the queries whose results are NaN, ``(batch, nheads, seqlen_q)``.
 
-    None where more than that has to be known: a query sees a key or value that is not finite, or has an Inf itself, or
-    a NaN that gradients are to show.
+    None if that does not suffice: a query sees a key or value that is not finite, or has an Inf itself, or a NaN that
+    must reach gradients.
     """
     bad_k = ~(_row_sums(k) + _row_sums(v)).isfinite()
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
@@ -128,7 +128,7 @@ def _cleaned(
         if (bad_k & seen).any():
             return None
         lost = bad_k.flatten().nonzero()[:, 0]
-        # A third of the time of masked_fill.
+        # This takes a third of the time of masked_fill.
         k, v = (x.reshape(-1, x.shape[3]).index_fill(0, lost, 0.0).view_as(x) for x in (k, v))
     if is_finite(q):
         return q, k, v, None
@@ -140,7 +140,7 @@ def _cleaned(
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are finite; False as well where their sum overflows float32."""
+    """Whether all numbers are finite; also False if their sum overflows float32."""
     for x in map(Tensor.detach, tensors):
         if math.isfinite(x.sum()):
             continue
@@ -150,27 +150,27 @@ def is_finite(*tensors: Tensor) -> bool:
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """Finite where the row is, or nearly: a sum in float32 may overflow."""
+    """Sums of rows. Not finite if the row is not, or if the sum overflows float32."""
     return x.detach().sum(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool, keeps_weights: bool
 ) -> Tensor:
-    """The output alone, of scores that nothing but `added` changes; it is finite where `mask` shows a pair."""
+    """The output alone, if only `added` changes the scores; `added` is finite wherever `mask` shows a pair."""
     if keeps_weights:
         with sdpa_kernel(SDPBackend.MATH):
             return at_once(q, k, v, mask, added, scale)
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     if not can_plan or head_dim == head_dim_v or _is_differentiated(q, k, v, added):
         return _run(q, k, v, mask, added, scale, can_plan)
-    # torch's fast kernel takes one head_dim; the other one has derivatives of derivatives, which this has not.
+    # torch's fast kernel takes one head_dim for all, and has no second derivatives; its other one has them.
     out = _run(*_of_one_head_dim(q, k, v), mask, added, scale, can_plan)
     return out.transpose(1, 2)[..., :head_dim_v].contiguous().transpose(1, 2)
 
 
 def _of_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Filled up with zeros."""
+    """q, k and v, padded with zeros to the same head_dim."""
     most = max(q.shape[3], v.shape[3])
     q, k, v = (x if x.shape[3] == most else F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
     return q, k, v
@@ -190,7 +190,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
 
 
 def is_causal(mask: Mask, q: Tensor, k: Tensor) -> bool | None:
-    """As torch's function understands it; None where the mask is another one."""
+    """The value of torch's ``is_causal`` that means `mask`; None if neither does."""
     if not mask.only_bands:
         return None
     lower, upper = mask.band(q.shape[2], k.shape[2])
@@ -207,7 +207,7 @@ def _with_lse(
     has_kernel: bool,
     first_batch: int,
 ) -> Results:
-    """The output and, if `steps` need it, lse; by torch's kernel, or with the weights written out."""
+    """The output and, if `steps` need it, lse; by torch's kernel or with the weights written out."""
     if has_kernel and not (added is not None and added.requires_grad):
         head_dim_v = v.shape[3]
 
@@ -244,9 +244,9 @@ def _with_lse(
 
 
 def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
-    """Whether a large number is added to every score that some query sees; True where that cannot be known.
+    """Whether a large number is added to every score that some query sees; True if that cannot be known.
 
-    torch's kernels recompute the weights from lse in the backward, and lse then has too few digits.
+    In that case lse has too few digits for torch's kernels, which recompute the weights from it in the backward.
     """
     if not reference.is_readable(added):
         return True
@@ -256,7 +256,7 @@ def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
 
 
 def _is_transformed(*tensors: Tensor) -> bool:
-    """Whether forward-mode derivatives or those of torch.func may be asked for, which a plan does not have."""
+    """Whether forward-mode or torch.func derivatives may be asked for, which a plan does not support."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return forward_ad._current_level >= 0 or any(map(wrapped, tensors))
 
@@ -264,7 +264,7 @@ def _is_transformed(*tensors: Tensor) -> bool:
 def _in_pieces(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
 ) -> Results:
-    """What `compute` says of each piece of the plan, which leaves out most of what the mask hides."""
+    """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
     shape = plan.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     as_torch = is_causal(mask, q, k)
     has_triangles = has_triangles and added is None
@@ -286,7 +286,7 @@ def _in_pieces(
         in_band = piece.hidden == "band"
         if piece.hidden in ("nothing", "later"):
             rows = _Rows(own, None)
-        elif in_band and own is None:  # the same of all pieces in such a place
+        elif in_band and own is None:  # pieces at the same place relative to the diagonal share one mask
             place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
             if place not in bands:
                 bands[place] = _rows(_visible(Mask(mask.bands), batches, piece, shape), None, q.dtype)
@@ -309,12 +309,12 @@ def _in_pieces(
 
 
 def _everywhere(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """Bool, broadcastable to the scores."""
+    """The mask written out: bool, broadcastable to the scores."""
     return mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
 
 
 def _visible(mask: Mask, batches: range, piece: plan.Piece, shape: plan.Shape) -> Tensor:
-    """Bool, broadcastable to the scores of a piece."""
+    """The mask of a piece: bool, broadcastable to its scores."""
     rows, keys = _slice(piece.rows), _slice(piece.keys)
     mask = plan.of_batches(mask, batches)
     if mask.valid is not None and piece.hidden == "keys":
@@ -323,7 +323,7 @@ def _visible(mask: Mask, batches: range, piece: plan.Piece, shape: plan.Shape) -
 
 
 def _part(added: Tensor | None, batches: range, piece: plan.Piece) -> Tensor | None:
-    """Of what is added to all scores, that of a piece."""
+    """The part of `added` that belongs to a piece."""
     if added is None:
         return None
     own = added[_slice(batches)] if added.shape[0] > 1 else added
@@ -344,7 +344,7 @@ def _whole(
     *,
     is_causal: bool = False,
 ) -> Results:
-    """What `compute` says of all at once; nothing is hidden where `visible` is None, but by `is_causal`."""
+    """Run `compute` on everything at once; with `visible` None only `is_causal` hides pairs."""
     rows = _Rows(added, None) if visible is None else _rows(visible, added, q.dtype)
     place = Place(range(q.shape[0]), range(q.shape[2]), range(k.shape[2]))
     run = functools.partial(compute, k=k, v=v, of_rows=rows.added, is_causal=is_causal, place=place)
@@ -353,10 +353,10 @@ def _whole(
 
 
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float | None) -> Tensor:
-    """The output alone, in one call, without looking at the mask; finite inputs, or they are no numbers to read."""
+    """The output alone, in one call, without reading the mask; inputs must be finite if their values can be read."""
     visible = _everywhere(mask, q, k)
     if not reference.is_readable(q):
-        # Keys hidden from every query, at least, are made harmless.
+        # At least the keys hidden from every query are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
     rows = _rows(visible, added, q.dtype)
@@ -364,23 +364,23 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, s
 
 
 class _Rows(NamedTuple):
-    """A mask as torch's function takes it: what it adds, finite somewhere in each row.
+    """A mask as torch's function takes it: added to the scores, with a finite value in each row.
 
-    A row that may attend to nothing attends to everything instead, and its output is then replaced by 0: the zero
-    gradient that it gets back makes all of its gradients exactly 0.
+    A row that may attend to nothing attends to everything instead, and its output is then replaced by 0. The gradient
+    of that output is 0, which makes all gradients of the row exactly 0.
     """
 
     added: Tensor | None  # broadcastable to the scores
-    empty: Tensor | None  # bool, of the same shape but for one column; None: no row is
+    empty: Tensor | None  # bool, the same shape with one column; None if no row is empty
 
 
 def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
-    """`visible`, bool, and what else is `added`, finite where it is True, for queries of `dtype`."""
+    """Combine `visible`, bool, and `added`, finite where `visible` is True, for queries of `dtype`."""
     seen = plan.some(visible, -1, keepdim=True)
     empty = None if reference.is_readable(seen) and seen.all() else ~seen
     if added is None:
         kept = visible if empty is None else visible | empty
-        # 0 where kept, else -inf; torch.where takes four times as long.
+        # 0 if kept, else -inf; torch.where takes four times as long.
         return _Rows(torch.threshold_(kept.to(dtype).sub_(1.0), -0.5, -math.inf), empty)
     hidden = torch.scalar_tensor(-torch.inf, dtype=added.dtype, device=added.device)
     if empty is not None:
@@ -389,7 +389,7 @@ def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
 
 
 def _masked(q: Tensor, rows: _Rows, compute: Callable[[Tensor], Results]) -> Results:
-    """What `compute` says of q, with out 0 and lse ``-inf`` of the rows that see nothing."""
+    """The results of `compute` for q, with out 0 and lse ``-inf`` in rows that see nothing."""
     if rows.empty is None:
         return compute(q)
     out, lse = compute(q.masked_fill(rows.empty, 0.0))
@@ -399,7 +399,7 @@ def _masked(q: Tensor, rows: _Rows, compute: Callable[[Tensor], Results]) -> Res
 
 def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     enable_gqa = False
-    if q.shape[1] != k.shape[1]:  # a branch, because under a compiler the comparison is no bool
+    if q.shape[1] != k.shape[1]:  # a branch: under a compiler the comparison is not a bool
         enable_gqa = True
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 

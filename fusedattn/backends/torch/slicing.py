@@ -1,6 +1,6 @@
-"""Parts of a tensor and the tensor of such parts: each is the gradient of the other, at any order.
+"""Cut a tensor into parts and paste parts into a tensor: each is the gradient of the other, at any order.
 
-A slice has a gradient as large as the whole tensor, so that many of them would take time quadratic in their number.
+The gradient of an ordinary slice is as large as the whole tensor, so many slices would take quadratic time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Box = tuple[range, range]  # of the batch, and of the sequence
+Box = tuple[range, range]  # ranges of the batch and of the sequence
 
 
 def cut(x: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
@@ -24,9 +24,9 @@ def cut(x: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
 
 
 def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int], *, elsewhere: float = 0.0) -> Tensor:
-    """The tensor ``(batch, nheads, seqlen, head_dim)`` of these parts, the sum where they overlap, else `elsewhere`.
+    """The tensor ``(batch, nheads, seqlen, head_dim)`` of these parts: their sum where they overlap, else `elsewhere`.
 
-    Its heads follow each other within a token, as those of torch's own function on a CPU do.
+    In memory, the heads of a token are adjacent, as in the results of torch's own function on a CPU.
     """
     if len(boxes) == 1 and _covers(boxes, shape[0], shape[2]):
         return parts[0]
@@ -34,7 +34,7 @@ def paste(parts: Sequence[Tensor], boxes: Sequence[Box], shape: Sequence[int], *
     return whole
 
 
-# With setup_context, which torch.func asks for, each call would take as long as one of attention over 100 tokens.
+# With setup_context, which torch.func needs, each call would take as long as attention over 100 tokens.
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, boxes: tuple[Box, ...]) -> tuple[Tensor, ...]:
@@ -87,11 +87,11 @@ def _part(x: Tensor, box: Box) -> Tensor:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether some have a pair of batch and token in common; boxes of the same batches, or of quite different ones."""
+    """Whether two boxes share a token of a batch; their ranges of batches must be equal or disjoint."""
     ordered = sorted((batches.start, tokens.start, tokens.stop) for batches, tokens in boxes)
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(ordered))
 
 
 def _covers(boxes: Sequence[Box], batch: int, seqlen: int) -> bool:
-    """Whether boxes that do not overlap are all there is."""
+    """Whether boxes, which do not overlap, cover the whole tensor."""
     return sum(len(batches) * len(tokens) for batches, tokens in boxes) == batch * seqlen

@@ -1,4 +1,4 @@
-"""The kernels with their gradients, for autograd: first ones by the kernels, all others by PyTorch."""
+"""The kernels as autograd functions: kernels compute first derivatives, eager PyTorch all others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Eager = Callable[..., tuple[Tensor, Tensor]]
 class _Differentiable(torch.autograd.Function):
     """The kernels with gradients for q, k, v, bias, relative, sinks, slopes and learned.
 
-    Other derivatives, forward-mode ones and those of gradients, are those of `eager`, which computes (out, lse) of
-    these eight in PyTorch: it runs then, and stores what it must.
+    `eager` computes (out, lse) of these eight in PyTorch. It runs only for other derivatives, forward-mode ones and
+    those of gradients, and may then store quadratic tensors.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 class DirectAttention(_Differentiable):
-    """Where no transform looks on: what torch does for one takes longer than a short call."""
+    """For calls outside any transform: torch's support for transforms takes longer than a short call."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class DirectAttention(_Differentiable):
 
 
 class Attention(_Differentiable):
-    """For transforms of ``torch.func``, which ask for a function without a context."""
+    """For transforms of ``torch.func``, which need a forward without a context."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -84,14 +84,14 @@ class Attention(_Differentiable):
         return (*_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
 
 
-# Torch binds the arguments of every call to the signature, which it makes anew unless it finds one.
+# Torch binds the arguments of every call to the signature, and computes the signature each time unless it finds one.
 Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
 
-N_BACKWARD = 2 + ops.N_DIFFERENTIABLE  # dout, dlse and what Attention differentiates by
+N_BACKWARD = 2 + ops.N_DIFFERENTIABLE  # dout, dlse and the differentiable inputs of Attention
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The gradients of :class:`Attention` by the kernels; theirs are those of `eager`'s."""
+    """The gradients of :class:`Attention` by the kernels; their own gradients come from `eager`."""
 
     @staticmethod
     def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -130,12 +130,12 @@ class AttentionBackward(torch.autograd.Function):
 
 
 def _below_autograd() -> AbstractContextManager[None]:
-    """Inside, an op does not look for gradients, of which its caller takes care; a compiler cannot trace this."""
+    """Inside, an op skips autograd, because its caller handles gradients; a compiler cannot trace this."""
     return nullcontext() if torch.compiler.is_compiling() else torch._C._AutoDispatchBelowAutograd()
 
 
 def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of dout, dlse and what Attention differentiates by: the gradients that are needed, differentiable."""
+    """A function of dout, dlse and the inputs of Attention that returns the needed gradients, differentiable."""
     chosen = [i for i, needs in enumerate(needed) if needs]
 
     def function(dout: Tensor, dlse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ def _gradients_of(eager: Eager, needed: tuple[bool, ...]) -> Callable[..., tuple
 
 
 def _moving(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[list[int], Callable[..., Any]]:
-    """Which of the inputs are there, and the function of these."""
+    """The indices of the inputs that are tensors, and `function` as a function of these alone."""
     moving = [i for i, x in enumerate(inputs) if x is not None]
 
     def of_moving(*moved: Tensor) -> Any:
@@ -161,10 +161,10 @@ def _moving(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tu
 
 
 def _pushed(function: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Any]) -> tuple[Any, ...]:
-    """The product of the Jacobian of a function with tangents, by reverse mode alone."""
+    """The Jacobian of a function times tangents, by reverse mode alone."""
     moving, of_moving = _moving(function, inputs)
     results, transposed, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
-    # It is the derivative, by u, of the transposed Jacobian's product with u.
+    # It is the derivative, by u, of the product of the transposed Jacobian and u.
     _, product, *_ = torch.func.vjp(lambda *u: transposed(u), *map(torch.zeros_like, results))
     return product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))
 
@@ -174,7 +174,7 @@ def _or_zeros(x: Tensor | None, like: Any) -> Tensor:
 
 
 def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """What torch.vmap asks for: the results of one call after the other, stacked."""
+    """The results that torch.vmap needs: one call per index, stacked."""
     calls = [
         function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
         for i in range(n)
@@ -195,9 +195,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
     constants = constants_of(options, keep_residual=needs_gradient)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
-    # the op, which has the same backward, as it is.
+    # the op as it is, with the same backward.
     if torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0:  # the op would come out without a tangent, and nobody would notice
+        if forward_ad._current_level >= 0:  # the op would silently return no tangent
             raise NotImplementedError(
                 "attention: got forward-mode differentiation inside torch.compile, allowed there with backend 'triton' "
                 "are gradients; leave the call outside of what is compiled, or use backend='torch'"

@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators: what they take and return, their fakes, and their gradients."""
+"""The kernels as PyTorch operators: signatures, fakes and gradients."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(out, lse, row_max, row_sum, rounding_residual)`` by the Triton kernels; the last three are for the backward.
 
-    rounding_residual is empty unless `keep_residual` asks for it and the inputs have 16 bits. `bias` and `relative` are
-    four-dimensional, `slopes` has two dimensions, `learned`, what the score function's args with a gradient are, one;
-    `sinks` are float32 or float64; the rest is what :meth:`Constants.flat` makes.
+    rounding_residual is empty unless `keep_residual` is True and the inputs have 16 bits. `bias` and `relative` have
+    four dimensions, `slopes` two, and `learned`, the args of the score function with a gradient, one; `sinks` are
+    float32 or float64. :meth:`Constants.flat` makes the arguments from `tensors` on.
     """
     if not scale > 0:
         raise ValueError(f"scale: got {scale}, allowed are positive numbers")
@@ -83,7 +83,7 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned)`` by the Triton kernels.
 
-    Of dq, dk and dv, and each of the others, those that are not `needed` come back empty.
+    A gradient that is not `needed` comes back empty; `needed` has one entry for dq, dk and dv, and one for each other.
     """
     from fusedattn.backends.triton import launching
 
@@ -104,7 +104,7 @@ def _attention_bwd_fake(dout: Tensor, dlse: Tensor | None, *others: Any) -> tupl
 
 
 def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Saved tensors: what is differentiable, (out, row_max, row_sum, rounding_residual), and the constants'."""
+    """Saved tensors in three parts: differentiable inputs, results that the forward keeps, and the constants'."""
     n = N_DIFFERENTIABLE
     return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]
 
@@ -118,7 +118,7 @@ _PLAIN_KEYS: dict[torch.device, frozenset[int]] = {}
 
 
 def _plain_keys(device: torch.device) -> frozenset[int]:
-    """The dispatch keys of tensors that are nothing but memory on a device, made for inference or not."""
+    """The dispatch keys of plain tensors on a device, including inference tensors."""
     known = _PLAIN_KEYS.get(device)
     if known is None:
         found = []
@@ -130,7 +130,7 @@ def _plain_keys(device: torch.device) -> frozenset[int]:
 
 
 def _is_seen(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether somebody watches for operators, or has a say in them: a mode, a profiler, a kind of tensor."""
+    """Whether a mode, a profiler or a tensor subclass observes or intercepts operators."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
         return True
     if transforming() or torch._C._autograd._profiler_enabled():
@@ -149,7 +149,7 @@ def _is_seen(tensors: Sequence[Tensor | None]) -> bool:
 def forward(
     inputs: Sequence[Tensor | None], constants: Constants
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The results of `attention_fwd`; without a call of the operator where nobody would notice it."""
+    """The results of `attention_fwd`; calls the operator only if something observes it."""
     if _is_seen(inputs):
         return attention_fwd(*inputs, *constants.flat())
     from fusedattn.backends.triton import launching
@@ -165,9 +165,9 @@ def gradients(
     needed: Sequence[bool],
     constants: Constants,
 ) -> Sequence[Tensor | None]:
-    """Of q, k, v, bias, relative, sinks, slopes and learned, None where not needed.
+    """The gradients of q, k, v, bias, relative, sinks, slopes and learned; None if not needed.
 
-    By `attention_bwd` as :func:`forward` by `attention_fwd`; `kept` are (out, row_max, row_sum, rounding_residual).
+    Calls `attention_bwd` only if something observes it; `kept` are (out, row_max, row_sum, rounding_residual).
     """
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
@@ -186,11 +186,11 @@ def gradients(
 
 
 def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients; None for those that are not needed, but were computed with others, or stand there empty."""
+    """Gradients, with None for those that are not needed but were computed with others or are empty."""
     return [x if needs else None for x, needs in zip(found, needed, strict=True)]
 
 
-# The op by itself is differentiable too: a compiler takes it as it is.
+# The op alone is differentiable too, for compilers, which call it directly.
 def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, _, row_max, row_sum, rounding_residual = output
     tensors, *ctx.numbers = inputs[N_DIFFERENTIABLE:]

@@ -1,4 +1,4 @@
-"""Uninitialised tensors for what the kernels compute: shapes, dtypes and layouts, which fakes need too."""
+"""Uninitialised result tensors for the kernels and for fakes: shapes, dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from fusedattn.backends.triton.operands import Constants
 from fusedattn.strides import rows_overlap
 
-# A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
+# Offsets inside a tile are int32 in the kernels: tensors whose rows lie further apart are made contiguous first.
 MAX_ROW_STRIDE = 2**31 // 512
 
 
 def new_like(x: Tensor, n: int | None = None) -> Tensor:
-    """An uninitialised tensor of the shape, dtype and layout of ``x``, contiguous where that fits no tile.
+    """An uninitialised tensor of the shape, dtype and layout of ``x``; contiguous if that layout fits no tile.
 
-    With `n` features, where ``x`` has another number, the dimensions follow each other in memory as those of ``x`` do.
+    If `n` is not the number of features of ``x``, the result has `n` features and the memory order of ``x``.
     """
     if x.is_contiguous() and x.stride(2) <= MAX_ROW_STRIDE and (n is None or n == x.shape[3]):
         return torch.empty_like(x)
@@ -50,10 +50,10 @@ def of_forward(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tens
 def of_backward(
     q: Tensor, k: Tensor, v: Tensor, needed: Sequence[bool], *, packed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv), None where not needed; dk and dv come together."""
+    """(dq, dk, dv), None if not needed; dk and dv come together."""
     dq = new_like(q) if needed[0] else None
     found = (dq, new_like(k), new_like(v)) if needed[1] else (dq, None, None)
-    if packed:  # what lies behind the last sequence gets no gradient
+    if packed:  # rows behind the last sequence get no gradient
         for x in found:
             if x is not None:
                 x.zero_()

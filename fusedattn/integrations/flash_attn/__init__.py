@@ -1,6 +1,6 @@
 """The Python interface of the ``flash_attn`` package, version 2, on :func:`fusedattn.attention`.
 
-Modules, names, arguments and layouts are those of ``flash_attn``, so that code written for it runs with another import.
+Modules, names, arguments and layouts are those of ``flash_attn``, so code written for it only changes its import.
 """
 
 from fusedattn.integrations.flash_attn.bert_padding import pad_input, unpad_input
@@ -15,7 +15,7 @@ from fusedattn.integrations.flash_attn.flash_attn_interface import (
 )
 from fusedattn.integrations.flash_attn.layers.rotary import apply_rotary_emb
 
-__version__ = "2.8.3"  # of flash_attn, whose interface this is; callers compare it
+__version__ = "2.8.3"  # the version of flash_attn with this interface; callers compare it
 
 __all__ = [
     "__version__",

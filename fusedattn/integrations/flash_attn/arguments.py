@@ -1,4 +1,4 @@
-"""What the arguments of ``flash_attn`` are for :func:`fusedattn.attention`."""
+"""Translate the arguments of ``flash_attn`` to those of :func:`fusedattn.attention`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def options_of(
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
-    """The keyword arguments of :func:`fusedattn.attention` that mean the same."""
+    """The equivalent keyword arguments of :func:`fusedattn.attention`."""
     return {
         "mask": masks.window(*limits_of(causal, window_size)),
         "bias": None if alibi_slopes is None else biases.alibi(alibi_slopes),
@@ -33,7 +33,7 @@ def options_of(
 
 
 def limits_of(causal: bool, window_size: Sequence[int]) -> tuple[int | None, int | None]:
-    """How many keys before its own and behind it a query sees; None for no limit."""
+    """The number of keys before and behind its own key that a query sees; None for no limit."""
     if len(window_size) != 2:
         raise ValueError(f"window_size: got {len(window_size)} numbers, allowed are two, (left, right)")
     left, right = (_limit(x) for x in window_size)
@@ -46,10 +46,10 @@ def _limit(x: Any) -> int | None:
 
 
 def whole(name: str, x: Any) -> int:
-    """``x``, an int or an integer tensor of one element, which is waited for.
+    """``x`` as an int; waits for an integer tensor of one element.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``x`` is neither.
     """
     try:
         return operator.index(x)
@@ -59,7 +59,7 @@ def whole(name: str, x: Any) -> int:
 
 
 def check_shape(name: str, x: Any, shape: str, n: int | None = None) -> None:
-    """Raise TypeError or ValueError unless ``x`` is a tensor of that many dimensions, with `n` as the third last."""
+    """Raise TypeError or ValueError unless ``x`` is a tensor with the dimensions of `shape`, `n` as the third last."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, allowed is a torch.Tensor")
     if x.dim() != shape.count(",") + 1 or (n is not None and x.shape[-3] != n):
@@ -72,5 +72,5 @@ def with_contiguous_features(x: Tensor) -> Tensor:
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether numbers of ``x`` can be looked at without waiting for a GPU, or breaking a graph that is compiled."""
+    """Whether values of ``x`` can be read without waiting for a GPU or breaking a compiled graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

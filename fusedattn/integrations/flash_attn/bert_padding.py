@@ -1,4 +1,4 @@
-"""From padded sequences to packed ones and back, as ``flash_attn.bert_padding``; differentiable."""
+"""Convert padded sequences to packed ones and back, as ``flash_attn.bert_padding`` does; differentiable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         input: ``(n, ...)``.
-        indices: int32 or int64 ``(z,)``. The gradient of a row that is taken twice is the sum of both.
+        indices: int32 or int64 ``(z,)``. The gradient of a row that is taken twice is the sum of both gradients.
 
     Returns:
         ``(z, ...)``.
@@ -21,12 +21,12 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """A tensor of zeros but for the given rows.
+    """A tensor with the given rows, and zeros elsewhere.
 
     Args:
         values: ``(z, ...)``.
         indices: int32 or int64 ``(z,)``, all different.
-        first_axis_dim: how many rows the result has.
+        first_axis_dim: the number of rows of the result.
 
     Returns:
         ``(first_axis_dim, ...)``.
@@ -38,17 +38,17 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Sequences without their padding, one behind the other. Waits for the masks.
+    """Pack sequences, without their padding. Waits for the masks.
 
     Args:
         hidden_states: ``(batch, seqlen, ...)``.
         attention_mask: bool or int ``(batch, seqlen)``, 0 for padding.
-        unused_mask: likewise, not 0 for what is packed too although it is padding.
+        unused_mask: likewise; not 0 for padding that is packed too.
 
     Returns:
-        The packed tokens ``(total, ...)``; where they were, int64 ``(total,)``, counted through the whole batch;
-        cu_seqlens, int32 ``(batch + 1,)``; the length of the longest sequence; how many tokens of each sequence the
-        attention mask has, int32 ``(batch,)``.
+        The packed tokens ``(total, ...)``; their indices in the flattened batch, int64 ``(total,)``; cu_seqlens, int32
+        ``(batch + 1,)``; the length of the longest sequence; the number of tokens of each sequence in the attention
+        mask, int32 ``(batch,)``.
 
     Raises:
         ValueError: a mask is not ``(batch, seqlen)``.
@@ -65,15 +65,15 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """:func:`unpad_input` for rows that each hold several sequences, one behind the other and padding behind the last.
+    """:func:`unpad_input` for rows that each hold several packed sequences, with padding behind the last.
 
     Args:
         hidden_states: ``(batch, seqlen, ...)``.
-        attention_mask_in_length: int ``(batch, seqlen)``; the lengths of the sequences of a row, wherever they stand in
-            it, among zeros.
+        attention_mask_in_length: int ``(batch, seqlen)``; in each row the lengths of its sequences, in order, among
+            zeros at any places.
 
     Returns:
-        As :func:`unpad_input`, without the last; ``n_sequences`` for ``batch`` in cu_seqlens.
+        As :func:`unpad_input`, without the last; cu_seqlens is ``(n_sequences + 1,)``.
 
     Raises:
         ValueError: the mask is not ``(batch, seqlen)``.
@@ -85,12 +85,12 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens back at their places, with zeros for padding.
+    """Put packed tokens back at their places, with zeros for padding.
 
     Args:
         hidden_states: ``(total, ...)``.
         indices: int32 or int64 ``(total,)``, as :func:`unpad_input` returned it.
-        batch, seqlen: of the result.
+        batch, seqlen: sizes of the result.
 
     Returns:
         ``(batch, seqlen, ...)``.

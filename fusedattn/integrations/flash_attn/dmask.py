@@ -1,4 +1,4 @@
-"""S_dmask, what ``flash_attn`` returns of dropout to tests: the weights, negative where they were dropped."""
+"""S_dmask, which ``flash_attn`` returns to tests of dropout: the weights, negative if dropped."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fusedattn.weights import attention_weights
 
 
 def s_dmask(q: Tensor, k: Tensor, lse: Tensor, *, first_batch: int = 0, **options: Any) -> Tensor:
-    """The weights before dropout, with the sign that says which of them it keeps; quadratic, without a gradient.
+    """The weights before dropout, with a negative sign if dropout drops them; quadratic, without a gradient.
 
     Args:
         q, k: ``(batch, nheads, seqlen_q, head_dim)`` and ``(batch, nheads_k, seqlen_k, head_dim)``.
-        lse: ``(batch, nheads, seqlen_q)``, of the attention with the same options.
-        first_batch: the index of the first batch among those of the attention.
-        options: of :func:`fusedattn.attention`; a probability and a seed of dropout among them.
+        lse: ``(batch, nheads, seqlen_q)``, from the attention with the same options.
+        first_batch: the index of the first batch in the attention.
+        options: keyword arguments of :func:`fusedattn.attention`, including dropout_p and dropout_seed.
 
     Returns:
-        ``(batch, nheads, seqlen_q, seqlen_k)`` in the dtype of q; -0.0 for a weight of 0 that is dropped.
+        ``(batch, nheads, seqlen_q, seqlen_k)`` in the dtype of q; -0.0 for a dropped weight of 0.
     """
     dropout_p, seed = options.pop("dropout_p"), options.pop("dropout_seed")
     with torch.no_grad():
@@ -41,7 +41,7 @@ def s_dmask_packed(
     max_seqlen_k: int,
     **options: Any,
 ) -> Tensor:
-    """:func:`s_dmask` of each of several sequences; waits for their lengths.
+    """:func:`s_dmask` of each of several packed sequences; waits for their lengths.
 
     Args:
         q, k: ``(total_q, nheads, head_dim)`` and ``(total_k, nheads_k, head_dim)``.

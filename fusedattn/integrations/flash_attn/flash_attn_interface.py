@@ -1,7 +1,7 @@
 """The functions of ``flash_attn.flash_attn_interface``, with its argument names, layouts and return values.
 
-Where this package gives more than ``flash_attn`` it is not held back: float32 and CPU tensors, any head_dim, a head_dim
-of the values of its own, dropout together with a soft-cap, gradients of ``alibi_slopes`` and of ``softmax_lse``.
+They accept more than ``flash_attn`` does: float32 and CPU tensors, any head_dim, values with a different head_dim,
+dropout with a soft-cap, gradients of ``alibi_slopes`` and of ``softmax_lse``.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def flash_attn_func(
     Masks are aligned to the bottom right: query ``i`` stands at key ``i + seqlen_k - seqlen_q``.
 
     Args:
-        q: ``(batch, seqlen_q, nheads, head_dim)``; float16, bfloat16, float32 (float64 on a CPU). Copied only if its
-            last dimension is not contiguous, as k and v.
+        q: ``(batch, seqlen_q, nheads, head_dim)``; float16, bfloat16, float32 (float64 on a CPU). Like k and v, copied
+            only if its last dimension is not contiguous.
         k: ``(batch, seqlen_k, nheads_k, head_dim)``; ``nheads`` is a multiple of ``nheads_k``.
         v: ``(batch, seqlen_k, nheads_k, head_dim_v)``.
         dropout_p: as for :func:`fusedattn.attention`; the seed is drawn from torch's generator.
         softmax_scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
         causal: a query does not see keys behind its own.
-        window_size: ``(left, right)``: how many keys before its own and behind it a query sees, negative for no limit;
-            right is 0 where `causal`.
+        window_size: ``(left, right)``: the number of keys that a query sees before and behind its own, negative for no
+            limit; right is 0 if `causal`.
         softcap: bound of the scores, before the bias; 0 and less for none.
         alibi_slopes: float32 ``(nheads,)`` or ``(batch, nheads)``; ``-slope * |i + seqlen_k - seqlen_q - j|`` is added
             to the score of query ``i`` and key ``j``.
-        deterministic: of no effect: results are the same on every run in any case.
+        deterministic: no effect: results are always the same on every run.
         return_attn_probs: also return softmax_lse and S_dmask.
 
     Returns:
         out, ``(batch, seqlen_q, nheads, head_dim_v)``, contiguous. With `return_attn_probs`
-        ``(out, softmax_lse, S_dmask)``: softmax_lse ``(batch, nheads, seqlen_q)``, float32, natural logarithm, of the
-        scores with all that is added to them; S_dmask, with dropout, ``(batch, nheads, seqlen_q, seqlen_k)``: the
-        weights before dropout, negative where they are dropped, written out for tests, without a gradient; an empty
-        tensor without dropout, as in ``flash_attn``.
+        ``(out, softmax_lse, S_dmask)``. softmax_lse is ``(batch, nheads, seqlen_q)``, float32, the natural logarithm,
+        of the scores after softcap and slopes. S_dmask is ``(batch, nheads, seqlen_q, seqlen_k)`` with dropout: the
+        weights before dropout, negative if dropped, written out for tests, without a gradient. Without dropout it is
+        an empty tensor, as in ``flash_attn``.
 
-        A query that sees nothing has out 0, causes no gradient, and has softmax_lse ``-inf`` (``+inf`` in
-        ``flash_attn`` 2).
+        A query that sees nothing has out 0 and softmax_lse ``-inf`` (``+inf`` in ``flash_attn`` 2), and causes no
+        gradient.
 
     Raises:
         TypeError, ValueError: as :func:`fusedattn.attention`.
@@ -109,7 +109,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_func` of keys and values in one tensor; all else as there.
+    """:func:`flash_attn_func` with keys and values in one tensor; otherwise the same.
 
     Args:
         q: ``(batch, seqlen_q, nheads, head_dim)``.
@@ -134,7 +134,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_func` of queries, keys and values in one tensor; all else as there.
+    """:func:`flash_attn_func` with queries, keys and values in one tensor; otherwise the same.
 
     Args:
         qkv: ``(batch, seqlen, 3, nheads, head_dim)``, which is not copied.
@@ -165,27 +165,26 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_func` of each of several sequences, packed one behind the other; differentiable.
+    """:func:`flash_attn_func` of each of several packed sequences; differentiable.
 
     Args:
         q: ``(total_q, nheads, head_dim)``.
         k: ``(total_k, nheads_k, head_dim)``; with `block_table` ``(num_blocks, page_block_size, nheads_k, head_dim)``.
         v: likewise, with ``head_dim_v``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``; sequence ``b`` has the tokens
-            ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. On a GPU nothing waits for them, nor checks them.
-        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; queries beyond would be left out. Given as a
-            tensor, they are waited for.
-        block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages that hold the keys and values of each
-            sequence, in their order; of any size. What is used of them is copied, with room for ``batch *
-            max_seqlen_k`` tokens, or all that the table can list where that is less.
+            ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``. On a GPU they are neither waited for nor checked.
+        max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; queries beyond would be left out. A tensor is
+            waited for.
+        block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages of the keys and values of each sequence, in
+            order; pages may have any size. The used tokens are copied, into room for ``batch * max_seqlen_k`` tokens,
+            or for all tokens of the table if that is less.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
             :func:`flash_attn_func`, for each sequence.
 
     Returns:
         out, ``(total_q, nheads, head_dim_v)``; with `return_attn_probs` ``(out, softmax_lse, S_dmask)``, softmax_lse
-        ``(nheads, total_q)``, S_dmask with dropout ``(batch, nheads, max_seqlen_q, max_seqlen_k)``, for which the
-        lengths of sequences are waited for. Queries of no sequence are as those that see nothing: out 0, softmax_lse
-        ``-inf``.
+        ``(nheads, total_q)``, S_dmask with dropout ``(batch, nheads, max_seqlen_q, max_seqlen_k)``, which waits for
+        the lengths. Queries that belong to no sequence see nothing: out 0, softmax_lse ``-inf``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_attn_func` and :func:`fusedattn.attention_varlen`.
@@ -226,7 +225,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of keys and values in one tensor; all else as there.
+    """:func:`flash_attn_varlen_func` with keys and values in one tensor; otherwise the same.
 
     Args:
         q: ``(total_q, nheads, head_dim)``.
@@ -253,7 +252,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor; all else as there.
+    """:func:`flash_attn_varlen_func` with queries, keys and values in one tensor; otherwise the same.
 
     Args:
         qkv: ``(total, 3, nheads, head_dim)``, which is not copied.

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache``: append to a cache of keys and values in place, and attend with it."""
+"""``flash_attn_with_kvcache``: append to a cache of keys and values in place, and attend to it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with a cache of keys and values, to which new ones are appended first. Has no gradients.
+    """Append new keys and values to a cache, and attend to it. Has no gradients.
 
-    ``seqlen_k`` of a sequence is its cache_seqlens and the number of new keys together, and query ``i`` stands at key
+    ``seqlen_k`` of a sequence is its cache_seqlens plus the number of new keys, and query ``i`` stands at key
     ``i + seqlen_k - seqlen_q``. On a GPU nothing waits for a tensor.
 
     Args:
@@ -56,23 +56,23 @@ def flash_attn_with_kvcache(
         v_cache: likewise, with ``head_dim_v``.
         k, v: ``(batch, seqlen_new, nheads_k, head_dim)`` and likewise with ``head_dim_v``, in the dtype of the caches,
             or None. They are written into k_cache and v_cache behind the first cache_seqlens tokens.
-        rotary_cos, rotary_sin: ``(seqlen_rotary, rotary_dim / 2)``, to rotate k at the positions that it is written to
-            and q at the same ones, from cache_seqlens on; without `causal` and `window_size` all of q at
-            cache_seqlens. Needs k.
-        cache_seqlens: how many tokens the caches hold, an int or int32 ``(batch,)``; None for full caches. Needed with
-            k. An int is the cheaper: what lies behind is cut off, rather than masked.
-        cache_batch_idx: int32 ``(batch,)``: which row of the caches each sequence has, all different where k is given;
+        rotary_cos, rotary_sin: ``(seqlen_rotary, rotary_dim / 2)``, to rotate k and q at the positions from
+            cache_seqlens on, which k is written to; without `causal` and `window_size` all of q at cache_seqlens.
+            Needs k.
+        cache_seqlens: the number of tokens in the caches, an int or int32 ``(batch,)``; None for full caches. Needed
+            with k. An int is cheaper: the tokens behind it are cut off rather than masked.
+        cache_batch_idx: int32 ``(batch,)``: the row of the caches for each sequence, all different if k is given;
             None for the first rows. These rows are copied to be read.
-        cache_leftpad: int32 ``(batch,)``: how many tokens at the start of a cache are hidden.
-        block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages of each sequence in their order, of any size;
-            not together with `cache_batch_idx`. They are copied to be read, all that the table can list where
-            cache_seqlens is a tensor.
-        softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_func`. Where cache_seqlens
-            is a tensor, several queries that are `causal` or in a window store a bool tensor
-            ``(batch, 1, seqlen_q, seqlen_cache)``, and slopes a float32 tensor ``(batch, nheads, seqlen_q,
-            seqlen_cache)``.
+        cache_leftpad: int32 ``(batch,)``: the number of hidden tokens at the start of a cache.
+        block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages of each sequence in order, of any size;
+            not together with `cache_batch_idx`. The pages are copied to be read: all of the table if cache_seqlens is
+            a tensor.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_func`. If cache_seqlens is
+            a tensor, `causal` or a window with several queries stores a bool tensor
+            ``(batch, 1, seqlen_q, seqlen_cache)``, and slopes store a float32 tensor
+            ``(batch, nheads, seqlen_q, seqlen_cache)``.
         rotary_interleaved: as `interleaved` of :func:`apply_rotary_emb`.
-        num_splits: of no effect: a hint for the kernels of ``flash_attn``.
+        num_splits: no effect: a hint for the kernels of ``flash_attn``.
         return_softmax_lse: also return softmax_lse.
 
     Returns:
@@ -80,10 +80,9 @@ def flash_attn_with_kvcache(
         ``(batch, nheads, seqlen_q)``. Queries that see nothing have 0 and ``-inf``.
 
     Raises:
-        TypeError, ValueError: tensors that are wrong or do not fit, before anything is written; on a CPU also tokens
-            that lie outside of the caches, their pages or the tables. On a GPU torch's own assertion fails for tokens
-            behind the end of a cache, and positions outside of the tables are NaN. Numbers, as
-            :func:`fusedattn.attention`.
+        TypeError, ValueError: a tensor is wrong or does not fit, before anything is written; on a CPU also if tokens
+            lie outside the caches, their pages or the tables. On a GPU torch's own assertion fails for tokens behind
+            the end of a cache, and positions outside the tables are NaN. For numbers, as :func:`fusedattn.attention`.
         NotImplementedError: as :func:`fusedattn.attention`.
     """
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -133,11 +132,11 @@ def _rotated(
     before: int | Tensor,
     limits: tuple[int | None, int | None],
 ) -> tuple[Tensor, Tensor]:
-    """q and k at the positions behind the cache; all of q at the first of them where nothing depends on its order."""
+    """q and k rotated at the positions behind the cache; q at the first of them if its order does not matter."""
     k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=before)
     if limits != (None, None):
         return apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=before), k
-    # (batch, seqlen_q, nheads, head_dim) as one token of that many heads
+    # (batch, seqlen_q, nheads, head_dim) as one token with seqlen_q * nheads heads
     token = apply_rotary_emb(q.flatten(1, 2)[:, None], cos, sin, interleaved, seqlen_offsets=before)
     return token.reshape(q.shape), k
 
@@ -145,7 +144,7 @@ def _rotated(
 def _slots(
     before: int | Tensor, k: Tensor, cache: Tensor, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where in a cache the new tokens go: indices of its first two dimensions, int64 ``(batch, seqlen_new)``."""
+    """The places of the new tokens in a cache: indices of its first two dimensions, int64 ``(batch, seqlen_new)``."""
     starts = before[:, None].long() if isinstance(before, Tensor) else before
     positions = (starts + torch.arange(k.shape[1], device=k.device)).expand(k.shape[0], -1)
     if block_table is not None:
@@ -157,7 +156,7 @@ def _slots(
 def _read(
     cache: Tensor, batch: int, length: int | Tensor, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """``(batch, length or all there is, nheads, head_dim)``; a view, unless rows or pages are picked."""
+    """``(batch, length or capacity, nheads, head_dim)``; a view, unless rows or pages are selected."""
     stop = length if isinstance(length, int) else None
     if block_table is None:
         return cache[slice(batch) if cache_batch_idx is None else cache_batch_idx.long(), :stop]
@@ -174,7 +173,7 @@ def _aligned(
     limits: tuple[int | None, int | None],
     bias: biases.Bias | None,
 ) -> dict[str, Any]:
-    """Mask and bias over whole caches, in which each sequence has a length of its own."""
+    """Mask and bias over whole caches, in which sequences have different lengths."""
     seqlen_q, (left, right) = q.shape[1], limits
     key = torch.arange(capacity, device=q.device)
     valid = key < length[:, None]

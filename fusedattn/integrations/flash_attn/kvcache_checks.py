@@ -1,4 +1,4 @@
-"""What ``flash_attn_with_kvcache`` checks before it writes anything."""
+"""Checks of ``flash_attn_with_kvcache``, made before it writes anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_tensors(
     rotary_cos: Tensor | None,
     rotary_sin: Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError unless these are tensors of one call; rows and lengths apart."""
+    """Raise TypeError or ValueError unless these tensors fit each other; rows and lengths are not checked."""
     check_shape("q", q, "(batch, seqlen_q, nheads, head_dim)")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_shape(name, cache, "(batch_cache or num_blocks, seqlen_cache or page_block_size, nheads_k, head_dim)")
@@ -29,7 +29,7 @@ def check_tensors(
         raise ValueError(
             f"v_cache: got {v_cache.shape[0]} rows or pages, allowed is that of k_cache, {k_cache.shape[0]}"
         )
-    # Without rows, of which the caches have a number of their own.
+    # Without rows: the caches may have a different number.
     checks.check_qkv(*(x[:0].transpose(1, 2) for x in (q, k_cache, v_cache)))
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None, allowed is a tensor, as the other one of k and v is")
@@ -64,9 +64,9 @@ def check_places(
     cache_leftpad: Tensor | None,
     device: torch.device,
 ) -> None:
-    """Raise TypeError or ValueError unless all sequences lie in the caches of `capacity` tokens, and new ones too.
+    """Raise TypeError or ValueError unless all sequences and new tokens lie in the caches of `capacity` tokens.
 
-    On a GPU nothing waits for the numbers to be checked. `rows` is how many caches there are, None if they are paged.
+    On a GPU values are not checked, so that nothing waits. `rows` is the number of caches, None if they are paged.
     """
     by_sequence = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     for name, x in by_sequence.items():

@@ -1,4 +1,4 @@
-"""Which sequence of a pack each token belongs to."""
+"""The sequence that each packed token belongs to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def places(cu_seqlens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequence of each of the tokens ``0 .. n - 1``, its position there, and whether it belongs to one at all.
+    """The sequence of each of the tokens ``0 .. n - 1``, its position there, and whether it belongs to a sequence.
 
-    Nothing waits for `cu_seqlens`. Tokens of no sequence are given the last one, and position 0.
+    Nothing waits for `cu_seqlens`. Tokens of no sequence get the last sequence and position 0.
 
     Args:
         cu_seqlens: int32 or int64 ``(n_sequences + 1,)``.

@@ -1,4 +1,4 @@
-"""A cache of keys or values in pages, which a block table lists for each sequence in their order."""
+"""A paged cache of keys or values; a block table lists the pages of each sequence in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fusedattn.integrations.flash_attn.packing import places
 
 
 def capacity(block_table: Tensor, batch: int, cache: Tensor) -> int:
-    """How many tokens of a sequence the table can list.
+    """The number of tokens of a sequence that the table has pages for.
 
     Raises:
-        TypeError, ValueError: it is no table of `batch` sequences for `cache`.
+        TypeError, ValueError: the table is not one of `batch` sequences for `cache`.
     """
     if not isinstance(block_table, Tensor) or block_table.dtype not in (torch.int32, torch.int64):
         got = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
@@ -29,7 +29,7 @@ def capacity(block_table: Tensor, batch: int, cache: Tensor) -> int:
 
 
 def check_pages(block_table: Tensor, lengths: Tensor | int, cache: Tensor) -> None:
-    """Raise ValueError where the first `lengths` tokens, an int or ``(batch,)``, lie in no page; not on a GPU."""
+    """Raise ValueError if one of the first `lengths` tokens, an int or ``(batch,)``, has no page; not on a GPU."""
     if not can_read(block_table):
         return
     used = block_table.masked_select(_starts(block_table, cache) < _by_row(lengths))
@@ -47,18 +47,18 @@ def slots(block_table: Tensor, page_size: int, positions: Tensor) -> tuple[Tenso
 def padded(cache: Tensor, block_table: Tensor, lengths: Tensor | int) -> Tensor:
     """A copy of the pages in order, ``(batch, max_num_blocks_per_seq * page_size, nheads, head_dim)``.
 
-    Behind the first `lengths` tokens, an int or ``(batch,)``, it holds anything.
+    Behind the first `lengths` tokens, an int or ``(batch,)``, its values are undefined.
     """
     unused = _starts(block_table, cache) >= _by_row(lengths)
-    # What the table lists for pages that hold nothing need not be a page.
+    # Entries of the table for unused pages need not be valid pages.
     return cache[block_table.long().masked_fill(unused, 0)].flatten(1, 2)
 
 
 def packed(k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Copies of keys and values, one sequence behind the other as `cu_seqlens` says; differentiable.
+    """Copies of keys and values, packed as `cu_seqlens` says; differentiable.
 
-    They have room for sequences of `longest` tokens each, and hold anything behind the last. Nothing waits for
-    `cu_seqlens`, int32 ``(batch + 1,)``.
+    They have room for sequences of `longest` tokens each; behind the last sequence their values are undefined. Nothing
+    waits for `cu_seqlens`, int32 ``(batch + 1,)``.
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError("cu_seqlens_k: got none for one sequence or more, allowed is a tensor (batch + 1,)")

@@ -5,7 +5,7 @@ import inspect
 import transformers
 from transformers import masking_utils
 
-# Before 5.4, mask functions got the positions of queries as a tensor.
+# Before 5.4, mask functions got the positions of queries as a tensor, without q_offset.
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"transformers: got {transformers.__version__}, allowed are 5.4 and newer")
 
@@ -23,7 +23,7 @@ from fusedattn.integrations.transformers.models import (
 from fusedattn.integrations.transformers.registration import NAME, register
 from fusedattn.integrations.transformers.rotary import TWINS
 
-# A pickled model that is fused finds its attention where it is loaded.
+# On import, so that a pickled fused model finds its attention when it is loaded.
 register()
 
 __all__ = [

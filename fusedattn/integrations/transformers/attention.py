@@ -20,7 +20,7 @@ from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.weights import attention_weights
 
-# What models hand down to every layer, and the attention of which is already in the mask or the rotated q and k.
+# Arguments that models pass to every layer and whose effect is already in the mask or in the rotated q and k.
 HONOURED_ELSEWHERE = frozenset(
     {
         "position_ids", "cache_position", "max_length_q", "max_length_k", "use_cache", "output_hidden_states",
@@ -28,11 +28,11 @@ HONOURED_ELSEWHERE = frozenset(
     }
 )  # fmt: skip
 
-# Layers whose eager attention returns weights as if there were no sink.
+# Layers whose eager attention returns weights without the sink.
 WEIGHTS_WITHOUT_SINK = frozenset({"GraniteSWAAttention", "GraniteMoeSWAAttention"})
 
-# The outputs that transformers' hooks record while a model runs: a dict by name, or None. Many models pass a request
-# for weights to their layers in no other way.
+# The outputs that transformers' hooks record while a model runs: a dict by name, or None. In many models this is the
+# only sign for a layer that weights were asked for.
 try:
     from transformers.utils.output_capturing import _active_collector as _recording
 except ImportError:  # older versions pass output_attentions
@@ -67,29 +67,28 @@ def attention_function(
         module: the attention layer; its ``is_causal``, ``fusedattn_backend``, ``fusedattn_deterministic`` are read.
         query: ``(batch, nheads_q, seqlen_q, head_dim)``.
         key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
-        attention_mask: what the registered mask function made; or a bool tensor ``(batch, seqlen_k)`` or
+        attention_mask: the result of the registered mask function; or a bool tensor ``(batch, seqlen_k)`` or
             ``(batch, 1 or nheads_q, seqlen_q, seqlen_k)``, True = attend; or a floating-point tensor of four
-            dimensions, which is added to the scores; sizes of 1 broadcast. None: causal where ``is_causal`` (else
-            ``module.is_causal``, of models that have an sdpa attention) says so, the last query aligned with the last
-            key.
+            dimensions, which is added to the scores; sizes of 1 broadcast. With None, attention is causal if
+            ``is_causal`` is True (else ``module.is_causal``, for models that have an sdpa attention), with the last
+            query aligned with the last key.
         dropout: probability that a weight is dropped.
         scaling: factor of the scores; ``1 / sqrt(head_dim)`` by default.
         softcap: bound of the scores (Gemma 2).
-        sliding_window: without a mask, a query sees its own key and the ``sliding_window - 1`` before it (also as many
-            behind it where attention is not causal). A mask has it already.
+        sliding_window: without a mask, a query sees its own key and the ``sliding_window - 1`` before it (and as many
+            behind it if attention is not causal). A mask already includes the window.
         s_aux: ``(nheads_q,)``, attention sinks (gpt-oss).
         position_bias: added to the scores, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)`` (T5).
         cu_seq_lens_q, cu_seq_lens_k: int ``(n_sequences + 1,)``, where packed sequences start in a batch of one.
         indices: int ``(batch, seqlen_q, n)``, the only keys that each query may see (DeepSeek's sparse attention).
-        output_attentions: also return the weights, which are computed in full for this; True where a model records
-            them.
+        output_attentions: also return the weights, which are then computed in full; implied if the model records them.
         deterministic: True forbids sums in a varying order, whatever the module allows.
         rope: rotates query and key, for callers that have not done so.
 
     Returns:
         out ``(batch, seqlen_q, nheads_q, head_dim_v)``, and the weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` after
-        dropout, or None. With sinks the weights of a query add up to less than 1, except in the models whose eager
-        attention returns the weights without the sink. A query that may attend to nothing, such as one at a padded
+        dropout, or None. With sinks the weights of a query add up to less than 1, except in models whose eager
+        attention returns weights without the sink. A query that may attend to nothing, such as one at a padded
         position, has out 0.
 
     Raises:
@@ -133,7 +132,7 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 def _weights_are_recorded() -> bool:
     """Whether the running model was asked for weights; not all models tell their layers."""
-    # Dynamo cannot read a ContextVar. Once a compiled model has set its collector, it is a plain variable.
+    # Dynamo cannot read a ContextVar. Once a compiled model has set its collector, it is an ordinary variable.
     hidden = torch.compiler.is_dynamo_compiling() and not getattr(_recording, "compiling", False)
     recorded = None if _recording is None or hidden else _recording.get()
     return recorded is not None and any("attentions" in name for name in recorded)
@@ -185,7 +184,7 @@ def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) 
 def _within_sequences(
     mask: Mask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, query: Tensor, key: Tensor
 ) -> Mask:
-    """What the mask shows, of the keys of each query's own sequence."""
+    """The mask, restricted to the keys of each query's own sequence."""
     if cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
         raise ValueError(
             f"cu_seq_lens_q, cu_seq_lens_k: got {type(cu_seq_lens_q).__name__}, {type(cu_seq_lens_k).__name__} and "

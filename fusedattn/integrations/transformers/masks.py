@@ -1,8 +1,8 @@
-"""From the functions of indices in which transformers describes masks to :class:`fusedattn.masks.Mask`.
+"""Convert the mask functions of transformers to :class:`fusedattn.masks.Mask`.
 
 A model builds its masks before its layers run, by the function that is registered under the name of its attention. The
-usual ones (causal, sliding windows, chunks, packed sequences, padding) are recognised by the code of the functions that
-describe them, so that what they hide is never visited; any other is written out as a bool tensor.
+usual masks (causal, sliding windows, chunks, packed sequences, padding) are recognised by the code of their functions,
+so that hidden blocks are never visited; any other mask is written out as a bool tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MaskFunction = Callable[..., Any]
 class PreparedMask:
     """A mask on its way through a model to its attention.
 
-    Most models hand it on. To one that does more it is the bool tensor that SDPA would get, written out for the
-    occasion; only that a bool mask is added to scores, which would be wrong, is refused.
+    Most models only pass it on. For other uses it acts as the bool tensor that SDPA would get, written out on demand;
+    only adding it to scores is refused, because that would be wrong for a bool mask.
 
     Attributes:
-        mask: which keys each query may attend to.
+        mask: the mask.
         shape: ``(batch, 1, seqlen_q, seqlen_k)``.
-        device: where the tensor would be.
+        device: the device of the tensor.
     """
 
     mask: Mask
@@ -53,11 +53,11 @@ class PreparedMask:
         return self
 
     def to(self, device: torch.device | str | None = None, **_: object) -> PreparedMask:
-        """On another device; the dtype of a mask is not to be changed."""
+        """The mask on another device; its dtype does not change."""
         return self if device is None else PreparedMask(self.mask.to(device), self.shape, torch.device(device))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy and pickle look for
+        if name.startswith("__"):  # copy and pickle look for such names
             raise AttributeError(name)
         return getattr(self.dense(), name)
 
@@ -94,18 +94,18 @@ def mask_function(
     attention_mask: Tensor | PreparedMask | None = None,
     **options: Any,
 ) -> Tensor | PreparedMask | None:
-    """What ``transformers.AttentionMaskInterface`` calls, with the arguments of ``transformers``' own ``sdpa_mask``.
+    """A mask function for ``transformers.AttentionMaskInterface``, with the arguments of transformers' ``sdpa_mask``.
 
     Args:
-        batch_size, q_length, kv_length: of the attention.
+        batch_size, q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: positions of the first query and the first key.
         mask_function: ``(batch, head, query, key)`` -> bool, of positions.
-        attention_mask: bool ``(batch, positions)``, True = a real token; or a mask that is prepared already.
+        attention_mask: bool ``(batch, positions)``, True = a real token; or a mask that is already prepared.
 
     Returns:
-        A :class:`PreparedMask`; a bool tensor ``(batch, 1, q_length, kv_length)``, True = attend, where the function is
-        of an unknown kind, where ``q_offset`` is a tensor (static caches) and under ``torch.compile``; or None for a
-        mask that hides nothing of a bidirectional model.
+        A :class:`PreparedMask`; a bool tensor ``(batch, 1, q_length, kv_length)``, True = attend, if the function is of
+        an unknown kind, if ``q_offset`` is a tensor (static caches) and under ``torch.compile``; or None for a
+        bidirectional model whose mask hides nothing.
     """
     if isinstance(attention_mask, PreparedMask):
         return attention_mask
@@ -125,7 +125,7 @@ def mask_function(
 
 @dataclass(frozen=True)
 class _Span:
-    """Which positions the queries and keys of a call have."""
+    """The positions of the queries and keys of a call."""
 
     q_length: int
     kv_length: int
@@ -140,16 +140,16 @@ class _Span:
         return Mask(bands=frozenset({_band(left, right, self.shift, self.q_length, self.kv_length)}))
 
     def padding(self, valid: Tensor) -> Mask:
-        """``valid`` of all positions: ``(batch, positions)``."""
+        """A padding mask from ``valid``, ``(batch, positions)``, for all positions."""
         return masks.padding(valid[:, self.kv_offset : self.kv_offset + self.kv_length].to(torch.bool))
 
     def documents(self, ids: Tensor) -> Mask:
-        """``ids`` of all positions: ``(batch, positions)``."""
+        """A mask of documents from ``ids``, ``(batch, positions)``, for all positions."""
         ids_q = ids[:, self.q_offset : self.q_offset + self.q_length]
         return masks.documents(ids_q, ids[:, self.kv_offset : self.kv_offset + self.kv_length])
 
     def chunks(self, size: int, start: Tensor) -> Mask:
-        """Positions from ``start``, ``(batch,)``, on in chunks of that size."""
+        """A mask of chunks of ``size`` positions, counted from ``start``, ``(batch,)``."""
         at = torch.arange(max(self.q_offset + self.q_length, self.kv_offset + self.kv_length), device=start.device)
         return self.documents(torch.div(at - start[:, None], size, rounding_mode="floor"))
 
@@ -172,7 +172,7 @@ _WINDOW_BOTH_WAYS = _code_of(masking_utils.sliding_window_bidirectional_overlay,
 _CHUNKS = _code_of(masking_utils.chunked_overlay, 1, None)
 _PADDING = _code_of(masking_utils.padding_mask_function, None)
 _PACKED = _code_of(masking_utils.packed_sequence_mask_function, None)
-# Older versions count positions on across packed sequences, and have no such function.
+# Older versions have no such function: their positions do not restart at packed sequences.
 _PER_SEQUENCE = (
     _code_of(masking_utils.remap_positions_for_packed_sequence, None, None)
     if hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -181,7 +181,7 @@ _PER_SEQUENCE = (
 
 
 def _mask_of(function: MaskFunction, span: _Span) -> Mask | None:
-    """The mask that a function of transformers describes; None where it is of no kind known here."""
+    """The mask that a function of transformers describes; None if its kind is unknown."""
     if function is masking_utils.causal_mask_function:
         return span.band(None, 0)
     if function is masking_utils.bidirectional_mask_function:
@@ -208,7 +208,7 @@ def _intersection(functions: tuple[MaskFunction, ...], span: _Span) -> Mask | No
     packed = any(getattr(function, "__code__", None) is _PACKED for function in functions)
     for function in functions:
         if packed and getattr(function, "__code__", None) is _PER_SEQUENCE:
-            # Inside a packed sequence positions rise by one, so that distances are those of the whole row.
+            # Inside a packed sequence positions rise by one, so distances are the same as in the whole row.
             mask = _mask_of(_captured(function, "mask_function"), span)
             mask = mask if mask is not None and mask.only_bands else None
         else:
@@ -220,5 +220,5 @@ def _intersection(functions: tuple[MaskFunction, ...], span: _Span) -> Mask | No
 
 
 def _captured(function: Any, name: str) -> Any:
-    """A variable of the function around this one, which it uses."""
+    """The value of a variable in the closure of a function."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

@@ -1,4 +1,4 @@
-"""What ``fusedattn.fuse(model)`` does to models of transformers: it changes the name of their attention."""
+"""``fusedattn.fuse(model)`` for models of transformers: it changes the name of their attention."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def models_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether the file of its class looks attention up, or it is an attention that does not."""
+    """Whether the file of the module's class looks attention up, or the module computes attention itself."""
     return file_looks_up(type(module)) or "Attention" in type(module).__name__
 
 
 def reasons(model: PreTrainedModel) -> list[str]:
-    """Why a model cannot be fused."""
+    """Reasons why a model cannot be fused."""
     found = []
     for part in _parts(model):
         name = type(part).__name__
@@ -60,34 +60,34 @@ def reasons(model: PreTrainedModel) -> list[str]:
 
 
 def _kinds(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of all modules in it, but for torch's."""
+    """The classes of all modules in a model, except torch's."""
     kinds = {type(module) for module in model.modules()}
     return {kind for kind in kinds if not kind.__module__.startswith("torch.")}
 
 
 def is_fused(model: PreTrainedModel) -> bool:
-    """Whether :func:`fuse` was called on it, or on one that it is a part of, and it is as that left it."""
+    """Whether :func:`fuse` was called on the model, or on one that contains it, and nothing has changed since."""
     return _BEFORE in model.__dict__ and model.config._attn_implementation == NAME
 
 
 def is_bypassed(module: Any) -> bool:
-    """Whether a module is a fused layer for which another attention was chosen since."""
+    """Whether a module is a fused layer for which another attention has been chosen since."""
     return type(module) in TWINS.values() and module.config._attn_implementation != NAME
 
 
 def implementations(model: PreTrainedModel) -> tuple[str, str]:
-    """The attention before and after."""
+    """The attention before and after fusing, for the report."""
     own = sorted(kind.__name__ for kind in _kinds(model) if computes_itself(kind))
     but = f" (except {', '.join(own)}, which computes its own)" if own else ""
     return f"{type(model).__name__} with {model.__dict__[_BEFORE]!r} attention{but}", repr(NAME)
 
 
 def fuse(model: PreTrainedModel, backend: Backend | None, deterministic: bool) -> None:
-    """Choose the registered attention, and remember which each part had."""
+    """Choose the registered attention, and remember the previous one of each part."""
     register()
     parts = list(_parts(model))
     known = {id(part.config): part.__dict__[_BEFORE] for part in parts if _BEFORE in part.__dict__}
-    for part in parts:  # all, before any is changed: they share configs
+    for part in parts:  # all before any is changed, because they share configs
         part.__dict__.setdefault(_BEFORE, known.get(id(part.config), part.config._attn_implementation))
     with without_refusal():
         for part in parts:
@@ -108,5 +108,5 @@ def unfuse(model: PreTrainedModel) -> None:
 
 
 def _parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """It, and the models of transformers inside, some of which have configs of their own."""
+    """The model and the models of transformers inside, some of which have their own configs."""
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))

@@ -16,17 +16,16 @@ from fusedattn.integrations.transformers.sources import reasons_by_name
 
 NAME = "fusedattn"
 
-_is_judged = ContextVar("_is_judged", default=False)  # every module of the model has been looked at already
+_is_judged = ContextVar("_is_judged", default=False)  # True if every module of the model has been checked already
 
 
 def register() -> None:
     """Register attention and masks under the name ``fusedattn``, for ``attn_implementation="fusedattn"``.
 
-    Both, because transformers builds no masks at all, not even of padding, for a name that has only an attention
-    function. A model that does not look its attention up would ignore the name or misread the masks: a ``ValueError``
-    refuses it, on construction and in ``set_attn_implementation``. For this,
-    ``PreTrainedModel.get_correct_attn_implementation`` is wrapped; other names pass through unchanged. A second call
-    does nothing.
+    Both are needed: for a name with only an attention function, transformers builds no masks, not even for padding. A
+    model that does not look its attention up would ignore the name or misread the masks: a ``ValueError`` refuses it,
+    on construction and in ``set_attn_implementation``. For this, ``PreTrainedModel.get_correct_attn_implementation`` is
+    wrapped; other names pass through unchanged. A second call does nothing.
     """
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
@@ -37,7 +36,7 @@ def register() -> None:
 
 @contextmanager
 def without_refusal() -> Iterator[None]:
-    """For ``fuse``, which has judged a model by its modules; the check has only the file of its class."""
+    """Switch the check off for ``fuse``, which has checked every module; the check sees only the file of the class."""
     token = _is_judged.set(True)
     try:
         yield
@@ -46,7 +45,7 @@ def without_refusal() -> Iterator[None]:
 
 
 def _with_refusal(check: Any) -> Any:
-    """transformers' own check of a name, preceded by ours."""
+    """transformers' own check of a name, preceded by the check of this package."""
 
     @functools.wraps(check)
     def get_correct_attn_implementation(

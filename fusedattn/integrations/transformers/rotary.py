@@ -1,4 +1,4 @@
-"""Attention layers of Llama and its kin, with the rotation inside the attention."""
+"""Attention layers of Llama and similar models, with the rotation inside the attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fusedattn.rope import Rope
 
 
 class _RopeInside(nn.Module):
-    """The forward of these layers, whose rotation is half-split and of all features.
+    """The forward of these layers; their rotation is half-split and covers all features.
 
-    With a cache, which keeps rotated keys, with tables of fewer features, and where another attention implementation
-    was chosen since, that of the class below runs.
+    The forward of transformers' own class runs with a cache, which keeps rotated keys, with tables of fewer features,
+    and if another attention implementation has been chosen since.
     """
 
     config: Any
@@ -43,7 +43,7 @@ class _RopeInside(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As that of the class below: ``(batch, seqlen, hidden_size)``, and the weights or None."""
+        """As in transformers' own class: ``(batch, seqlen, hidden_size)``, and the weights or None."""
         whole = position_embeddings[0].shape[-1] == self.head_dim
         if past_key_values is not None or self.config._attn_implementation != "fusedattn" or not whole:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
@@ -79,7 +79,7 @@ class FusedLlamaAttention(_RopeInside, LlamaAttention):
 
 
 class FusedGraniteAttention(_RopeInside, GraniteAttention):
-    """Granite: scores with a factor of their own."""
+    """Granite: a scale of the scores from the config."""
 
 
 class FusedMistralAttention(_RopeInside, MistralAttention):

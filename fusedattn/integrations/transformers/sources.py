@@ -1,7 +1,6 @@
-"""Reads, in the source code of a transformers model, how the model computes attention.
+"""Read in the source code of a transformers model how it computes attention.
 
-A layer either looks its attention up by the name in its config, or computes it itself. Only its ``forward`` shows
-which.
+A layer either looks its attention up by the name in its config, or computes it itself. Only its ``forward`` tells.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-_LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"  # what the files of models call the registry
+_LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"  # the name of the registry in the files of models
 _COMPUTES = re.compile(r"softmax|scaled_dot_product_attention")
 _ADDS_MASK = re.compile(r"\+=?\s*attention_mask\b")
 
@@ -28,17 +27,17 @@ def looks_up(kind: type[nn.Module]) -> bool:
 
 
 def file_looks_up(kind: type[nn.Module]) -> bool:
-    """Whether any class in the file of this one does."""
+    """Whether any class in the file of a class looks its attention up."""
     return hasattr(sys.modules.get(kind.__module__), _LOOKED_UP)
 
 
 def computes_itself(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class compute an attention that they do not look up."""
+    """Whether modules of a class compute attention themselves."""
     return _is_attention(kind) and not looks_up(kind) and _COMPUTES.search(_source(kind)) is not None
 
 
 def adds_mask(kind: type[nn.Module]) -> bool:
-    """Whether layers of a class add the model's mask to their scores; that of an attention by name is not additive."""
+    """Whether layers of a class add the model's mask to their scores; the mask of a named attention is not additive."""
     if not _is_attention(kind) or looks_up(kind) or "hidden_states" not in inspect.signature(kind.forward).parameters:
         return False
     return _ADDS_MASK.search(_source(kind)) is not None
@@ -54,7 +53,7 @@ def passed_by_name(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def reasons_by_name(model: type[PreTrainedModel], name: str) -> list[str]:
-    """The reasons against ``attn_implementation=name`` for models of a class, judged by the source of their file."""
+    """Reasons against ``attn_implementation=name`` for models of a class, from the source of their file."""
     kinds = _made_by(model)
     if any(map(_is_attention, kinds)) and not any(map(looks_up, kinds)):
         return [f"{model.__name__} does not choose its attention by attn_implementation"]
@@ -66,21 +65,21 @@ def reasons_by_name(model: type[PreTrainedModel], name: str) -> list[str]:
 
 
 def reasons_of_parts(model: type[PreTrainedModel], kinds: Iterable[type[nn.Module]]) -> list[str]:
-    """The classes among the parts of a model whose attention a name would not replace, as sentences."""
+    """A sentence for each class among the parts of a model whose attention a name would not replace."""
     own = {kind.__name__ for kind in kinds if adds_mask(kind) or (computes_itself(kind) and not can_choose(model))}
     return [f"{model.__name__} computes attention in {name} itself" for name in sorted(own)]
 
 
 @cache
 def is_causal_without_mask(module: str) -> bool:
-    """Whether ``is_causal`` layers of a file hide later keys when they get no mask: sdpa does so, eager does not."""
+    """Whether ``is_causal`` layers of a file hide later keys if they get no mask: sdpa does so, eager does not."""
     file = vars(sys.modules.get(module, object)).values()
     models = {x for x in file if isinstance(x, type) and issubclass(x, PreTrainedModel)} - {PreTrainedModel}
     return not models or any(model._supports_sdpa for model in models)  # type: ignore[attr-defined]
 
 
 def can_choose(model: type[PreTrainedModel]) -> bool:
-    """Whether a class declares that it runs with other attention than its eager one."""
+    """Whether a class declares that it can run with attention other than its eager one."""
     return bool(model._supports_sdpa or model._supports_flex_attn or model._supports_attention_backend)
 
 
@@ -109,7 +108,7 @@ def _named_in(model: type[nn.Module], kinds: Iterable[type[nn.Module]]) -> dict[
 
 
 def _source(kind: type[nn.Module]) -> str:
-    """The source of a class and its bases, without the bases that all modules or all models of a family share.
+    """The source of a class and its bases, except the bases that all modules or all models of a family share.
 
     Empty for a class that was defined in an interactive session.
     """

@@ -1,1 +1,1 @@
-"""The layers of ``flash_attn`` that are here: its rotary position embedding."""
+"""Layers of ``flash_attn``: only its rotary position embedding."""

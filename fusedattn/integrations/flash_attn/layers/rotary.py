@@ -1,7 +1,7 @@
 """Rotary position embedding with the arguments of ``flash_attn.layers.rotary``.
 
 Computed by :func:`fusedattn.apply_rope` in eager PyTorch, in float32 (float64 for float64), and rounded once. To rotate
-inside of the attention, pass ``rope=`` to :func:`fusedattn.attention`.
+inside the attention, pass ``rope=`` to :func:`fusedattn.attention`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def apply_rotary_emb(
         x: ``(batch, seqlen, nheads, head_dim)``, or with `cu_seqlens` ``(total, nheads, head_dim)``.
         cos, sin: floating-point ``(seqlen_rotary, rotary_dim / 2)``.
         interleaved: pair features ``2i`` and ``2i + 1`` rather than ``i`` and ``i + rotary_dim / 2``.
-        inplace: write the result to `x`. The gradient of a leaf is that of the values that it had before.
+        inplace: write the result to `x`. A leaf gets the gradient with respect to its values before the call.
         seqlen_offsets: int, or int32 or int64 ``(batch,)``.
-        cu_seqlens: int32 or int64 ``(batch + 1,)``, where sequences begin; tokens of none stay as they are.
+        cu_seqlens: int32 or int64 ``(batch + 1,)``, where sequences begin; tokens of no sequence stay as they are.
         max_seqlen: a length that no sequence exceeds; needed with `cu_seqlens`.
 
     Returns:
-        Shape and dtype of `x`; with `inplace` `x` itself, or, of a leaf that requires grad, its memory. For a position
-        outside of the tables on a GPU, where nothing waits for offsets, NaN.
+        Shape and dtype of `x`. With `inplace`, `x` itself, or a tensor on its memory if `x` is a leaf that requires
+        grad. On a GPU, where nothing waits for offsets, NaN for a position outside the tables.
 
     Raises:
-        TypeError, ValueError: arguments that are wrong or do not fit; on a CPU also positions outside of the tables.
+        TypeError, ValueError: an argument is wrong or does not fit; on a CPU also positions outside the tables.
     """
     rotated = _rotated("x", x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
@@ -55,7 +55,7 @@ def _is_differentiated_leaf(x: Tensor) -> bool:
 
 
 class _IntoLeaf(torch.autograd.Function):
-    """Writes a result to a leaf, which torch's own functions refuse; gradients are those of the result."""
+    """Write a result to a leaf, which torch's own functions refuse; gradients are those of the result."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, leaf: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate queries and keys in place; arguments, errors and gradients as of :func:`apply_rotary_emb`.
+    """Rotate queries and keys in place; arguments, errors and gradients as for :func:`apply_rotary_emb`.
 
     Args:
         qkv: ``(batch, seqlen, 3, nheads, head_dim)``, or ``(batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim)``.
@@ -87,7 +87,7 @@ def apply_rotary_emb_qkv_(
         num_heads_q: needed for a `qkv` of four dimensions.
 
     Returns:
-        `qkv`; of a leaf that requires grad, its memory.
+        `qkv`, or a tensor on its memory if it is a leaf that requires grad.
     """
     if isinstance(qkv, Tensor) and qkv.dim() == 4:
         if num_heads_q is None or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
@@ -111,13 +111,13 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Rotate keys in place; arguments, errors and gradients as of :func:`apply_rotary_emb`.
+    """Rotate keys in place; arguments, errors and gradients as for :func:`apply_rotary_emb`.
 
     Args:
         kv: ``(batch, seqlen, 2, nheads, head_dim)``.
 
     Returns:
-        `kv`; of a leaf that requires grad, its memory.
+        `kv`, or a tensor on its memory if it is a leaf that requires grad.
     """
     check_shape("kv", kv, "(batch, seqlen, 2, nheads, head_dim)", 2)
     return _with_parts(kv, (0, _rotated("kv", kv[:, :, 0], cos, sin, interleaved, seqlen_offsets)))
@@ -163,7 +163,7 @@ def _rotated(
         positions = positions.masked_fill(~inside, 0)
     _check_positions(positions, inside, cos)
 
-    # Each token as a sequence of its own, (tokens, nheads, 1, head_dim), so that the result lies in memory as x does.
+    # Each token as one sequence, (tokens, nheads, 1, head_dim), so that the result has the memory layout of x.
     tokens = x.flatten(0, -3)[:, :, None]
     rotated = apply_rope(tokens, cos, sin, positions.reshape(-1, 1), interleaved=interleaved).reshape(x.shape)
     return rotated if inside is None else torch.where(inside[:, None, None], rotated, x)
@@ -197,7 +197,7 @@ def _check_offsets(offsets: int | Tensor, batch: int, seqlen: int, cos: Tensor) 
 
 
 def _check_positions(positions: Tensor, inside: Tensor | None, cos: Tensor) -> None:
-    """Raise ValueError where a position is not in the tables; on a CPU, where it costs no wait."""
+    """Raise ValueError if a position is not in the tables; only on a CPU, because on a GPU the check would wait."""
     if not can_read(positions):
         return
     used = positions if inside is None else positions[inside]
