@@ -114,6 +114,7 @@ def permuted(inputs: Inputs, batch: Tensor, heads_kv: Tensor) -> Inputs:
     )
 
 
+@pytest.mark.thorough
 @given(cases(mask_function=False, score_mod=False, dropout_p=0.0), st.randoms(use_true_random=False))
 def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     inputs = inputs_of(case)
@@ -232,6 +233,7 @@ FROM_THE_END = ("window", "alibi", "relative", "score_mod", "softcap", "head_dim
 OTHERS = {name: value for name, value in FEATURES.items() if name not in FROM_THE_END}
 
 
+@pytest.mark.thorough
 @given(
     cases(batch=1, boolean=None, causal="bottom_right", padding=None, empty_batch=False, **OTHERS), st.integers(1, 40)
 )
