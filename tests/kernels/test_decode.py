@@ -130,7 +130,7 @@ def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
     assert_results_accurate(eager | forward(inputs), inputs, testing.golden(inputs), eager, what)
 
 
-@quick.every(2)
+@quick.every(3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_accuracy(feature):
     """Each feature in its turn with another shape and dtype."""
@@ -147,7 +147,7 @@ def test_accuracy(feature):
             assert (found[0].heads > 1) == (group > 1 and case.layout is None and not of_functions)
 
 
-@quick.every(3)
+@quick.every(4)
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), SHAPES)
 def test_shapes(queries, group):
@@ -220,7 +220,7 @@ def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
     assert (exact - truth).abs().mean() < 0.2 * (results.out.double() - truth).abs().mean()
 
 
-@quick.covering()
+@quick.every(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"sinks": True, "dropout_p": 0.3}])
 def test_splits_change_rounding_alone(options, dtype):
@@ -303,14 +303,14 @@ def test_packed_sequences_get_the_bits_of_each_alone(dtype):
         )
 
 
-@quick.only(dtype=torch.bfloat16)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_runs_agree(dtype):
     inputs = inputs_of(replace(BASE, **FEATURES["everything"], dtype=dtype))
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, inputs))
 
 
-@quick.covering()
+@quick.every(6)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hidden_keys_and_values_have_no_part(value, dtype):
@@ -335,7 +335,7 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
     assert value == value or got["out"][~blind].isnan().all()
 
 
-@quick.covering()
+@quick.every(7)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}])
 @pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
 def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):

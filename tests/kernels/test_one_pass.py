@@ -69,7 +69,7 @@ def _reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dq_sum, "HAS_REDUCTIONS", True)
 
 
-@quick.every(4)
+@quick.every(5)
 @pytest.mark.parametrize(
     "case", [replace(case, dtype=DTYPES[i % 3]) for i, case in enumerate(CASES)], ids=lambda case: case.name
 )
@@ -142,7 +142,7 @@ def test_other_tiles(monkeypatch, block_m, block_n, edge, style):
     assert_budget(one_pass, inputs_of(case), style)
 
 
-@quick.every(7)
+@quick.every(8)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize(
     "case",

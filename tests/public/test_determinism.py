@@ -119,7 +119,7 @@ def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
     assert_equal({name: x[:1] for name, x in got.items()}, {name: x[:1] for name, x in expected.items()})
 
 
-@quick.only(dtype=torch.float32)
+@quick.only(dtype=torch.float32, pieces=lambda pieces: len(pieces) == 3)
 @dtypes
 @pytest.mark.parametrize("pieces", [(1, 36), (16, 16, 5), (30, 7), (12, 9, 16)], ids=str)
 def test_a_prompt_in_pieces(pieces, dtype):

@@ -312,6 +312,7 @@ def test_reproduce(monkeypatch, capsys):
     assert problem.command in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_command_runs_in_a_shell():
     problem = Problem(replace(SMALL, seqlen_q=3, seqlen_k=3), poison=(("k", "nan", "one element"),))
     command = problem.command.replace("python", f"'{sys.executable}' -W ignore", 1)

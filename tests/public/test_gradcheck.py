@@ -151,7 +151,7 @@ def test_gradcheck_of_a_feature(name):
     gradcheck(replace(TINY, **{**FEATURES, **VARIANTS}[name]))
 
 
-@quick.every(12)
+@quick.every(20)
 @pytest.mark.parametrize("name", pairs())
 def test_gradcheck_of_a_pair(name):
     gradcheck(with_something_visible(pairs()[name]), joined=True)

@@ -121,6 +121,7 @@ DISTANT = {
 }
 
 
+@quick.only(dtype=torch.float16)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in DISTANT for dtype in DTYPES if dtype == torch.float16 or "rotated" not in name],

@@ -296,7 +296,7 @@ def test_second_order():
     assert torch.autograd.gradgradcheck(function, (*x, slopes, *leaves), fast_mode=True)
 
 
-@quick.only(mod="gates")
+@pytest.mark.thorough
 @mods
 def test_compiled(mod):
     score_mod, leaves = learning(MODS[mod](torch.float32))

@@ -179,6 +179,7 @@ def test_rope_knows_differences_only(case, shift):
     assert_accurate(triton_attention, moved, case)
 
 
+@pytest.mark.thorough
 @given(cases(bias_dtype=None), st.sampled_from(["full", "alibi", "relative"]))
 def test_a_bias_might_as_well_be_written_out(case, kind):
     """In the dtype that it is added in: the same numbers but for rounding; its gradient becomes that of the parts."""

@@ -68,6 +68,7 @@ def test_only_rows_that_share_a_part_of_their_memory_overlap():
     assert overlap == {layout: layout == "windows" for layout in KINDS}
 
 
+@quick.every(2)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_strides_of_one_tensor_alone(name):
     """None is read or written with the strides of another."""
@@ -76,6 +77,7 @@ def test_strides_of_one_tensor_alone(name):
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
 
 
+@quick.every(2)
 @pytest.mark.parametrize(
     "layout",
     [LAYOUTS["over_batch"], LAYOUTS["over_seqlen"], lambda x: x[..., :1].expand(x.shape)],
