@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
+.PHONY: help demo test test-all test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -20,11 +20,17 @@ help: ## list the targets
 demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARGS go to the demo
 	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
 
-test: .venv/.test ## run the tests of the package (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
-	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 --ignore=tests/integrations $(ARGS)
+PYTEST := $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10
+
+# tests/helpers/quick.py says how a test names its quick cases.
+test: .venv/.test ## run the quick tests (no GPU needed); ARGS go to pytest, e.g. ARGS="-k rope"
+	@$(PYTEST) -m "not thorough" --ignore=tests/integrations $(ARGS)
+
+test-all: .venv/.test ## run every test of the package, the quick ones too; ARGS go to pytest
+	@$(PYTEST) --ignore=tests/integrations $(ARGS)
 
 test-integrations: .venv/.test ## run the tests beside torch.nn, transformers and other libraries; ARGS go to pytest
-	@$(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10 tests/integrations $(ARGS)
+	@$(PYTEST) tests/integrations $(ARGS)
 
 # The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels.
 PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0

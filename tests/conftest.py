@@ -32,6 +32,7 @@ from fusedattn import attention, prepare, reference, testing
 from fusedattn.cli.interpreter import quicken
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
+from tests.helpers import quick
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -78,6 +79,10 @@ OPTIONAL = (
     "setuptools",
     "transformers",
 )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    quick.mark(item)
 
 
 @pytest.fixture(autouse=True)

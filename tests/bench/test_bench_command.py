@@ -176,6 +176,7 @@ def run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.thorough
 def test_run_quick_then_plot_and_compare(tmp_path: Path) -> None:
     """All suites are touched; all that cannot run says why; the file is complete and green."""
     done = run(
@@ -280,6 +281,7 @@ def test_the_environment_names_what_was_measured() -> None:
     assert environment.state(CPU) == {}
 
 
+@pytest.mark.thorough
 def test_the_benchmarks_of_pytest_run_when_asked(tmp_path: Path) -> None:
     env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench"]

@@ -210,6 +210,7 @@ def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
             candidates.load(path, a)
 
 
+@pytest.mark.thorough
 def test_candidates_come_from_machine_code(tmp_path: Path) -> None:
     """The table's own tile has no fault; four warps for 128x128 have too few registers."""
     program = f"""

@@ -56,6 +56,7 @@ def in_short(kernel: str, config: configs.TileConfig) -> str:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path) -> None:
     """No spills, no more shared memory than there is, products on tensor cores, no product transposed, and nothing
@@ -81,6 +82,7 @@ def _fields(report: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name not in ("faults", "known_faults")}
 
 
+@pytest.mark.thorough
 def test_a_config_that_spills_is_found(tmp_path: Path) -> None:
     """The check above can fail: a tile that is too large for its warps spills, and serialises its products."""
     script = """
@@ -102,6 +104,7 @@ print(report.tile, report.faults)
     assert "'serialises wgmma'" in result.stdout
 
 
+@pytest.mark.thorough
 def test_registers_in_flight_are_found(tmp_path: Path) -> None:
     """Triton before 3.9, or its assembler, gives weights that wgmma still reads away: in the pipelined style alone."""
     script = """
@@ -127,6 +130,7 @@ for style in ("pipelined", "descriptors"):
         assert all(touch == ["operand written", False] for touch in what)
 
 
+@pytest.mark.thorough
 def test_one_pass_adds_by_tma(tmp_path: Path) -> None:
     """Once in each loop, which the interpreter cannot run, and pipelined: the wait comes before the next one. A total
     that cannot be described is added to by atomics."""
@@ -170,6 +174,7 @@ with patch.object(attention_fwd, "constants_of", forgetful):
     assert "TypeError: missing a required argument: 'BLOCK_DV'" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_product_that_is_transposed_is_found(tmp_path: Path) -> None:
     """Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper where x is itself a product."""
     script = '''

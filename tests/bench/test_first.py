@@ -140,6 +140,7 @@ class Behaving(Job):
         return Answer(what != "wrong", self.name, {"x": float("inf")})
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     """The others' answers come, and those of jobs behind it; nothing hangs for longer than it may."""
     names = ["dies", "hangs", "right 1", "raises", "wrong", "right 2"]
@@ -237,6 +238,7 @@ def cut_at() -> list[float]:
     return drawn
 
 
+@pytest.mark.thorough
 def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list[float]) -> None:
     """Each finds what those before it have left, which is whole, and adds to it."""
     before: dict[tuple[str, str], Record] = {}

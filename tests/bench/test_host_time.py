@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 BOUNDS = {"forward": 7.2, "decode": 9.6}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("panel", BOUNDS)
 def test_calls_cost_the_host_little(tmp_path: Path, panel: str) -> None:
     """In one of three tries: whatever else the machine does makes them longer, not shorter."""
@@ -44,6 +45,7 @@ def _ratio(folder: Path) -> float:
     return float(ours / four_arguments)
 
 
+@pytest.mark.thorough
 def test_hooks_of_triton_are_told_of_every_launch(tmp_path: Path) -> None:
     """Profilers add them while a process runs: launches that are known, and replayed calls, must not pass them by."""
     script = """

@@ -223,6 +223,7 @@ def _triton() -> None:
     pytest.importorskip("numpy")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_triton")
 def test_check_passes() -> None:
     out = run("check", "--feature", "causal", "--dtype", "float32", "--device", "cpu").stdout
@@ -308,6 +309,7 @@ def test_check_fails_where_a_kernel_is_wrong() -> None:
     assert "0 of 1 within the budget" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_triton")
 def test_check_goes_on_where_a_kernel_does_not_run_or_gives_nan() -> None:
     fault = """if q.dtype.itemsize == 2:
@@ -370,6 +372,7 @@ def crash(*arguments, **options):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_triton")
 def test_check_against_others(tmp_path: Path) -> None:
     """What they get wrong, or cannot do, is printed and does not make the check fail."""
@@ -453,6 +456,7 @@ def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> No
     assert any(r.max not in (0.0, 1.0) for r in ratios.values()), "this is the reference itself"
 
 
+@pytest.mark.thorough
 def test_demo(tmp_path: Path) -> None:
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package)
@@ -527,6 +531,7 @@ def test_fastest_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 @pytest.mark.parametrize(
     ("command", "when"),

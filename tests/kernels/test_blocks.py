@@ -32,6 +32,7 @@ from fusedattn.masks import Band, Mask
 from fusedattn.options import Options, Packed
 from fusedattn.testing import triton_functions
 from tests.conftest import DEVICE
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -227,6 +228,7 @@ def valid_keys(padding: str, seqlen_k: int, generator: torch.Generator) -> Tenso
     }[padding]
 
 
+@quick.only(block_m=16, block_n=16)
 @pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
 @pytest.mark.parametrize(("block_m", "block_n", "run"), [*((*tile, 1) for tile in TILES), (32, 16, 2), (16, 16, 4)])
 def test_blocks(block_m, block_n, run, by_query):
@@ -344,6 +346,7 @@ def tiles_for(mask: Mask, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]
     return sorted({(tile.BLOCK_M, tile.BLOCK_N) for tile in within})
 
 
+@quick.covering()
 @by_direction
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_of_other_masks(name, by_query):
@@ -414,6 +417,7 @@ def test_blocks_of_packed_sequences(name, by_query):
         )  # fmt: skip
 
 
+@quick.covering()
 @by_direction
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("layout")])
 def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):

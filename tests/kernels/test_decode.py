@@ -35,6 +35,7 @@ from tests.conftest import (
     member,
     triton_attention,
 )
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -129,6 +130,7 @@ def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
     assert_results_accurate(eager | forward(inputs), inputs, testing.golden(inputs), eager, what)
 
 
+@quick.every(3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_accuracy(feature):
     """Each feature in its turn with another shape and dtype."""
@@ -145,6 +147,7 @@ def test_accuracy(feature):
             assert (found[0].heads > 1) == (group > 1 and case.layout is None and not of_functions)
 
 
+@quick.every(4)
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), SHAPES)
 def test_shapes(queries, group):
@@ -159,6 +162,7 @@ def test_shapes(queries, group):
         assert tiling.n_programs == 3 * case.batch * case.nheads_kv * (2 if group == 20 else 1)
 
 
+@quick.every(3)
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), [(17, 1), (9, 2), (5, 3), (3, 8), (2, 9), (2, 20)])
 def test_what_does_not_fit_into_one_tile_is_computed_as_usual(queries, group):
@@ -170,6 +174,7 @@ def test_what_does_not_fit_into_one_tile_is_computed_as_usual(queries, group):
         assert_equal(got, forward(inputs))
 
 
+@quick.every(3)
 @interpreted
 @pytest.mark.parametrize("seqlen_k", [0, 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT - 1, 2 * SPLIT, 2 * SPLIT + 1, 600])
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
@@ -184,6 +189,7 @@ def test_lengths_around_the_bounds_of_splits(seqlen_k, causal):
 GRADIENTS = ("plain", "padding with gaps", "rope", "sinks and dropout", "common part", "everything")
 
 
+@quick.only(feature=lambda feature: feature != "everything")
 @pytest.mark.parametrize("feature", GRADIENTS)
 def test_gradients(feature):
     """From what the forward keeps of each row."""
@@ -214,6 +220,7 @@ def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
     assert (exact - truth).abs().mean() < 0.2 * (results.out.double() - truth).abs().mean()
 
 
+@quick.every(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"sinks": True, "dropout_p": 0.3}])
 def test_splits_change_rounding_alone(options, dtype):
@@ -244,6 +251,7 @@ def sliced(inputs: testing.Inputs, b: int, length: int, *, left: bool) -> testin
     return replace(one, k=one.k[:, :, keys], v=one.v[:, :, keys], mask=masks.full())
 
 
+@quick.only(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(left, dtype):
@@ -261,6 +269,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(left, dtype):
         assert_equal({name: bare[name] for name in names}, in_batch)
 
 
+@quick.only(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_get_the_bits_of_each_alone(dtype):
     """With a longest one whose splits the others have none of; one has no queries, one no keys."""
@@ -294,12 +303,14 @@ def test_packed_sequences_get_the_bits_of_each_alone(dtype):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_runs_agree(dtype):
     inputs = inputs_of(replace(BASE, **FEATURES["everything"], dtype=dtype))
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, inputs))
 
 
+@quick.every(6)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hidden_keys_and_values_have_no_part(value, dtype):
@@ -324,6 +335,7 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
     assert value == value or got["out"][~blind].isnan().all()
 
 
+@quick.every(7)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}])
 @pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
 def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
@@ -371,6 +383,7 @@ def test_splits_that_a_window_hides_are_not_launched(mask, n_splits):
     assert [x.n_tiles for x in found] == [n_splits]
 
 
+@quick.only(name=lambda name: name in ("plain", "sinks and dropout"))
 @pytest.mark.parametrize("name", ["plain", "rope", "sinks and dropout", "everything", "documents"])
 @interpreted
 def test_gradcheck(name):

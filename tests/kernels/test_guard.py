@@ -163,6 +163,7 @@ def tensors(batch, nheads, seqlen, head_dim, transposed=False):
 """
 
 
+@pytest.mark.thorough
 def test_what_the_compiler_makes(tmp_path: Path) -> None:
     """A good config is launched, with the repair behind it under a mask; one that spills, is too large, or is not split
     between warps is not."""

@@ -30,7 +30,7 @@ from tests.conftest import (
     inputs_of,
     triton_attention,
 )
-from tests.helpers import contract
+from tests.helpers import contract, quick
 from tests.helpers.accesses import checked_accesses
 from tests.helpers.embedded import embedded, kernels_of, run, smaller
 from tests.helpers.hostile import Problem
@@ -69,6 +69,7 @@ def _reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dq_sum, "HAS_REDUCTIONS", True)
 
 
+@quick.every(5)
 @pytest.mark.parametrize(
     "case", [replace(case, dtype=DTYPES[i % 3]) for i, case in enumerate(CASES)], ids=lambda case: case.name
 )
@@ -76,11 +77,13 @@ def test_budget(case):
     assert_budget(one_pass, inputs_of(case), case)
 
 
+@pytest.mark.thorough
 @dtypes
 def test_budget_of_everything(dtype):
     assert_accurate(one_pass, inputs_of(replace(EVERYTHING, dtype=dtype)), dtype)
 
 
+@quick.every(2)
 @interpreted
 @pytest.mark.usefixtures("_reductions")
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ def test_the_same_tiles_give_the_same_dk_and_dv(monkeypatch):
     assert_equal(*({name: x for name, x in results.items() if name != "dq"} for results in found))
 
 
+@quick.every(3)
 @pytest.mark.parametrize("style", ["pointers", "descriptors"])
 @pytest.mark.parametrize(("block_m", "block_n", "edge"), [(16, 16, 16), (64, 32, 16), (32, 64, 32)])
 @interpreted
@@ -138,6 +142,7 @@ def test_other_tiles(monkeypatch, block_m, block_n, edge, style):
     assert_budget(one_pass, inputs_of(case), style)
 
 
+@quick.every(8)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -169,6 +174,7 @@ def test_a_poisoned_key_reaches_whom_it_reached(case, value):
 HOSTILE = [name for name in PROBLEMS if "scale" not in name]
 
 
+@quick.every(6)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_contract(monkeypatch, name):
     """Everything that is promised of hostile inputs, but for the bits of gradients that are asked for alone."""
@@ -178,6 +184,7 @@ def test_contract(monkeypatch, name):
     contract._check_function(one_pass, problem, DEVICE, 1.0)
 
 
+@quick.covering()
 @pytest.mark.parametrize(
     ("poison", "rows"),
     [
@@ -203,6 +210,7 @@ def test_lengths(seqlen_q, seqlen_k):
     assert all((got[name] == 0).all() for name in ("dq", "dk", "dv") if not seqlen_q * seqlen_k)
 
 
+@quick.every(5)
 @pytest.mark.parametrize("case", [replace(CASES[1], head_dim=24), CASES[-1]], ids=lambda case: case.name)
 @dtypes
 @interpreted
@@ -289,6 +297,7 @@ def test_what_is_not_needed_is_not_computed(needed, name):
     assert [kernel for kernel in accesses.launched if kernel in TWO_KERNELS | ONE_PASS] == [name]
 
 
+@quick.only(dtype=torch.bfloat16)
 @dtypes
 def test_packed_sequences(dtype):
     """One without queries, one without keys, one that both have, and rows behind the last."""

@@ -14,6 +14,7 @@ from fusedattn import attention, attention_varlen, masks, testing
 from fusedattn.kernels import attention_fwd, attention_fwd_specialized, configs
 from fusedattn.testing.cases import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_budget, assert_equal, inputs_of, triton_attention
+from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 
 pytestmark = [
@@ -126,6 +127,7 @@ def test_keys_rotated_in_place_are_not_taken(launched, monkeypatch):
     assert launched == ["attention_fwd"]
 
 
+@quick.covering()
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, which interprets
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tensor", ["k", "v"])

@@ -15,6 +15,7 @@ from fusedattn.kernels import rope as rope_kernel
 from fusedattn.kernels.descriptors import is_describable, tiles_of
 from fusedattn.testing.cases import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, inputs_of, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -89,6 +90,7 @@ def test_large_tiles_are_finished_in_pieces(monkeypatch, rope, features):
     assert_accurate(triton_attention, inputs_of(case), case)
 
 
+@quick.every(3)
 @interpreted
 @pytest.mark.parametrize("case", [*CASES, testing.CASES[-1]], ids=lambda case: case.name)
 def test_persistent_programs_agree_bit_for_bit(monkeypatch, case):

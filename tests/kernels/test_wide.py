@@ -13,6 +13,7 @@ from fusedattn import masks, testing
 from fusedattn.backends.triton import launching
 from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_accurate, inputs_of, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -29,6 +30,7 @@ CASES = (
 )
 
 
+@quick.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_budget(case, dtype):
@@ -44,6 +46,7 @@ def test_pieces_of_fewer_features(monkeypatch):
     assert_accurate(triton_attention, inputs_of(case), case)
 
 
+@quick.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tensor", "feature"), [("k", 0), ("k", 259), ("v", 259)])
 def test_a_nan_reaches_who_sees_it(tensor, feature, dtype):

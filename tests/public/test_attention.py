@@ -37,6 +37,7 @@ from tests.conftest import (
     torch_attention_beside_lse,
     triton_attention,
 )
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -56,6 +57,7 @@ BUDGETS = [
 ]
 
 
+@quick.only(case=lambda case: case.dtype == torch.float32 or case in BUDGETS[2::9])
 @pytest.mark.parametrize("case", BUDGETS, ids=lambda c: f"{c.name}-{str(c.dtype).removeprefix('torch.')}")
 def test_budget(case):
     assert_budget(triton_attention, inputs_of(case), case)
@@ -78,6 +80,9 @@ def test_torch_backend_budget_with_lse(case, dtype):
     assert_ratios(testing.check(torch_attention, inputs), case, TORCH_LIMIT[dtype])
 
 
+@quick.only(
+    case=lambda case: case.name in ("added to the scores", "more queries"), style=lambda style: style != "pipelined"
+)
 @pytest.mark.skipif(not INTERPRETING, reason="the tiles of a GPU are those of its table, which the cases run")
 @pytest.mark.parametrize(
     ("block_m", "block_n", "style", "edge"),
@@ -156,6 +161,7 @@ def test_unused_lse_gets_no_gradient():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@quick.covering()
 @backends
 @pytest.mark.parametrize("needed", ["q", "k", "v", "qk", "qv", "kv"])
 def test_gradients_of_some_inputs(needed, backend):
@@ -193,6 +199,7 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
     assert names == [launched]
 
 
+@quick.covering()
 @dtypes
 @pytest.mark.parametrize(
     "case",
@@ -382,6 +389,7 @@ def test_forward_mode_is_that_of_the_reference():
     torch.testing.assert_close(got, found[1], rtol=1e-4, atol=1e-5)
 
 
+@quick.every(2)
 @pytest.mark.parametrize("name", ["q", "k", "v", "valid", "allowed", "cos", "positions_k"])
 def test_a_change_between_forward_and_backward_raises(name):
     inputs = inputs_of(EVERYTHING)
@@ -417,6 +425,7 @@ def test_rows_that_see_nothing_under_the_smallest_scales(scale, backend):
     assert all(x.isfinite().all() for x in grads)
 
 
+@quick.covering()
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1), (), (3,), (2, 1, 3, 1), (1, 2, 1, 3)])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=["full", "causal"])
 def test_layouts_are_broadcast(shape, mask):
@@ -459,6 +468,7 @@ def test_tiles_are_as_wide_as_a_product_needs():
     assert [block_d(head_dim) for head_dim in (1, 8, 16, 17, 80, 128, 255)] == [16, 16, 16, 32, 128, 128, 256]
 
 
+@quick.covering()
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 33), (2, 31), (33, 2), (16, 16), (32, 64), (31, 65)])
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
 def test_lengths(seqlen_q, seqlen_k, causal):

@@ -23,6 +23,7 @@ from fusedattn.options import Options
 from fusedattn.testing import triton_functions
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE
+from tests.helpers import quick
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),
@@ -105,6 +106,7 @@ KINDS = (
 )  # fmt: skip
 
 
+@quick.only(kind=lambda kind: kind in ("overlapping", "half"))
 @pytest.mark.parametrize(("kind", "requires_grad"), [*((kind, True) for kind in KINDS), ("plain", False)])
 def test_opcheck_forward(kind, requires_grad):
     arguments = op_arguments(kind)
@@ -112,6 +114,7 @@ def test_opcheck_forward(kind, requires_grad):
     torch.library.opcheck(attention_fwd, (q, k, v, *arguments[3:]))
 
 
+@quick.only(kind=lambda kind: kind in ("overlapping", "no keys", "half"))
 @pytest.mark.parametrize(
     ("kind", "dlse", "needs"),
     [
@@ -235,6 +238,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], backend: str) -> N
             torch.testing.assert_close(a, e)
 
 
+@quick.only(kind="everything")
 @backends
 @pytest.mark.parametrize("kind", ["plain", "lse", "bias, sinks, soft-cap", "block-sparse", "everything"])
 def test_compile_with_fixed_lengths(kind, backend):
@@ -243,6 +247,7 @@ def test_compile_with_fixed_lengths(kind, backend):
     assert_same(results(compiled, 5, 7), results(function, 5, 7), backend)
 
 
+@quick.only(kind="documents, prefix")
 @backends
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_compile_with_changing_lengths(kind, backend):
@@ -257,6 +262,7 @@ def test_compile_with_changing_lengths(kind, backend):
     assert len(graphs) == 1, graphs
 
 
+@quick.only(backend="torch")
 @backends
 def test_compile_finds_out_that_lengths_change(backend):
     """By default: one graph for the first length, one for all others."""
@@ -332,6 +338,7 @@ def test_compile_raises_what_eager_raises(backend):
         torch.compile(functools.partial(attention, backend="triton"), backend="aot_eager")(x, x, x)
 
 
+@pytest.mark.thorough
 def test_compile_a_fused_model():
     model = fuse(GPTModel(11, 32, 4, 1, max_len=32, positions="rotary", n_kv_heads=2).to(DEVICE), backend="triton")
     counter = CompileCounterWithBackend("aot_eager")
@@ -344,6 +351,7 @@ def test_compile_a_fused_model():
     assert len(graphs) == 1, graphs
 
 
+@quick.covering()
 @backends
 @pytest.mark.parametrize("kind", ["padding", "lse", "bias, sinks, soft-cap", "everything"])
 def test_activation_checkpointing(kind, backend):
@@ -355,6 +363,7 @@ def test_activation_checkpointing(kind, backend):
     assert_same(results(checkpointed, 5, 7), results(function, 5, 7), backend)
 
 
+@pytest.mark.thorough
 def test_arguments_may_come_from_a_compiled_region():
     """The graph breaks around attention, not in it: a mask built outside, a scale that changes."""
     function = functools.partial(attention, backend="triton")
@@ -365,6 +374,7 @@ def test_arguments_may_come_from_a_compiled_region():
         assert torch.equal(compiled(q, k, v, mask=mask, scale=scale), function(q, k, v, mask=mask, scale=scale))
 
 
+@pytest.mark.thorough
 @backends
 @pytest.mark.parametrize("kind", ["t5", "shaw", "slopes", "sinks", "learned"])
 def test_compile_gives_what_is_learned_its_gradient(kind, backend):
@@ -397,6 +407,7 @@ def test_compile_gives_what_is_learned_its_gradient(kind, backend):
     assert len(graphs) == 1, graphs
 
 
+@quick.only(dynamic=None)
 @backends
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compile_takes_a_mask_from_outside(backend, dynamic):
@@ -427,6 +438,7 @@ def test_compile_of_any_batch_size(backend):
     assert len(graphs) == 1, graphs
 
 
+@pytest.mark.thorough
 def test_compile_loses_no_tangent():
     """torch lets an op of one's own drop tangents without a word. What may leave the graph is computed eagerly."""
     q, k, v = qkv(requires_grad=False)
@@ -446,6 +458,7 @@ def test_compile_loses_no_tangent():
         whole(q)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize(("kind", "backend"), [("everything", "triton"), ("padding", "torch")])
 def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fusedattn import Rope, attention, attention_varlen, biases, masks
 from fusedattn.testing import triton_functions
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers import quick
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),
@@ -46,6 +47,7 @@ PACKED = {
 }
 
 
+@quick.only(kind="masks by token", backend="triton")
 @backends
 @pytest.mark.parametrize("kind", PACKED)
 def test_compile_packed_sequences_of_any_lengths(kind, backend):
@@ -97,6 +99,7 @@ def test_compile_packed_sequences_of_any_lengths(kind, backend):
     assert len(graphs) == 1, graphs
 
 
+@quick.only(backend="triton", known=False)
 @backends
 @pytest.mark.parametrize("known", [True, False])
 def test_compile_nested_tensors(backend, known):

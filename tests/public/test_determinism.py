@@ -20,6 +20,7 @@ from fusedattn import masks, testing
 from fusedattn.kernels import configs, devices
 from fusedattn.testing import CASES, Case
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, member, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -41,6 +42,7 @@ def _deterministic_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@quick.only(kind=lambda kind: kind != "everything")
 @dtypes
 @kinds
 def test_the_same_bits_every_time(kind, dtype):
@@ -50,6 +52,7 @@ def test_the_same_bits_every_time(kind, dtype):
         assert_equal(testing.run(triton_attention, inputs), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_deterministic_algorithms")
 def test_deterministic_algorithms_change_nothing():
     """Whatever torch fills uninitialised memory with then, and nothing raises."""
@@ -80,6 +83,7 @@ def test_tiles_do_not_depend_on_batch_or_length():
     assert set(inspect.signature(configs.lookup_few_queries).parameters) == {"arch", "head_dim", "dtype", "work"}
 
 
+@quick.only(kind=lambda kind: kind != "everything")
 @dtypes
 @kinds
 def test_a_sequence_does_not_know_its_batch(kind, dtype):
@@ -115,6 +119,7 @@ def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
     assert_equal({name: x[:1] for name, x in got.items()}, {name: x[:1] for name, x in expected.items()})
 
 
+@quick.only(dtype=torch.float32, pieces=lambda pieces: len(pieces) == 3)
 @dtypes
 @pytest.mark.parametrize("pieces", [(1, 36), (16, 16, 5), (30, 7), (12, 9, 16)], ids=str)
 def test_a_prompt_in_pieces(pieces, dtype):

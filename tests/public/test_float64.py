@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedattn import Rope, testing
 from fusedattn.testing import CASES
 from tests.conftest import INTERPRETING, assert_accurate, triton_attention
+from tests.helpers import quick
 
 pytestmark = [
     pytest.mark.usefixtures("poison", "_seed"),
@@ -171,6 +172,7 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     return {name: torch.from_numpy(x.astype(np.float64)) for name, x in results.items()}
 
 
+@quick.every(2, start=1)
 @pytest.mark.skipif(np.finfo(FLOAT).eps > 1e-18, reason="numpy.longdouble is float64 here")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_budget_in_float64(case):

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedattn import testing
 from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, torch_attention_beside_lse, triton_attention
-from tests.helpers import contract
+from tests.helpers import contract, quick
 from tests.helpers.contract import check
 from tests.helpers.hostile import LAYOUTS, Problem
 from tests.helpers.problems import HALF, PROBLEMS, SMALL
@@ -46,12 +46,14 @@ def _residual_is_lost(problem):
     return contract.residual_is_lost(inputs, testing.golden(inputs))
 
 
+@quick.every(3)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_the_contract_holds(problem):
     check(problem)
 
 
 # On a GPU most problems compile kernels of their own.
+@quick.only(seed=0)
 @pytest.mark.parametrize("seed", range(4 if INTERPRETING else 2))
 def test_the_contract_holds_for_what_is_drawn(seed):
     fuzz.checked(seed, check, max_examples=fuzz.RUN, database=None)()
@@ -310,6 +312,7 @@ def test_reproduce(monkeypatch, capsys):
     assert problem.command in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_command_runs_in_a_shell():
     problem = Problem(replace(SMALL, seqlen_q=3, seqlen_k=3), poison=(("k", "nan", "one element"),))
     command = problem.command.replace("python", f"'{sys.executable}' -W ignore", 1)

@@ -20,6 +20,7 @@ from fusedattn import masks, testing
 from fusedattn.kernels import configs
 from fusedattn.testing import Case
 from tests.conftest import INTERPRETING, triton_attention
+from tests.helpers import quick
 
 pytestmark = [
     pytest.mark.usefixtures("poison", "_seed"),
@@ -150,11 +151,13 @@ def test_gradcheck_of_a_feature(name):
     gradcheck(replace(TINY, **{**FEATURES, **VARIANTS}[name]))
 
 
+@quick.every(20)
 @pytest.mark.parametrize("name", pairs())
 def test_gradcheck_of_a_pair(name):
     gradcheck(with_something_visible(pairs()[name]), joined=True)
 
 
+@quick.only(returned="out and lse")
 @pytest.mark.parametrize("returned", ["out", "lse", "out and lse"])
 @pytest.mark.parametrize("case", [TINY, EVERYTHING], ids=["nothing", "everything"])
 def test_gradcheck_of_each_result(case, returned):
@@ -162,6 +165,7 @@ def test_gradcheck_of_each_result(case, returned):
     gradcheck(case, returned, check_undefined_grad=True)
 
 
+@pytest.mark.thorough
 def test_gradcheck_element_by_element():
     """All of the Jacobian, where the other checks take random directions."""
     case = replace(EVERYTHING, batch=1, nheads_q=1, seqlen_q=2, seqlen_k=2, head_dim=2, head_dim_v=3)

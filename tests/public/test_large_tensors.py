@@ -27,6 +27,7 @@ from fusedattn.kernels.pairs import pairs
 from fusedattn.options import Options, Packed
 from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
+from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -120,6 +121,7 @@ DISTANT = {
 }
 
 
+@quick.only(dtype=torch.float16)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in DISTANT for dtype in DTYPES if dtype == torch.float16 or "rotated" not in name],
@@ -152,6 +154,7 @@ def masked(allowed: Tensor, seqlen_q: int, seqlen_k: int) -> testing.Results:
     return testing.run(triton_attention, replace(inputs, mask=masks.boolean(allowed)))
 
 
+@quick.every(2)
 @pytest.mark.parametrize(
     ("shape", "dim", "stride"),
     [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
@@ -175,6 +178,7 @@ def added_to(bias: biases.Bias, seqlen_q: int, seqlen_k: int) -> testing.Results
     return testing.run(triton_attention, replace(testing.make_inputs(case, DEVICE), bias=bias))
 
 
+@quick.every(2)
 @pytest.mark.parametrize(
     ("shape", "dim", "stride"),
     [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),

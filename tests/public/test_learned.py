@@ -22,6 +22,7 @@ from fusedattn import ArgGradient, ScoreMod, attention, attention_varlen, biases
 from fusedattn.kernels import exact_sum
 from fusedattn.kernels.exact_sum import add_exactly
 from tests.conftest import DEVICE, INTERPRETING, torch_attention, triton_attention
+from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 
 pytestmark = pytest.mark.usefixtures("poison", "_seed")
@@ -175,6 +176,7 @@ def gradients(function: Callable[..., Tensor], x: list[Tensor], leaves: list[Ten
     return list(torch.autograd.grad(out, [*x, *leaves], dout))
 
 
+@quick.covering()
 @in_float64
 @options
 @mods
@@ -190,6 +192,7 @@ def test_args(mod, name):
     assert all(bool((g != 0).any()) for g in got)
 
 
+@quick.only(mod="temperature")
 @mods
 def test_args_in_other_dtypes(mod):
     """A gradient has the dtype of its tensor; it is rounded once."""
@@ -219,6 +222,7 @@ def test_slopes():
         torch.testing.assert_close(got, expected)
 
 
+@quick.covering()
 @in_float64
 @pytest.mark.parametrize("reach", [0, 3, 60])
 @pytest.mark.parametrize(
@@ -278,6 +282,7 @@ def test_packed():
     assert (got[3][1] == 0).all()
 
 
+@pytest.mark.thorough
 @in_float64
 def test_second_order():
     score_mod, leaves = learning(temperature(torch.float64))
@@ -291,6 +296,7 @@ def test_second_order():
     assert torch.autograd.gradgradcheck(function, (*x, slopes, *leaves), fast_mode=True)
 
 
+@pytest.mark.thorough
 @mods
 def test_compiled(mod):
     score_mod, leaves = learning(MODS[mod](torch.float32))
@@ -305,6 +311,7 @@ def test_compiled(mod):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_the_order_of_batches_does_not_change_a_bit():
     """Of what all batches share: the sums are exact."""
     score_mod, leaves = learning(picture(torch.float32))

@@ -16,6 +16,7 @@ from fusedattn.backends.torch import sdpa
 from fusedattn.masks import Mask
 from fusedattn.testing import Case
 from tests.conftest import BACKENDS, DEVICE, assert_accurate, assert_equal, torch_attention_beside_lse, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -52,6 +53,7 @@ def hiding(kind: str, inputs: testing.Inputs) -> tuple[Mask, Tensor]:
     return mask.to(DEVICE), hidden.to(DEVICE)
 
 
+@quick.every(4, backend="torch")
 @backends
 @pytest.mark.parametrize(
     ("kind", "value"),
@@ -93,6 +95,7 @@ POISONED = {
 }
 
 
+@quick.every(3, backend="torch")
 @backends
 @pytest.mark.parametrize(
     ("kind", "tensor", "value", "dtype"),
@@ -233,6 +236,7 @@ def with_empty_rows(kind: str) -> testing.Inputs:
 EMPTY_ROWS = ("causal, more queries", "left padding, causal", "empty batch", "empty batch, RoPE", "boolean")
 
 
+@quick.every(5, backend="torch")
 @backends
 @dtypes
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
@@ -256,6 +260,7 @@ def test_rows_that_see_nothing(kind, dtype, backend):
     assert out.isfinite().all()
 
 
+@quick.every(3, backend="torch")
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seqlen_q", [1, 40])
@@ -300,6 +305,7 @@ def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with
     torch.testing.assert_close(got, expected)
 
 
+@quick.every(4, backend="torch")
 @backends
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
 def test_nan_in_a_row_that_sees_nothing(kind, backend):

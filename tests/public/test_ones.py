@@ -101,6 +101,7 @@ def test_a_loop_loses_no_argument_that_is_1(name: str) -> None:
 CALLS = ("one feature", "one of each", "one query", "one packed", "args of 1", "one number")
 
 
+@pytest.mark.thorough
 def test_calls_in_which_numbers_are_1_become_kernels(tmp_path: Path) -> None:
     """As far as Triton's own language goes, which is where an argument may be lost; forward and backward."""
     script = f"""

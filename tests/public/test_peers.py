@@ -19,6 +19,7 @@ from fusedattn.masks import Mask
 from fusedattn.testing import CASES, TENSORS, Case, peers
 from fusedattn.testing.peers import PEERS
 from tests.conftest import DEVICE
+from tests.helpers import quick
 
 # What FlexAttention has no argument for, and torch's other function.
 FOR_FLEX = [case for case in CASES if not (case.sinks or case.dropout_p)]
@@ -63,6 +64,7 @@ def test_sdpa_flash_computes_the_same(case):
     assert set(same_as_golden("torch.sdpa-flash", case).missing) == {"lse", *added}
 
 
+@quick.every(3)
 @pytest.mark.parametrize(
     "case",
     [

@@ -114,6 +114,7 @@ def permuted(inputs: Inputs, batch: Tensor, heads_kv: Tensor) -> Inputs:
     )
 
 
+@pytest.mark.thorough
 @given(cases(mask_function=False, score_mod=False, dropout_p=0.0), st.randoms(use_true_random=False))
 def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     inputs = inputs_of(case)
@@ -178,6 +179,7 @@ def test_rope_knows_differences_only(case, shift):
     assert_accurate(triton_attention, moved, case)
 
 
+@pytest.mark.thorough
 @given(cases(bias_dtype=None), st.sampled_from(["full", "alibi", "relative"]))
 def test_a_bias_might_as_well_be_written_out(case, kind):
     """In the dtype that it is added in: the same numbers but for rounding; its gradient becomes that of the parts."""
@@ -232,6 +234,7 @@ FROM_THE_END = ("window", "alibi", "relative", "score_mod", "softcap", "head_dim
 OTHERS = {name: value for name, value in FEATURES.items() if name not in FROM_THE_END}
 
 
+@pytest.mark.thorough
 @given(
     cases(batch=1, boolean=None, causal="bottom_right", padding=None, empty_batch=False, **OTHERS), st.integers(1, 40)
 )

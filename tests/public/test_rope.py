@@ -16,6 +16,7 @@ from fusedattn import Rope, apply_rope, attention, testing
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.testing import Case
 from tests.conftest import BACKENDS, DEVICE, DTYPES, INTERPRETING, assert_budget, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -154,6 +155,7 @@ def test_the_backward_is_the_transpose(scaled, interleaved):
     assert torch.autograd.gradcheck(rotate, x)
 
 
+@quick.covering()
 @interleavings
 @pytest.mark.parametrize("tables", ["shared", "one batch", "per batch"])
 @pytest.mark.parametrize("at", ["(seqlen,)", "(1, seqlen)", "(batch, seqlen)"])
@@ -206,6 +208,7 @@ def shape_of(x: Tensor, n_more: int = 0) -> Shape:
     return Shape(batch, nheads, nheads, seqlen, seqlen + n_more, seqlen, seqlen + n_more)
 
 
+@quick.covering()
 @interleavings
 @dtypes
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (40, 24), (33, 2), (80, 80)])

@@ -14,6 +14,7 @@ from fusedattn import Rope, attention, attention_varlen, masks, reference
 from fusedattn.backends.torch import plan
 from fusedattn.testing import Case, make_inputs
 from tests.conftest import INTERPRETING, triton_attention
+from tests.helpers import quick
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),
@@ -41,6 +42,7 @@ def functions(**options: object) -> tuple[Callable[..., Tensor], Callable[..., T
     )
 
 
+@quick.every(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradgradcheck(name):
     fused, _ = functions(**OPTIONS[name])
@@ -48,6 +50,7 @@ def test_gradgradcheck(name):
     assert torch.autograd.gradgradcheck(fused, inputs, fast_mode=True)
 
 
+@pytest.mark.thorough
 def test_gradgradcheck_of_everything_that_gets_a_gradient():
     q, k, v = qkv(2, 3)
     bias, sinks = torch.randn(2, 2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)

@@ -21,6 +21,7 @@ from tests.conftest import (
     options,
     triton_attention,
 )
+from tests.helpers import quick
 from tests.helpers.hostile import LAYOUTS, strided
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
@@ -33,6 +34,7 @@ KINDS = (
 )  # fmt: skip
 
 
+@quick.only(seqlen_q=5, layout=lambda layout: layout in ("seqlen_first", "sliced", "over_heads", "windows"))
 @pytest.mark.parametrize(
     ("layout", "seqlen_q"),
     [*((layout, 5) for layout in KINDS), ("seqlen_first", 37), ("sliced", 37), ("windows", 37)],
@@ -66,6 +68,7 @@ def test_only_rows_that_share_a_part_of_their_memory_overlap():
     assert overlap == {layout: layout == "windows" for layout in KINDS}
 
 
+@quick.every(2)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_strides_of_one_tensor_alone(name):
     """None is read or written with the strides of another."""
@@ -74,6 +77,7 @@ def test_strides_of_one_tensor_alone(name):
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
 
 
+@quick.every(2)
 @pytest.mark.parametrize(
     "layout",
     [LAYOUTS["over_batch"], LAYOUTS["over_seqlen"], lambda x: x[..., :1].expand(x.shape)],
@@ -87,6 +91,7 @@ def test_strides_of_the_gradient_alone(layout):
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
 
 
+@quick.only(dtype=torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides_of_the_gradient_of_lse(dtype):
     """``lse.sum().backward()`` brings one whose strides are all 0; another is transposed."""
@@ -125,6 +130,7 @@ def test_strides_of_masks_tables_and_positions():
     assert_equal(testing.run(triton_attention, other), testing.run(triton_attention, inputs))
 
 
+@quick.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("repacked", ["floating point", "int8", "all"])
 def test_saved_tensors_may_come_back_in_another_layout(repacked, dtype):

@@ -26,6 +26,7 @@ from fusedattn import (
 from fusedattn.support import FEATURES, not_supported_reasons
 from fusedattn.testing import triton_functions
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers import quick
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -158,6 +159,7 @@ def test_the_table_is_that_of_the_package():
     ]
 
 
+@quick.every(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row", range(len(CALLS)), ids=lambda i: FEATURES[i].name)
 def test_what_it_says_runs(row, backend):

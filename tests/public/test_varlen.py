@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedattn import Rope, attention, attention_varlen, biases, masks, testing
 from fusedattn.testing import triton_functions
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING, assert_equal, assert_ratios, triton_attention
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -124,6 +125,7 @@ def test_meaning(name):
     torch.testing.assert_close(actual, expected)
 
 
+@quick.every(10)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_budget(name, dtype):

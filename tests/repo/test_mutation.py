@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import quick
 from tests.mutation import __main__ as mutation
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).parents[2]
 
 
+@quick.every(25)
 @pytest.mark.parametrize("fault", mutation.FAULTS, ids=lambda f: f.what)
 def test_each_fault_can_be_planted(fault):
     """Its text is still in the code, the result is Python, and something else."""
@@ -65,6 +67,7 @@ def test_a_fault_that_is_seen_and_one_that_is_not(tree, monkeypatch):
     assert (tree / "code_under_test.py").read_text() == before
 
 
+@pytest.mark.thorough
 def test_tests_that_are_not_there_are_no_verdict(tree):
     """Neither a kill nor a survival: pytest's own errors are raised."""
     with pytest.raises(RuntimeError, match="exit status"):

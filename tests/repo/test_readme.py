@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import quick
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
@@ -68,6 +70,7 @@ def test_readme_has_examples() -> None:
     assert blocks_of(README.read_text(encoding="utf-8"))
 
 
+@quick.only(path=README)
 @pytest.mark.parametrize(
     "path", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: str(p.relative_to(ROOT))
 )

@@ -1,0 +1,97 @@
+"""``make test`` runs quick tests of every kind; ``make test-all`` runs every test."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import quick
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def arguments(target: str) -> list[str]:
+    """The arguments of pytest that a target of the Makefile passes, without the options of a run."""
+    # A make above this one would hand down its own arguments.
+    env = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
+    command = ["make", "--dry-run", "--old-file=.venv/.test", target]
+    shown = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
+    (line,) = [line for line in shown.splitlines() if "-m pytest" in line]
+    words = shlex.split(line)
+    return [word for word in words[words.index("pytest") + 1 :] if word not in OPTIONS]
+
+
+OPTIONS = ("-n", "2", "--dist", "worksteal", "--maxfail=0", "--durations=10")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_targets_run_every_test_together() -> None:
+    assert arguments("test-all") == ["--ignore=tests/integrations"]
+    assert arguments("test") == ["-m", "not thorough", "--ignore=tests/integrations"]
+    assert arguments("test-integrations") == ["tests/integrations"]
+
+
+@pytest.mark.thorough
+def test_every_module_has_a_quick_test() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not thorough"]
+    done = subprocess.run(
+        [*command, "--ignore=tests/integrations", "tests"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+    with_quick_tests = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    skipped = {line.partition(": ")[2].partition(":")[0] for line in done.stdout.splitlines() if "left out:" in line}
+    assert {module for module in modules if "/integrations/" not in module} - skipped == with_quick_tests
+
+
+ROWS = pytest.mark.parametrize(("a", "b"), [(0, "x"), (1, "x"), pytest.param(2, "y", id="last")])
+COLUMNS = pytest.mark.parametrize("c", [True, False])
+
+
+@pytest.mark.parametrize(
+    ("choose", "expected"),
+    [
+        (quick.only(a=1), [(1, "x", True), (1, "x", False)]),
+        (quick.only(a=lambda a: a > 0, c=False), [(1, "x", False), (2, "y", False)]),
+        (quick.every(4), [(0, "x", True), (2, "y", True)]),
+        (quick.every(4, start=1, a=1), [(0, "x", False), (1, "x", True), (1, "x", False), (2, "y", False)]),
+        (quick.covering(), [(0, "x", True), (1, "x", False), (2, "y", True)]),
+        (quick.covering(pairs=True), [(*row, c) for row in ((0, "x"), (1, "x"), (2, "y")) for c in (True, False)]),
+    ],
+    ids=["a value", "a function and a value", "every 4th", "and others", "rows", "pairs of rows"],
+)
+def test_which_cases_are_quick(choose, expected) -> None:
+    def test(a, b, c):
+        pass
+
+    (mark,) = [mark for mark in choose(COLUMNS(ROWS(test))).pytestmark if mark.name == "quick"]
+    assert sorted(tuple(case.values()) for case in mark.args[0]) == sorted(expected)
+
+
+def test_a_choice_of_nothing_is_an_error() -> None:
+    def test(c):
+        pass
+
+    with pytest.raises(AssertionError, match="test has no quick case"):
+        quick.only(c=None)(COLUMNS(test))
+
+
+def test_what_is_chosen_is_not_thorough(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.helpers import quick\n\n\ndef pytest_itemcollected(item):\n    quick.mark(item)\n"
+    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\naddopts = --import-mode=importlib\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\nfrom tests.helpers import quick\n\n\n"
+        "@quick.only(x=1.5)\n@pytest.mark.parametrize('x', [1.5, 2.5])\ndef test_it(x):\n    pass\n\n\n"
+        "def test_without_a_choice():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not thorough", "-p", "no:cacheprovider"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    assert out.split()[:2] == ["test_it.py::test_it[1.5]", "test_it.py::test_without_a_choice"], out
