@@ -219,7 +219,7 @@ def is_wide(dtype, BLOCK_D, PRECISION):
 def end_of_pieces(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
     """Where a loop over pieces of WIDTH features ends, as a number that the compiler does not know."""
     # A grid has one dimension. Told so, the compiler would unroll the loop, and run out of registers.
-    return HEAD_DIM * tl.num_programs(1) if BLOCK_D > WIDTH else HEAD_DIM
+    return tl.num_programs(1) * HEAD_DIM if BLOCK_D > WIDTH else HEAD_DIM
 
 
 @triton.jit

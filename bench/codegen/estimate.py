@@ -50,7 +50,7 @@ class Kernel:
 
     Attributes:
         block_m, block_n: queries and keys of a tile.
-        edge: queries or keys, whichever it walks over, of a boundary block.
+        boundary: queries or keys, whichever it walks over, of a boundary block.
         ctas: programs on a multiprocessor at a time.
         full_clocks, boundary_clocks: from one iteration of a program to its next, with all `ctas` there.
         by_keys: a program owns a tile of keys and walks over queries, those of all heads of its group.
@@ -58,7 +58,7 @@ class Kernel:
 
     block_m: int
     block_n: int
-    edge: int
+    boundary: int
     ctas: int
     full_clocks: float
     boundary_clocks: float
@@ -85,7 +85,7 @@ def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
                 for row in (start, last)
             )
             full = seen_by_all // kernel.block_n
-            yield full, -(-(seen_by_any - full * kernel.block_n) // kernel.edge)
+            yield full, -(-(seen_by_any - full * kernel.block_n) // kernel.boundary)
         return
     for start in range(0, problem.seqlen_k, kernel.block_n):
         last = min(start + kernel.block_n, problem.seqlen_k) - 1
@@ -96,7 +96,7 @@ def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
         whole = last - start + 1 == kernel.block_n
         full = (problem.seqlen_q - all_from) // kernel.block_m if whole else 0
         rest = problem.seqlen_q - full * kernel.block_m - any_from
-        yield problem.group * full, problem.group * -(-rest // kernel.edge)
+        yield problem.group * full, problem.group * -(-rest // kernel.boundary)
 
 
 def estimate(kernel: Kernel, problem: Problem, machine: Machine) -> Estimate:

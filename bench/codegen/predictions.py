@@ -86,7 +86,7 @@ class Prediction:
         return Kernel(
             config["BLOCK_M"],
             config["BLOCK_N"],
-            self.report.edge,
+            self.report.boundary,
             self.report.ctas_per_sm,
             self.bounds[self.main].program_clocks,
             self.boundary.program_clocks,
@@ -98,7 +98,7 @@ class Prediction:
         report = self.report
         rows, columns = report.config["BLOCK_M"], report.config["BLOCK_N"]
         if self.main == "boundary":
-            rows, columns = (report.edge, columns) if report.walks_over == "BLOCK_M" else (rows, report.edge)
+            rows, columns = (report.boundary, columns) if report.walks_over == "BLOCK_M" else (rows, report.boundary)
         operations = ONE_PASS_OPERATIONS if self.one_pass else OPERATIONS[report.kernel]
         return operations * rows * columns * report.head_dim
 
@@ -208,9 +208,9 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
-        # Where queries are turned before, the forward does not know that anything rotates.
-        turned_before = not any(x.report.kernel in FORWARD for x in of_call)
-        if turned_before:
+        # Where queries are queries rotated before, the forward does not know that anything rotates.
+        prerotate_q = not any(x.report.kernel in FORWARD for x in of_call)
+        if prerotate_q:
             without = features.removesuffix("+rope")
             of_call += [
                 x
@@ -227,7 +227,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
             forward = found["attention_fwd_specialized" if "attention_fwd_specialized" in found else "attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
-            rotating = (1 + turned_before) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
+            rotating = (1 + prerotate_q) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
             yield from _lines(
                 (
                     *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
@@ -251,13 +251,13 @@ def _one_pass_flops(x: Prediction, problem: Problem, machine: Machine) -> float:
 
 def _called(x: Prediction) -> str:
     """The features of the call: what the forward keeps for the backward is none of them, nor how that sums."""
-    return "+".join(name for name in x.report.features.split("+") if name not in ("rest", "one-pass")) or "plain"
+    return "+".join(name for name in x.report.features.split("+") if name not in ("residual", "one-pass")) or "plain"
 
 
 def figures(predictions: list[Prediction], target: Arch) -> str:
     """The part of the page."""
     machine = MACHINES[target]
-    training = [x for x in predictions if x.report.kernel in BACKWARD or "rest" in x.report.features.split("+")]
+    training = [x for x in predictions if x.report.kernel in BACKWARD or "residual" in x.report.features.split("+")]
     lines = [
         f"{target} with {machine.multiprocessors} multiprocessors at {machine.hertz / 1e9:.3f} GHz (at most "
         f"{machine.peak / 1e12:.0f} TFLOP/s), Triton {triton.__version__}, bfloat16. One tile of each kernel, in "
@@ -308,11 +308,11 @@ def tile_config(text: str) -> TileConfig:
         )
     block_m, block_n, warps, stages = map(int, match.groups()[:4])
     config = TileConfig(block_m, block_n, warps, stages)
-    style, edge, persistent = match.groups()[4:]
+    style, boundary, persistent = match.groups()[4:]
     return replace(
         config,
         style=cast(Style, style or config.style),
-        EDGE=int(edge or config.EDGE),
+        BOUNDARY=int(boundary or config.BOUNDARY),
         persistent=1 if persistent else 0,
     )
 

@@ -56,18 +56,18 @@ class Report:
         return "BLOCK_M" if self.kernel == "attention_bwd_dkdv" else "BLOCK_N"
 
     @property
-    def edge(self) -> int:
+    def boundary(self) -> int:
         """How much of that side a boundary block has."""
-        return self.config.get("EDGE", self.config.get(self.walks_over, 0))
+        return self.config.get("BOUNDARY", self.config.get(self.walks_over, 0))
 
     @property
     def tile(self) -> str:
         """The config in short: queries x keys, warps, stages; the edge of boundary blocks and the style, if special."""
         blocks = [self.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK") if name in self.config]
         text = f"{'x'.join(map(str, blocks))} w{self.config['num_warps']} s{self.config['num_stages']}"
-        edge = f" e{self.edge}" if self.edge != self.config.get(self.walks_over, 0) else ""
+        boundary = f" b{self.boundary}" if self.boundary != self.config.get(self.walks_over, 0) else ""
         style = next((f" {name}" for name in ("specialized", "pipelined", "descriptors") if self.config.get(name)), "")
-        return text + edge + style + (" persistent" if self.config.get("persistent") else "")
+        return text + boundary + style + (" persistent" if self.config.get("persistent") else "")
 
     @property
     def faults(self) -> list[str]:

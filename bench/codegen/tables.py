@@ -94,7 +94,7 @@ def _main_loops(found: list[Baseline]) -> Iterator[str]:
     keys = [key for key, row in found[-1].entries.items() if " sm_90 bf16 " in key and row["loop_instructions"]]
     for key in keys:
         kernel, _, _, head_dim, features = key.split(" ")
-        if "rest" not in features and kernel == "attention_fwd":
+        if "residual" not in features and kernel == "attention_fwd":
             continue  # inference: the same loops with a product less
         cells = []
         for baseline in found:

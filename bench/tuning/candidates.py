@@ -49,7 +49,7 @@ ONE_PASS = ("one pass, padding", "one pass", "one pass, packed")
 FEW = ("decode", "few queries")
 NAMES = {torch.bfloat16: ("bf16",), torch.float16: ("fp16",), torch.float32: ("fp32", "tf32")}
 
-WARPS, STAGES, EDGES, SPLITS = (4, 8), (1, 2, 3), (64, 32, 16), (256, 512, 1024)
+WARPS, STAGES, BOUNDARIES, SPLITS = (4, 8), (1, 2, 3), (64, 32, 16), (256, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,14 @@ def tile(candidate: Candidate) -> str:
     if isinstance(candidate, FewQueries):
         return f"{tile(candidate.config)},split {candidate.split}"
     config = candidate
-    parts = [f"{config.BLOCK_M}x{config.BLOCK_N},{config.num_warps},{config.num_stages},{config.style},{config.EDGE}"]
-    parts += [f"edge stages {config.EDGE_STAGES}"] if config.EDGE_STAGES != TileConfig.EDGE_STAGES else []
+    parts = [
+        f"{config.BLOCK_M}x{config.BLOCK_N},{config.num_warps},{config.num_stages},{config.style},{config.BOUNDARY}"
+    ]
+    parts += (
+        [f"boundary stages {config.BOUNDARY_STAGES}"] if config.BOUNDARY_STAGES != TileConfig.BOUNDARY_STAGES else []
+    )
     parts += ["persistent"] if config.persistent else []
-    parts += ["turned before"] if config.turned_before else []
+    parts += ["queries rotated before"] if config.prerotate_q else []
     return ",".join(parts)
 
 
@@ -120,8 +124,8 @@ def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
     """A tile with the widest boundary blocks with which nothing is certainly wrong with its machine code, if there are
     any; and the same by persistent programs, where these are written."""
     walked = config.BLOCK_M if slot.part in ("dkdv", "one_pass") else config.BLOCK_N
-    for edge in (edge for edge in EDGES if edge <= max(walked, min(EDGES))):
-        tried = replace(config, EDGE=edge)
+    for boundary in (size for size in BOUNDARIES if size <= max(walked, min(BOUNDARIES))):
+        tried = replace(config, BOUNDARY=boundary)
         reports = _reports(slot, arch, tried)
         faulty = [report for report in reports if report.certain_faults]
         if not faulty:

@@ -48,7 +48,13 @@ def test_a_grid_has_tiles_of_the_architecture(part: Part, arch: configs.Arch, dt
 
 
 def report(tile: TileConfig, kernel: str = "attention_fwd", **found: Any) -> Report:
-    shown = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "EDGE": tile.EDGE, "num_warps": 4, "num_stages": 1}
+    shown = {
+        "BLOCK_M": tile.BLOCK_M,
+        "BLOCK_N": tile.BLOCK_N,
+        "BOUNDARY": tile.BOUNDARY,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
     usual: dict[str, Any] = {"registers": 100, "ctas_per_sm": 2, "tensor_core": 1, "hgmma": 1}
     return Report(kernel, "sm_90", 128, "bf16", "plain", shown, True, **usual | found)
 
@@ -61,7 +67,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TileConfig,
         compiled: list[Any] = []
 
         def compiling(case: Any) -> list[Report]:
-            compiled.append((case.config.EDGE, *case.features, case.inference))
+            compiled.append((case.config.BOUNDARY, *case.features, case.inference))
             return function(case.config, case.features[0])
 
         monkeypatch.setattr("bench.codegen.compilations.compile_case", compiling)
@@ -75,23 +81,23 @@ def _not_known() -> Any:
     raise NotImplementedError
 
 
-EDGED = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # of a forward: full blocks, boundary, repair
+BOUNDARY_SPILLS = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # of a forward: full blocks, boundary, repair
 FWD = slot("fwd", 128, torch.bfloat16)
 SMALL_TILE = TileConfig(64, 32, 4, 1)
 
 
 def test_the_widest_boundary_blocks_without_a_fault(compiler) -> None:
     hardest, *others = candidates.FEATURES["streamed"]
-    compiled = compiler(lambda tile, features: [report(tile, **(EDGED if tile.EDGE > 16 else {}))])
+    compiled = compiler(lambda tile, features: [report(tile, **(BOUNDARY_SPILLS if tile.BOUNDARY > 16 else {}))])
     (found,) = candidates.clean_forms(FWD, "sm_90", SMALL_TILE)
-    assert found == Found(replace(SMALL_TILE, EDGE=16), 100, 2, None)
+    assert found == Found(replace(SMALL_TILE, BOUNDARY=16), 100, 2, None)
     assert compiled == [(32, hardest, ()), (16, hardest, ()), *((16, x, (x,)) for x in (hardest, *others))]
 
 
 def test_a_backward_is_not_compiled_without_gradients(compiler) -> None:
     compiled = compiler(lambda tile, features: [report(tile, "attention_bwd_dq")])
     (found,) = candidates.clean_forms(slot("dq", 128, torch.bfloat16), "sm_90", SMALL_TILE)
-    assert found.config == replace(SMALL_TILE, EDGE=32)
+    assert found.config == replace(SMALL_TILE, BOUNDARY=32)
     assert compiled == [(32, x, ()) for x in candidates.FEATURES["streamed"]]
 
 
@@ -100,7 +106,7 @@ def test_a_backward_is_not_compiled_without_gradients(compiler) -> None:
     [
         {"loop_spills": (1, 0, 0), "spill_bytes": 8},
         {"serialized_wgmma": True},
-        EDGED | {"serialized_wgmma": True},
+        BOUNDARY_SPILLS | {"serialized_wgmma": True},
         {"shared_bytes": 10**6},
         {"error": "OutOfResources"},
         {"loop_spills": (0,), "spill_bytes": 8},
@@ -109,7 +115,7 @@ def test_a_backward_is_not_compiled_without_gradients(compiler) -> None:
 def test_narrower_boundary_blocks_are_not_tried_in_vain(compiler, fault: dict[str, Any]) -> None:
     compiled = compiler(lambda tile, features: [report(tile, **fault)])
     assert candidates.clean_forms(FWD, "sm_90", SMALL_TILE) == []
-    assert [edge for edge, *_ in compiled] == [32]
+    assert [boundary for boundary, *_ in compiled] == [32]
 
 
 def test_one_fault_anywhere_is_enough(compiler) -> None:
@@ -121,7 +127,7 @@ def test_one_fault_anywhere_is_enough(compiler) -> None:
 
 
 def test_persistent_programs_are_tried_where_they_are_written(compiler) -> None:
-    pipelined = replace(SMALL_TILE, style="pipelined", EDGE=32)
+    pipelined = replace(SMALL_TILE, style="pipelined", BOUNDARY=32)
     compiler(lambda tile, features: [report(tile)])
     forms = [found.config for found in candidates.clean_forms(FWD, "sm_90", pipelined)]
     assert forms == [pipelined, replace(pipelined, persistent=1)]
@@ -151,7 +157,7 @@ def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> Non
     assert list(two.values()) == [configs.lookup("sm_90", 64, torch.bfloat16).one_pass, None, found[0].config]
     few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", found[1:2], 1)
     assert [x.split for x in few.values() if isinstance(x, FewQueries)] == [512, *candidates.SPLITS]
-    names = [candidates.tile(x) for x in (own, replace(own, persistent=1), replace(own, EDGE_STAGES=1), None)]
+    names = [candidates.tile(x) for x in (own, replace(own, persistent=1), replace(own, BOUNDARY_STAGES=1), None)]
     assert len(set(names)) == 4
 
 
@@ -160,16 +166,16 @@ TOUCH = Touch(0x100, "MOV", "operand written", (100,), (0xF0,), 0)
 
 def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
     """It is no reason to leave it out, nor to try narrower boundary blocks; with another fault it is none less."""
-    pipelined = replace(SMALL_TILE, style="pipelined", EDGE=32)
+    pipelined = replace(SMALL_TILE, style="pipelined", BOUNDARY=32)
     last = candidates.FEATURES["streamed"][-1]
     compiled = compiler(lambda tile, features: [report(tile, touches=(TOUCH,) if features == last else ())])
     found = candidates.clean_forms(FWD, "sm_90", pipelined)
     assert [(x.config, x.in_flight) for x in found] == [(pipelined, True), (replace(pipelined, persistent=1), True)]
-    assert {edge for edge, *_ in compiled} == {32}
+    assert {boundary for boundary, *_ in compiled} == {32}
     compiled = compiler(
-        lambda tile, _: [report(tile, touches=(TOUCH,), spill_bytes=8 * (tile.EDGE > 16), loop_spills=(0, 1, 0))]
+        lambda tile, _: [report(tile, touches=(TOUCH,), spill_bytes=8 * (tile.BOUNDARY > 16), loop_spills=(0, 1, 0))]
     )
-    assert {x.config.EDGE for x in candidates.clean_forms(FWD, "sm_90", pipelined)} == {16}
+    assert {x.config.BOUNDARY for x in candidates.clean_forms(FWD, "sm_90", pipelined)} == {16}
     compiler(lambda tile, _: [report(tile, touches=(TOUCH,), serialized_wgmma=True)])
     assert candidates.clean_forms(FWD, "sm_90", pipelined) == []
     compiler(lambda tile, _: [report(tile)])
@@ -178,7 +184,10 @@ def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
 
 def test_tiles_with_registers_in_flight_are_timed_in_a_place_of_their_own() -> None:
     its = slot("fwd", 128, torch.bfloat16)
-    fast = [Found(TileConfig(64, 64, 4, 1, "pipelined", edge), 100, 2, 99.0, in_flight=True) for edge in (16, 32, 64)]
+    fast = [
+        Found(TileConfig(64, 64, 4, 1, "pipelined", boundary), 100, 2, 99.0, in_flight=True)
+        for boundary in (16, 32, 64)
+    ]
     sound = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
     names = candidates.to_time(its, "sm_90", fast + sound, 4)
     _, *others = names.values()
@@ -228,7 +237,7 @@ candidates.save(Path({str(tmp_path)!r}) / "found.json", {{slot.name: found}})
     its = slot("dq", 128, torch.bfloat16)
     own = configs.lookup("sm_90", 128, torch.bfloat16).dq
     (found,) = candidates.load(tmp_path / "found.json", its)
-    assert replace(found.config, EDGE=own.EDGE) == own
-    assert found.config.EDGE >= own.EDGE
+    assert replace(found.config, BOUNDARY=own.BOUNDARY) == own
+    assert found.config.BOUNDARY >= own.BOUNDARY
     assert 100 < found.registers <= 255
     assert found.predicted is not None

@@ -49,10 +49,10 @@ def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
 def in_short(kernel: str, config: configs.TileConfig) -> str:
     """As a report says it."""
     walked = config.BLOCK_M if kernel == "attention_bwd_dkdv" else config.BLOCK_N
-    has_edge = kernel != "attention_bwd_exact_rows" and walked > config.EDGE
+    has_boundary = kernel != "attention_bwd_exact_rows" and walked > config.BOUNDARY
     return (
         f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
-        f"{f' e{config.EDGE}' if has_edge else ''}{'' if config.style == 'pointers' else f' {config.style}'}"
+        f"{f' b{config.BOUNDARY}' if has_boundary else ''}{'' if config.style == 'pointers' else f' {config.style}'}"
     )
 
 

@@ -365,9 +365,9 @@ for report in compilations.compile_case(case):
     result = compiling("-c", script, cache=tmp_path)
     assert result.returncode == 0, result.stderr
     found = {features: rest for features, *rest in map(json.loads, result.stdout.splitlines())}
-    assert set(found) == {"plain", "rest"}
+    assert set(found) == {"plain", "residual"}
     for features, (config, resources, clocks, repeated, flops) in found.items():
-        padding = 1 + 16 / (2 * 64) if features == "rest" else 1
+        padding = 1 + 16 / (2 * 64) if features == "residual" else 1
         assert repeated == padding
         pairs = config["BLOCK_M"] * config["BLOCK_N"]
         assert resources["tensor"] == padding * 2 * pairs * 64 / 2048

@@ -49,7 +49,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
     def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
         named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
-        seen.append((executor.fn.__name__, named.get("BLOCK_M"), named.get("BLOCK_N")))
+        tile = named["tile"]._asdict() if "tile" in named else {}
+        blocks = (tile[name].value for name in ("BLOCK_M", "BLOCK_N") if name in tile)
+        seen.append((executor.fn.__name__, *blocks))
         run(executor, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", seeing)
@@ -109,7 +111,7 @@ def test_without_one_pass_both_kernels_run(launched) -> None:
 @interpreted
 def test_few_queries_have_the_candidate_and_its_splits(launched) -> None:
     case = replace(SMALL, seqlen_q=1, seqlen_k=150)
-    few = FewQueries(TileConfig(16, 32, 4, 1, EDGE=32), split=64)
+    few = FewQueries(TileConfig(16, 32, 4, 1, BOUNDARY=32), split=64)
     slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]()()
     assert ("attention_fwd", 16, 32) in launched
     assert "attention_combine" in {name for name, *_ in launched}

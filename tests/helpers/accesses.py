@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-RESULTS = {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rest.ptr"}
+RESULTS = {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rounding_residual.ptr"}
 # Which a split leaves out that has no keys.
 UNLESS_NOTHING = {"partials.weighted", "partials.rounded_sum", "partials.kept_sum"}
 

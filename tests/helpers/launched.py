@@ -144,7 +144,7 @@ def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: A
         return noted
 
     with (
-        patch.object(results, "of_forward", of(results.of_forward, "out", "lse", "row_max", "row_sum", "rest")),
+        patch.object(results, "of_forward", of(results.of_forward, "out", "lse", "row_max", "row_sum", "residual")),
         patch.object(results, "of_backward", of(results.of_backward, "dq", "dk", "dv")),
     ):
         returned = attention(x.q, x.k, x.v, **(x.options | options), return_lse=True, backend="triton")

@@ -8,7 +8,7 @@ from bench.tuning.slots import Part, Slot
 from fusedattn.kernels import configs
 from fusedattn.kernels.configs import TileConfig
 
-TILE = TileConfig(64, 32, 4, 1, EDGE=16)
+TILE = TileConfig(64, 32, 4, 1, BOUNDARY=16)
 
 
 def slot(part: Part, head_dim: int = 16, dtype: torch.dtype = torch.float16, work: configs.Work = "streamed") -> Slot:

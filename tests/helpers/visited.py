@@ -11,6 +11,7 @@ import triton.language as tl
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks
+from fusedattn.kernels.parameters import Numbers
 from fusedattn.kernels.sequences import place_of
 from fusedattn.masks import Mask
 from fusedattn.options import Options
@@ -31,8 +32,8 @@ def _write_key_blocks(
     MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    place = place_of(call.sequences, 0, 0, seqlen_q, seqlen_k)
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    place = place_of(call.sequences, 0, 0, 1, seqlen_q, seqlen_k)
+    bounds = bounds_of(call.mask, place, Numbers(lower_start, upper_start, lower_end, upper_end, 0, 1.0, 1.0))
     start_m = tile * BLOCK_M
     blocks = key_blocks(call.mask, place, bounds, start_m, BLOCK_M, BLOCK_N, BLOCK_N)
     tl.store(counts_ptr + tile * 2, blocks.n_full)
@@ -46,7 +47,7 @@ def visited(mask: Mask, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
     device = "cpu" if interpreting() else "cuda"
     x = torch.zeros((), device=device).expand(1, 1, max(seqlen_q, seqlen_k), 16)
     q, k = x[:, :, :seqlen_q], x[:, :, :seqlen_k]
-    problem = launching.problem_of(q, k, k, constants_of(Options(mask.to(device)), keep_rest=False))
+    problem = launching.problem_of(q, k, k, constants_of(Options(mask.to(device)), keep_residual=False))
     n_tiles, most = -(-seqlen_q // block_m), -(-seqlen_k // block_n) + 2
     counts = torch.zeros(n_tiles, 2, dtype=torch.int32, device=device)
     starts = torch.zeros(n_tiles, most, dtype=torch.int32, device=device)

@@ -26,6 +26,7 @@ from fusedattn.kernels.masking import (
     query_blocks,
     tile_visited,
 )
+from fusedattn.kernels.parameters import Numbers
 from fusedattn.kernels.primitives import program_tile
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape, place_of, with_head
 from fusedattn.masks import Band, Mask
@@ -49,8 +50,8 @@ def write_key_blocks(
     """For every tile of queries: how many full and boundary blocks, and where; and which tiles of a grid it visits."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     pid = tl.program_id(0)
-    place = place_of(call.sequences, sequence, head, seqlen_q, seqlen_k)
-    bounds = bounds_of(call.mask, place, lower_start, upper_start, lower_end, upper_end)
+    place = place_of(call.sequences, sequence, head, nheads, seqlen_q, seqlen_k)
+    bounds = bounds_of(call.mask, place, Numbers(lower_start, upper_start, lower_end, upper_end, 0, 1.0, 1.0))
     start_m = tile * BLOCK_M
     for i in range(0, n_key_tiles):
         seen = tile_visited(call.mask, place, bounds, start_m, i * BLOCK_N, BLOCK_M, BLOCK_N)
@@ -71,8 +72,8 @@ def write_query_blocks(
 ):  # fmt: skip
     """The same for every tile of keys, and each query head of its group."""
     tile, head_kv, sequence = program_tile(n_tiles, nheads_q // GROUP, 1, REVERSED=False)
-    first_place = place_of(call.sequences, sequence, head_kv * GROUP, seqlen_q, seqlen_k)
-    bounds = bounds_of(call.mask, first_place, lower_start, upper_start, lower_end, upper_end)
+    first_place = place_of(call.sequences, sequence, head_kv * GROUP, nheads_q, seqlen_q, seqlen_k)
+    bounds = bounds_of(call.mask, first_place, Numbers(lower_start, upper_start, lower_end, upper_end, 0, 1.0, 1.0))
     start_n = tile * BLOCK_N
     if start_n < first_place.seqlen_k:
         blocks = query_blocks(call.mask, first_place, bounds, GROUP, start_n, BLOCK_M, BLOCK_N, RUN * BLOCK_M)

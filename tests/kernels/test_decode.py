@@ -216,7 +216,7 @@ def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
     truth = testing.golden(inputs)["out"]
     (results,) = kept
     unit = 2.0 ** results.out.double().abs().log2().floor() * (2.0**-7 / 127)
-    exact = results.out.double() + results.rest.double() * unit
+    exact = results.out.double() + results.rounding_residual.double() * unit
     assert (exact - truth).abs().mean() < 0.2 * (results.out.double() - truth).abs().mean()
 
 
@@ -548,4 +548,4 @@ def test_configs_of_few_queries():
         assert few.split % few.config.BLOCK_N == 0
         assert few.config.style == "pointers"
     with pytest.raises(ValueError, match="split: got 40, allowed are multiples of 32"):
-        configs.FewQueries(configs.TileConfig(16, 32, 4, 1, EDGE=16), 40)
+        configs.FewQueries(configs.TileConfig(16, 32, 4, 1, BOUNDARY=16), 40)

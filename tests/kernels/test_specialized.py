@@ -209,4 +209,4 @@ def test_the_plain_config():
     """The same tile; that of a config that is plain is itself."""
     specialized, plain = (configs.TileConfig(128, 128, *x) for x in ((4, 2, "specialized"), (8, 2, "descriptors")))
     assert specialized.plain == plain == plain.plain
-    assert specialized.turning == plain.turning
+    assert specialized.rotating == plain.rotating

@@ -59,11 +59,11 @@ def test_styles_agree_bit_for_bit(monkeypatch, case):
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
-def test_queries_that_are_turned_before_are_the_same_bit_for_bit(monkeypatch, case):
+def test_queries_that_are_rotated_before_are_the_same_bit_for_bit(monkeypatch, case):
     inputs = inputs_of(case)
     expected = testing.run(triton_attention, inputs)
-    turned = replace(configs.INTERPRETER, fwd=replace(configs.INTERPRETER.fwd, turned_before=True))
-    monkeypatch.setattr(configs, "INTERPRETER", turned)
+    rotating = replace(configs.INTERPRETER, fwd=replace(configs.INTERPRETER.fwd, prerotate_q=True))
+    monkeypatch.setattr(configs, "INTERPRETER", rotating)
     with monkeypatch.context() as patch:
         rotated = Mock(wraps=rope_kernel.rotated)
         patch.setattr(attention_fwd, "rotated", rotated)

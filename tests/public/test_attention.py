@@ -237,7 +237,7 @@ def test_nothing_is_kept_for_a_backward_that_cannot_come(monkeypatch):
     launch = attention_fwd.launch
 
     def spy(*args, **kwargs):
-        kept.append(inspect.signature(launch).bind(*args, **kwargs).arguments["results"].rest is not None)
+        kept.append(inspect.signature(launch).bind(*args, **kwargs).arguments["results"].rounding_residual is not None)
         launch(*args, **kwargs)
 
     monkeypatch.setattr(attention_fwd, "launch", spy)

@@ -264,7 +264,7 @@ def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, T
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
     slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
     x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
-    names = ("out", "lse", "row_max", "row_sum", "rest")
+    names = ("out", "lse", "row_max", "row_sum", "rounding_residual")
     got = dict(zip(names, attention_fwd(*x, *constants), strict=True))
     out, _, *rows = got.values()
     needed = [True, True, added is not None, relative is not None, False, False, False]

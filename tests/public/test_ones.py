@@ -12,23 +12,24 @@ import pytest
 import torch
 import triton.language as tl
 
+from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.dropout import DropoutArguments
 from fusedattn.kernels.epilogue import Partials, Results
 from fusedattn.kernels.exact_sum import Sums
 from fusedattn.kernels.masking import DocumentArguments, LayoutArguments, MaskArguments
 from fusedattn.kernels.pairs import Pairs
-from fusedattn.kernels.primitives import Heads
+from fusedattn.kernels.parameters import Call
+from fusedattn.kernels.primitives import Strided
 from fusedattn.kernels.rope import RotationArguments
 from fusedattn.kernels.scores import ScoreArguments
 from fusedattn.kernels.sequences import Sequences
-from fusedattn.kernels.weights import Call
 from fusedattn.testing import triton_functions
 
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.zeros(1)
 ON = tl.constexpr(True)
 
-HEADS = Heads(X, 1, 1, 1)
+STRIDED = Strided(X, 1, 1, 1)
 PAIRS = Pairs(X, 1, 1, 1, 1)
 MASK = MaskArguments(
     HAS_LOWER=ON, HAS_UPPER=ON, BY_PAIR=ON, MAY_HIDE_ROWS=ON, valid_ptr=X, key_range_ptr=X, allowed=PAIRS,
@@ -36,12 +37,12 @@ MASK = MaskArguments(
     layout=LayoutArguments(X, X, X, X, X, 1, 1, 1, 1, 1, 1), function_args=(X, 1, 1.0), FUNCTION=None,
 )  # fmt: skip
 SCORE = ScoreArguments(
-    softcap=1.0, slopes_ptr=X, slopes_stride=1, reach=1, function_args=(1, X, 1.0), bias=PAIRS, relative=HEADS,
+    softcap=1.0, slopes_ptr=X, slopes_stride=1, reach=1, function_args=(1, X, 1.0), bias=PAIRS, relative=STRIDED,
     FUNCTION=None, DERIVATIVE=None, MODIFIED=ON, UNBOUNDED=ON,
 )  # fmt: skip
 TUPLES: dict[str, tuple[Any, ...]] = {
-    "results": Results(lse=X, row_max=X, row_sum=X, out=HEADS, rest=HEADS),
-    "results without a rest": Results(lse=X, row_max=X, row_sum=X, out=HEADS, rest=None),
+    "results": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=STRIDED),
+    "results without a residual": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=None),
     "partials": Partials(X, X, X, X, None),
     "mask": MASK,
     "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),
@@ -52,6 +53,8 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "call": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, X)),
     "rotation": RotationArguments(X, X, X, 1, 1, ON, tl.constexpr(2)),
     "sums": Sums(X, X),
+    "rows": BackwardRows(X, X, X),
+    "rows of 16 bits": BackwardRows(X, None, X),
 }
 
 

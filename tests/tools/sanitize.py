@@ -155,7 +155,7 @@ def run_fault() -> None:
     row = torch.ones(1, 1, 1, device="cuda")
     options = Options(Mask())
     problem = launching.problem_of(out, out, out, constants_of(options, keep_residual=True))
-    attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.Statistics(row, row, None), problem)
+    attention_bwd_rows.launch(out, out, out, out, None, out, attention_bwd_rows.ForwardRows(row, row, None), problem)
     torch.cuda.synchronize()
 
 
