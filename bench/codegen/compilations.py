@@ -198,7 +198,7 @@ def _machine_code(launch: launches.Launch) -> MachineCode:
 def _config(launch: launches.Launch) -> dict[str, int]:
     """Tile, warps, stages and style, as the launcher chose them."""
     names = ("BLOCK_M", "BLOCK_N", "BLOCK", "BOUNDARY")
-    tile = {name: value for name, value in launch.constants.items() if name in names}
+    tile = {name: value for name, value in launch.constants.items() if name in names and value > 1}
     metadata = launch.compiled.metadata if launch.compiled else None
     options = {"num_warps": 4, "num_stages": 0} | launch.options
     if metadata is not None:

@@ -75,12 +75,10 @@ def tile(candidate: Candidate) -> str:
     if isinstance(candidate, FewQueries):
         return f"{tile(candidate.config)},split {candidate.split}"
     config = candidate
-    parts = [
-        f"{config.BLOCK_M}x{config.BLOCK_N},{config.num_warps},{config.num_stages},{config.style},{config.BOUNDARY}"
-    ]
-    parts += (
-        [f"boundary stages {config.BOUNDARY_STAGES}"] if config.BOUNDARY_STAGES != TileConfig.BOUNDARY_STAGES else []
-    )
+    block = f"{config.BLOCK_M}x{config.BLOCK_N}"
+    parts = [f"{block},{config.num_warps},{config.num_stages},{config.style},{config.BOUNDARY}"]
+    if config.BOUNDARY_STAGES != TileConfig.BOUNDARY_STAGES:
+        parts.append(f"boundary stages {config.BOUNDARY_STAGES}")
     parts += ["persistent"] if config.persistent else []
     parts += ["queries rotated before"] if config.prerotate_q else []
     return ",".join(parts)

@@ -48,13 +48,8 @@ def test_a_grid_has_tiles_of_the_architecture(part: Part, arch: configs.Arch, dt
 
 
 def report(tile: TileConfig, kernel: str = "attention_fwd", **found: Any) -> Report:
-    shown = {
-        "BLOCK_M": tile.BLOCK_M,
-        "BLOCK_N": tile.BLOCK_N,
-        "BOUNDARY": tile.BOUNDARY,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+    blocks = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "BOUNDARY": tile.BOUNDARY}
+    shown = blocks | {"num_warps": 4, "num_stages": 1}
     usual: dict[str, Any] = {"registers": 100, "ctas_per_sm": 2, "tensor_core": 1, "hgmma": 1}
     return Report(kernel, "sm_90", 128, "bf16", "plain", shown, True, **usual | found)
 
@@ -184,10 +179,8 @@ def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
 
 def test_tiles_with_registers_in_flight_are_timed_in_a_place_of_their_own() -> None:
     its = slot("fwd", 128, torch.bfloat16)
-    fast = [
-        Found(TileConfig(64, 64, 4, 1, "pipelined", boundary), 100, 2, 99.0, in_flight=True)
-        for boundary in (16, 32, 64)
-    ]
+    tiles = (TileConfig(64, 64, 4, 1, "pipelined", boundary) for boundary in (16, 32, 64))
+    fast = [Found(tile, 100, 2, 99.0, in_flight=True) for tile in tiles]
     sound = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
     names = candidates.to_time(its, "sm_90", fast + sound, 4)
     _, *others = names.values()

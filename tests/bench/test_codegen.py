@@ -162,7 +162,7 @@ with patch.object(attention_fwd, "constants_of", lambda *x, **others: constants(
     print(compilations.compile_case(case)[0].faults)
 def forgetful(*x, **others):
     found = constants(*x, **others)
-    del found.named["BLOCK_DV"]
+    del found.named["tile"]
     return found
 with patch.object(attention_fwd, "constants_of", forgetful):
     compilations.compile_case(case)
@@ -171,7 +171,7 @@ with patch.object(attention_fwd, "constants_of", forgetful):
     assert result.stdout.startswith('["does not compile: KeyError'), result.stdout + result.stderr
     assert "HAS_BIAS" in result.stdout
     assert result.returncode == 1
-    assert "TypeError: missing a required argument: 'BLOCK_DV'" in result.stderr
+    assert "TypeError: missing a required argument: 'tile'" in result.stderr
 
 
 @pytest.mark.thorough

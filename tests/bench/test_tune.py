@@ -50,8 +50,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
         named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
         tile = named["tile"]._asdict() if "tile" in named else {}
-        blocks = (tile[name].value for name in ("BLOCK_M", "BLOCK_N") if name in tile)
-        seen.append((executor.fn.__name__, *blocks))
+        block_m, block_n = (tile[name].value if name in tile else None for name in ("BLOCK_M", "BLOCK_N"))
+        seen.append((executor.fn.__name__, block_m, block_n))
         run(executor, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", seeing)
