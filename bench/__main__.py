@@ -57,7 +57,7 @@ another version of Python than this one, name that build's libtriton.so.
 
 # As bench.tuning and the table of configs have them, which need Triton; the tests compare.
 PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
-WORK = ("streamed", "dense", "scored", "combined")
+WORK = ("streamed", "pairwise", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # Packages without which a command has nothing to do.

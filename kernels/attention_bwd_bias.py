@@ -25,7 +25,7 @@ from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import program_tile, strided
-from fusedattn.kernels.score_gradient import Inputs, score_gradient
+from fusedattn.kernels.score_gradient import QKVDout, score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
 
@@ -66,7 +66,7 @@ def attention_bwd_dbias(
     tile,
 ):
     """One program owns a tile of dbias, or one of its parts: every PARTS-th tile of what it sums over."""
-    inputs = Inputs(q, k, v, dout)
+    inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     n_own_m = tl.minimum(n_tiles_m, n_rows) if OVER_QUERIES else n_tiles_m
     n_own_n = tl.minimum(n_tiles_n, n_keys) if OVER_KEYS else n_tiles_n
@@ -137,7 +137,7 @@ def attention_bwd_drelative(
 
     Without `drelative_ptr` it adds to `sums`, of which there are `per_sequence` and `per_head`, or 0 where shared.
     """
-    inputs = Inputs(q, k, v, dout)
+    inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)

@@ -18,11 +18,11 @@ import triton.language as tl
 from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.call import Problem, constants_of, sizes_of
-from fusedattn.kernels.exact_sum import Sums, add_exactly
+from fusedattn.kernels.exact_sum import ExactSums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import program_tile, strided
-from fusedattn.kernels.score_gradient import Inputs, score_gradient
+from fusedattn.kernels.score_gradient import QKVDout, score_gradient
 from fusedattn.kernels.scores import capped, distance_of
 from fusedattn.kernels.sequences import place_of
 
@@ -55,7 +55,7 @@ def attention_bwd_learned(
     tile,
 ):
     """Of the slopes, where INDEX is None."""
-    inputs = Inputs(q, k, v, dout)
+    inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
@@ -104,7 +104,7 @@ def launch(
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     sums = exact_sum.zeros(learned.numel(), rows.delta.dtype, q.device)
     for start, n_entries, index, derivative in readers:
-        own = Sums(*(x[start:] for x in sums))
+        own = ExactSums(*(x[start:] for x in sums))
         launcher.launch(
             constants_of(attention_bwd_learned, q, v, problem, config, INDEX=index, DERIVATIVE=derivative),
             n_tiles * shape.nheads_q * shape.n_sequences,

@@ -56,7 +56,7 @@ from fusedattn.kernels.softmax import exp_scaled, softmax_update
 from fusedattn.kernels.weights import kept_only
 
 
-class Inputs(NamedTuple):
+class QKV(NamedTuple):
     """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, and descriptors of k and v, or None."""
 
     q: Any
@@ -328,7 +328,7 @@ def attention_fwd(
     ONLY_NAN: tl.constexpr,
     tile,
 ):
-    inputs = Inputs(q, k, v, k_tiles, v_tiles)
+    inputs = QKV(q, k, v, k_tiles, v_tiles)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None
     if n_places is None:

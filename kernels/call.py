@@ -12,7 +12,7 @@ import triton.language as tl
 from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
 from fusedattn.kernels.launcher import Constants
-from fusedattn.kernels.mask_arguments import Band
+from fusedattn.kernels.mask_arguments import BandBounds
 from fusedattn.kernels.parameters import Call, Tile
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
 from fusedattn.kernels.rope import Rotation
@@ -38,7 +38,7 @@ class Problem:
     shape: Shape
     call: Call
     call_kind: Hashable
-    band: Band
+    band: BandBounds
     rotation_q: Rotation | None
     rotation_k: Rotation | None
     sinks: torch.Tensor | None

@@ -18,7 +18,7 @@ import triton
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 
 # What is done for each pair besides the products: fields of an Entry.
-Work = Literal["streamed", "dense", "scored", "combined"]
+Work = Literal["streamed", "pairwise", "scored", "combined"]
 
 # How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
 # with the product of the weights and values of a block behind the product that makes the scores of the next, which no
@@ -197,20 +197,20 @@ class FewQueries:
 class Entry:
     """What one (architecture, dtype, head_dim) launches.
 
-    `dense` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
+    `pairwise` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
     registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more: it
-    is half of the dense tiles where nothing else is named. `combined` serves those that do both, with half of these
+    is half of the pairwise tiles where nothing else is named. `combined` serves those that do both, with half of these
     again where nothing else is named, and `streamed` all others.
     """
 
     streamed: KernelConfigs
-    dense: KernelConfigs
+    pairwise: KernelConfigs
     scored: KernelConfigs = None  # type: ignore[assignment]
     combined: KernelConfigs = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.scored is None:
-            object.__setattr__(self, "scored", self.dense.smaller())
+            object.__setattr__(self, "scored", self.pairwise.smaller())
         if self.combined is None:
             object.__setattr__(self, "combined", self.scored.smaller())
 
@@ -231,37 +231,37 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(64, 32, 4, 2), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(32, 64, 8, 2)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 64, 8, 2), dq=_T(32, 64, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 4, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -269,37 +269,37 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 4, 2), dkdv=_T(32, 64, 4, 1), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 64, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 4, 2), dq=_T(32, 64, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 32, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 32, 8, 2), dq=_T(32, 64, 8, 2)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(64, 32, 8, 2), dq=_T(32, 64, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 4, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 16, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -312,7 +312,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dq=_T(128, 128, 8, 3, "descriptors"),
                     one_pass=_T(64, 64, 4, 2, "descriptors", 32),
                 ),
-                dense=KernelConfigs(
+                pairwise=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)
                 ),
                 scored=KernelConfigs(
@@ -330,7 +330,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dkdv=_by_compiler(_T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
-                dense=KernelConfigs(
+                pairwise=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16), dq=_T(64, 32, 8, 2)
                 ),
                 scored=KernelConfigs(
@@ -348,7 +348,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dkdv=_by_compiler(_T(64, 64, 8, 2, "descriptors", 16), newer=_T(32, 64, 8, 3, "descriptors", 16)),
                     dq=_T(128, 32, 8, 2, "descriptors", 16),
                 ),
-                dense=KernelConfigs(
+                pairwise=KernelConfigs(
                     fwd=_T(64, 32, 8, 1, BOUNDARY=16, BOUNDARY_STAGES=1),
                     dkdv=_T(32, 32, 8, 2),
                     dq=_T(64, 32, 8, 2, BOUNDARY=16, BOUNDARY_STAGES=1),
@@ -366,7 +366,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dkdv=_by_compiler(_T(32, 16, 8, 2, "descriptors", 16), newer=_T(16, 16, 8, 1)),
                     dq=_T(64, 32, 8, 1, "descriptors", 16),
                 ),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 64, 8, 1, BOUNDARY=16)),
             ),
         },
@@ -375,21 +375,21 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(
                     fwd=_T(32, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1, BOUNDARY=16)
                 ),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 4, 1)),
                 scored=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 4, 1), dq=_T(32, 32, 8, 1, BOUNDARY=16)),
                 combined=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1, BOUNDARY=16), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 32, 16, 1, BOUNDARY=16)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -397,37 +397,37 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 4, 2), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+                pairwise=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },
@@ -435,37 +435,37 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
-                dense=KernelConfigs(fwd=_T(128, 64, 4, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(128, 64, 4, 3), dkdv=_T(32, 64, 4, 2), dq=_T(32, 32, 4, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 8, 2), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 8, 2)),
-                dense=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 4, 2)),
+                pairwise=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 64, 8, 1), dq=_T(64, 32, 4, 2)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 32, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
-                dense=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                dense=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                dense=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
         },
     },

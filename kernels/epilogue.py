@@ -43,8 +43,8 @@ class Results(NamedTuple):
 
     def strided(self) -> "Results":
         """Results of tensors for a kernel."""
-        residual = self.rounding_residual
-        return self._replace(out=strided(self.out), rounding_residual=None if residual is None else strided(residual))
+        residual = None if self.rounding_residual is None else strided(self.rounding_residual)
+        return Results(self.lse, self.row_max, self.row_sum, strided(self.out), residual)
 
 
 class Partials(NamedTuple):

@@ -20,14 +20,14 @@ BITS = tl.constexpr(24)
 SMALLEST = -149  # the exponent of the smallest float32
 
 
-class Sums(NamedTuple):
+class ExactSums(NamedTuple):
     """What a kernel adds to."""
 
     words_ptr: Any
     special_ptr: Any
 
 
-NO_SUMS = Sums(None, None)
+NO_SUMS = ExactSums(None, None)
 
 
 @triton.jit
@@ -49,15 +49,15 @@ def add_exactly(sums, index, x, mask):
         tl.atomic_add(sums.special_ptr + index, x, mask=mask & (exponent == 255), sem="relaxed")
 
 
-def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Sums:
+def zeros(n: int, dtype: torch.dtype, device: torch.device) -> ExactSums:
     """``n`` sums of nothing, of float32 or float64 terms."""
     if dtype == torch.float64:
-        return Sums(torch.zeros(n, dtype=dtype, device=device), torch.empty(0, device=device))
+        return ExactSums(torch.zeros(n, dtype=dtype, device=device), torch.empty(0, device=device))
     words = torch.zeros(n, WORDS.value, dtype=torch.int64, device=device)
-    return Sums(words, torch.zeros(n, device=device))
+    return ExactSums(words, torch.zeros(n, device=device))
 
 
-def rounded(sums: Sums) -> torch.Tensor:
+def rounded(sums: ExactSums) -> torch.Tensor:
     """The sums ``(n,)``, rounded once to float64 and from there to the dtype of their terms."""
     words = sums.words_ptr
     if words.dtype == torch.float64:

@@ -17,7 +17,7 @@ _SWITCH = {False: tl.constexpr(False), True: tl.constexpr(True)}
 
 
 @dataclass(frozen=True)
-class Band:
+class BandBounds:
     """Query ``i`` sees keys ``i + lower .. i + upper``, counted from the first key and so that the last query and the
     last key lie on the diagonal; both hold. None: no bound.
     """
@@ -66,7 +66,13 @@ class Band:
 
 
 def mask_arguments(
-    mask: Any, sizes: Any, function: Any, function_args: tuple[Any, ...], band: Band, sequences: Sequences, shape: Shape
+    mask: Any,
+    sizes: Any,
+    function: Any,
+    function_args: tuple[Any, ...],
+    band: BandBounds,
+    sequences: Sequences,
+    shape: Shape,
 ) -> MaskArguments:
     """A mask as the kernels read it.
 

@@ -18,7 +18,7 @@ from fusedattn.kernels.softmax import load_softmax
 from fusedattn.kernels.weights import block_weights, drop
 
 
-class Inputs(NamedTuple):
+class QKVDout(NamedTuple):
     """The tensors that all gradients are made of, each a :class:`~fusedattn.kernels.primitives.Strided`."""
 
     q: Any

@@ -14,7 +14,7 @@ from bench.codegen.hardware import Machine
 
 
 @dataclass(frozen=True)
-class Problem:
+class Workload:
     """One call of attention(); `group` query heads share each of `nheads_kv` heads of keys."""
 
     batch: int
@@ -74,7 +74,7 @@ class Estimate:
     filled: float
 
 
-def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
+def blocks(kernel: Kernel, problem: Workload) -> Iterator[tuple[int, int]]:
     """(full, boundary) iterations of the program of each tile, in order of the tiles."""
     shift = problem.seqlen_k - problem.seqlen_q  # query r sees keys up to r + shift
     if not kernel.by_keys:
@@ -99,7 +99,7 @@ def blocks(kernel: Kernel, problem: Problem) -> Iterator[tuple[int, int]]:
         yield problem.group * full, problem.group * -(-rest // kernel.boundary)
 
 
-def estimate(kernel: Kernel, problem: Problem, machine: Machine) -> Estimate:
+def estimate(kernel: Kernel, problem: Workload, machine: Machine) -> Estimate:
     """Of one launch. Each place on the GPU takes the next program when it is done, in the order of the launch.
 
     A program waits for memory twice besides its iterations: for its own tile, and for its result.
@@ -121,7 +121,7 @@ def estimate(kernel: Kernel, problem: Problem, machine: Machine) -> Estimate:
     return Estimate(seconds, heads * len(tiles) / places, busy / (places * end) if end else 1.0)
 
 
-def rotation_seconds(problem: Problem, machine: Machine) -> float:
+def rotation_seconds(problem: Workload, machine: Machine) -> float:
     """To read and write the keys once, which is what rotating them in a kernel of their own takes at best."""
     rows = problem.batch * problem.nheads_kv * problem.seqlen_k
     return 2 * rows * problem.head_dim * problem.itemsize / machine.hbm_bytes_per_second

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from bench.codegen import compilations
-from bench.codegen.estimate import Kernel, Problem, estimate, rotation_break_even, rotation_seconds
+from bench.codegen.estimate import Kernel, Workload, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
 from bench.codegen.loops import LANES, LOOPS, WARP_GROUP
@@ -223,7 +223,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             continue
         for seqlen in SEQLENS:
             nheads = FEATURES_IN_ALL // head_dim
-            problem = Problem(TOKENS // seqlen, nheads, 1, seqlen, seqlen, head_dim, causal=features != "plain")
+            problem = Workload(TOKENS // seqlen, nheads, 1, seqlen, seqlen, head_dim, causal=features != "plain")
             found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
             forward = found["attention_fwd_specialized" if "attention_fwd_specialized" in found else "attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
@@ -241,7 +241,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             )
 
 
-def _one_pass_flops(x: Prediction, problem: Problem, machine: Machine) -> float:
+def _one_pass_flops(x: Prediction, problem: Workload, machine: Machine) -> float:
     """Operations a second of a backward in one pass, with the sum that is filled with zeros and read once more."""
     rows = problem.batch * problem.nheads_q * problem.seqlen_q
     moved = rows * problem.head_dim * (2 * TOTAL_BYTES + problem.itemsize)

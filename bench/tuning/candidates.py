@@ -41,7 +41,7 @@ KERNELS: dict[Part, tuple[str, ...]] = {
 # What must compile without a fault, the hardest first: where that fails, nothing else is compiled.
 FEATURES: dict[Work, tuple[str, ...]] = {
     "streamed": ("all but boolean", "plain", "causal+rope", "packed"),
-    "dense": ("all", "ranges", "blocks"),
+    "pairwise": ("all", "ranges", "blocks"),
     "scored": ("scores", "bias", "dropout"),
     "combined": ("everything",),
 }

@@ -32,7 +32,7 @@ WIDTH, TOKENS, SEQLEN = 2048, 16384, 4096  # nheads * head_dim, batch * seqlen
 CAUSAL: dict[str, Any] = {"causal": "bottom_right"}
 FIELDS: dict[Work, dict[str, dict[str, Any]]] = {
     "streamed": {"causal": CAUSAL, "not causal": {}},
-    "dense": {"documents": CAUSAL | {"documents": "packed"}, "boolean": {"boolean": "broadcast"}},
+    "pairwise": {"documents": CAUSAL | {"documents": "packed"}, "boolean": {"boolean": "broadcast"}},
     "scored": {"bias": CAUSAL | {"bias": "per_head"}, "dropout": CAUSAL | {"dropout_p": 0.1}},
     "combined": {"bias, documents": CAUSAL | {"bias": "per_head", "documents": "packed"}},
 }

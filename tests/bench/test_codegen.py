@@ -40,7 +40,7 @@ def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
     tiles = {("attention_bwd_exact_rows", config) for largest, config in configs.EXACT_ROWS.items() if largest <= 256}
     for by_head_dim in configs.TABLE[target].values():
         for largest, entry in by_head_dim.items():
-            for kernels in (entry.streamed, entry.dense) if largest <= 256 else ():
+            for kernels in (entry.streamed, entry.pairwise) if largest <= 256 else ():
                 found = {(kernel, getattr(kernels, name)) for name, kernel in by_kernel.items()}
                 tiles |= {(kernel, config) for kernel, config in found if config is not None}
     return {(kernel, in_short(kernel, c)) for kernel, c in tiles}
@@ -70,7 +70,7 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     assert not {key: found for key, found in faults.items() if found}, result.stderr
     assert result.returncode == 0, result.stderr
     entries = (entry for by_head_dim in configs.TABLE[target].values() for entry in by_head_dim.values())
-    one_pass = any(entry.streamed.one_pass or entry.dense.one_pass for entry in entries)
+    one_pass = any(entry.streamed.one_pass or entry.pairwise.one_pass for entry in entries)
     unused = {"attention_fwd_specialized"}  # which no table has
     expected = kernels() - unused - (set() if one_pass else {"attention_bwd_dq_sum"})
     assert {r["kernel"] for r in reports} == expected

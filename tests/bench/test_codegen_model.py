@@ -12,7 +12,7 @@ import pytest
 from bench.codegen.disassembly import sass_instructions
 from bench.codegen.estimate import (
     Kernel,
-    Problem,
+    Workload,
     blocks,
     estimate,
     rotation_break_even,
@@ -250,7 +250,7 @@ def test_programs_that_do_not_fit() -> None:
         bound(loop(PRODUCT), H200, warps=4, ctas=0)
 
 
-def brute_force(kernel: Kernel, problem: Problem) -> list[tuple[int, int]]:
+def brute_force(kernel: Kernel, problem: Workload) -> list[tuple[int, int]]:
     """Of each tile: the blocks that are seen as a whole, and those of which something is seen, by the mask itself."""
     mask = masks.causal() if problem.causal else masks.full()
     visible = mask.dense(problem.seqlen_q, problem.seqlen_k).expand(1, 1, problem.seqlen_q, problem.seqlen_k)[0, 0]
@@ -271,14 +271,14 @@ def brute_force(kernel: Kernel, problem: Problem) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(256, 256), (100, 230), (230, 100), (1, 300), (65, 64), (130, 1)])
 def test_blocks_are_those_of_the_mask(by_keys: bool, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
     kernel = Kernel(64, 32, 64 if by_keys else 32, 1, 1.0, 1.0, by_keys)
-    problem = Problem(1, 1, 3, seqlen_q, seqlen_k, 64, causal)
+    problem = Workload(1, 1, 3, seqlen_q, seqlen_k, 64, causal)
     assert list(blocks(kernel, problem)) == brute_force(kernel, problem)
 
 
 def test_waves() -> None:
     """132 multiprocessors: one program more than fit takes twice as long."""
     kernel = Kernel(128, 64, 64, 1, 1000.0, 2000.0)
-    one, two = (Problem(1, 1, nheads, 128, 6400, 128) for nheads in (132, 133))
+    one, two = (Workload(1, 1, nheads, 128, 6400, 128) for nheads in (132, 133))
     first, second = estimate(kernel, one, H200), estimate(kernel, two, H200)
     assert first.seconds == pytest.approx((100 * 1000 + 2 * 479) / 1.755e9)
     assert (first.waves, first.filled) == (1.0, 1.0)
@@ -286,21 +286,21 @@ def test_waves() -> None:
     assert second.filled == pytest.approx(133 / 264)
     both = replace(kernel, ctas=2)
     assert estimate(both, two, H200).seconds == pytest.approx(first.seconds)  # there is a place for each
-    assert estimate(kernel, Problem(1, 1, 1, 1, 0, 128), H200).seconds == pytest.approx(2 * 479 / 1.755e9)
+    assert estimate(kernel, Workload(1, 1, 1, 1, 0, 128), H200).seconds == pytest.approx(2 * 479 / 1.755e9)
 
 
 def test_a_small_launch_wants_small_tiles_and_a_large_one_the_fastest() -> None:
     """Which of two configs: 64 rows where 128 leave half of the GPU without work, else 128."""
     large = Kernel(128, 64, 64, 1, 1100.0, 1400.0)
     small = Kernel(64, 64, 64, 1, 700.0, 900.0)
-    few, many = Problem(1, 8, 1, 1024, 4096, 128), Problem(8, 16, 1, 4096, 4096, 128)
+    few, many = Workload(1, 8, 1, 1024, 4096, 128), Workload(8, 16, 1, 4096, 4096, 128)
     assert estimate(small, few, H200).seconds < 0.75 * estimate(large, few, H200).seconds
     assert estimate(large, many, H200).seconds < estimate(small, many, H200).seconds
 
 
 def test_memory_is_a_floor() -> None:
     kernel = Kernel(128, 64, 64, 1, 1.0, 1.0)
-    problem = Problem(64, 32, 1, 128, 128, 128)
+    problem = Workload(64, 32, 1, 128, 128, 128)
     assert estimate(kernel, problem, H200).seconds >= problem.bytes / H200.hbm_bytes_per_second
     assert problem.bytes == 64 * 32 * 4 * 128 * 128 * 2
     assert problem.operations == 4 * 64 * 32 * 128 * 128 * 128
@@ -312,7 +312,7 @@ def test_rotation_once_or_in_place() -> None:
     assert break_even == pytest.approx(128 * (32768 / 4.3e12) / (256 / 1.755e9 / 132), rel=1e-12)
     assert 880 < break_even < 885
     # Where they break even, the rows of all tiles cost as much as the pass.
-    problem = Problem(1, 8, 1, round(break_even), 6400, 128)
+    problem = Workload(1, 8, 1, round(break_even), 6400, 128)
     tiles = problem.nheads_q * break_even / 128 * 6400 / 64
     assert H200.seconds(256 * tiles) / 132 == pytest.approx(rotation_seconds(problem, H200))
 

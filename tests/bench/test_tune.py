@@ -408,8 +408,8 @@ def test_what_is_asked_for() -> None:
         return [x.name for x in tune.slots(parser.parse_args(["tune", *arguments]))]
 
     assert len(names()) == 2 * len(get_args(Part))
-    assert names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "dense") == [
-        "fwd dense float32 256"
+    assert names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "pairwise") == [
+        "fwd pairwise float32 256"
     ]
     assert names("--work", "scored", "--head-dim", "64") == [f"{x} scored bfloat16 64" for x in ("fwd", "dkdv", "dq")]
     assert get_args(Part) == command.PARTS

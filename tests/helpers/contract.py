@@ -31,10 +31,10 @@ from tests.conftest import (
     torch_attention_beside_lse,
     triton_attention,
 )
-from tests.helpers.hostile import Problem
+from tests.helpers.hostile import FuzzProblem
 
 
-def check(problem: Problem) -> bool:
+def check(problem: FuzzProblem) -> bool:
     """Raise AssertionError, with the command that reproduces it, unless both backends do what they promise.
 
     Returns:
@@ -46,7 +46,7 @@ def check(problem: Problem) -> bool:
         raise AssertionError(f"{problem.command}\n{type(error).__name__}: {error}") from error
 
 
-def _check(problem: Problem) -> bool:
+def _check(problem: FuzzProblem) -> bool:
     fits = _check_function(triton_attention, problem, DEVICE, 1.0)
     # The torch backend promises less: not the strides, a wider budget, the same numbers only from the same kernel of
     # torch's; denormals, overflow and a NaN in dout or dlse are left to that kernel.
@@ -61,7 +61,7 @@ def _check(problem: Problem) -> bool:
 
 
 def _check_function(
-    function: Callable[..., Any], problem: Problem, device: str, limit: float, *, strides: bool = True
+    function: Callable[..., Any], problem: FuzzProblem, device: str, limit: float, *, strides: bool = True
 ) -> bool:
     inputs = problem.inputs(device)
     before = {name: _memory(x).clone() for name, x in inputs.tensors().items()}
@@ -308,7 +308,7 @@ def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reac
     )
 
 
-def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, problem: Problem, fits: bool) -> None:
+def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, problem: FuzzProblem, fits: bool) -> None:
     """A NaN shows wherever it must; an infinity is never as if it were not there."""
     nan = {name: x.isnan().any(-1) if name in ROWS else x.isnan() for name, x in results.items()}
     assert not (nan["out"] & ~nan["dq"]).any(), "out is NaN where dq is not"

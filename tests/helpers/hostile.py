@@ -1,4 +1,4 @@
-"""Attention problems as plain data, hostile ones too: a :class:`Problem` prints as the call that makes it.
+"""Attention problems as plain data, hostile ones too: a :class:`FuzzProblem` prints as the call that makes it.
 
 What a :class:`fusedattn.testing.Case` cannot say is added here: where tensors lie in memory, how large their values
 are, which rows see how many keys, and where there is a NaN or an infinity.
@@ -34,7 +34,7 @@ VALUES: dict[str, Callable[[torch.dtype], float]] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Problem:
+class FuzzProblem:
     """A case, and what is hostile about it; the same inputs on every device.
 
     Attributes:
@@ -181,7 +181,7 @@ def added_leaves(case: Case) -> list[str]:
     return [name for name in ("bias", "relative", "sinks") if getattr(case, name)]
 
 
-def _call(x: Problem | Case) -> str:
+def _call(x: FuzzProblem | Case) -> str:
     """The call that makes ``x``, with what differs from the defaults."""
     arguments = []
     for f in dataclasses.fields(x):

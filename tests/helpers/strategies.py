@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusedattn.testing import Case
 from tests.conftest import DTYPES
-from tests.helpers.hostile import BROADCAST, LAYOUTS, Problem, added_leaves, broadcast_tensors
+from tests.helpers.hostile import BROADCAST, LAYOUTS, FuzzProblem, added_leaves, broadcast_tensors
 
 # What only some problems have: a Case without them is the default one.
 FEATURES: dict[str, object] = {
@@ -89,7 +89,7 @@ FACTORS_FLOAT16 = [1e-6, 1e-3, 1e2, 1e3, 0.0]  # what makes neither all of them 
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> FuzzProblem:
     """Problems of every kind; about half of them have one hostile thing of each kind."""
     case = draw(hostile_cases())
     factors = st.sampled_from(FACTORS_FLOAT16 if case.dtype == torch.float16 else FACTORS)
@@ -112,7 +112,7 @@ def problems(draw: st.DrawFn) -> Problem:
     laid_out = {"q": layouts, "k": layouts, "v": layouts, "dout": st.sampled_from(sorted(LAYOUTS))}
     if case.bias == "full":
         laid_out["bias"] = layouts
-    return Problem(
+    return FuzzProblem(
         case,
         layouts=draw(_some(laid_out)),
         storage_offset=draw(st.sampled_from([0, 0, 1, 3, 8])),

@@ -33,7 +33,7 @@ from tests.conftest import (
 from tests.helpers import contract, quick
 from tests.helpers.accesses import checked_accesses
 from tests.helpers.embedded import embedded, kernels_of, run, smaller
-from tests.helpers.hostile import Problem
+from tests.helpers.hostile import FuzzProblem
 from tests.helpers.problems import PROBLEMS
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
@@ -198,7 +198,7 @@ def test_contract(monkeypatch, name):
 def test_contract_of_poison(monkeypatch, poison, rows, dtype):
     monkeypatch.setattr(contract, "_uninitialised_is_nan", nullcontext)
     case = Case(batch=1, nheads_q=3, nheads_kv=1, seqlen_q=37, seqlen_k=45, head_dim=12, causal="top_left")
-    contract._check_function(one_pass, Problem(replace(case, dtype=dtype), poison=poison, rows=rows), DEVICE, 1.0)
+    contract._check_function(one_pass, FuzzProblem(replace(case, dtype=dtype), poison=poison, rows=rows), DEVICE, 1.0)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0), (1, 1), (1, 70), (70, 1)])

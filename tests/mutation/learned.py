@@ -57,7 +57,7 @@ SUMS_OF_TERMS = (
     Fault(SUM, "        columns[i] = columns[i] & (2**BITS.value - 1)\n", "", "exact sums: carries counted twice", SUMS),
     Fault(SUM, "for i in reversed(range(len(columns))):", "for i in range(len(columns)):", "exact sums: rounded from below", SUMS),
     Fault(SUM, "torch.zeros(n, WORDS.value,", "torch.empty(n, WORDS.value,", "exact sums: not 0 before", SUMS),
-    Fault(SUM, "return Sums(words, torch.zeros(n, device=device))", "return Sums(words, torch.empty(n, device=device))", "exact sums: what is not finite is not 0 before", SUMS),
+    Fault(SUM, "return ExactSums(words, torch.zeros(n, device=device))", "return ExactSums(words, torch.empty(n, device=device))", "exact sums: what is not finite is not 0 before", SUMS),
     Fault(SUM, "torch.zeros(n, dtype=dtype, device=device)", "torch.empty(n, dtype=dtype, device=device)", "exact sums: float64 ones not 0 before", ARGS),
 )
 

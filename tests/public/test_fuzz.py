@@ -20,7 +20,7 @@ from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, torch_attention_beside_lse, triton_attention
 from tests.helpers import contract, quick
 from tests.helpers.contract import check
-from tests.helpers.hostile import LAYOUTS, Problem
+from tests.helpers.hostile import LAYOUTS, FuzzProblem
 from tests.helpers.problems import HALF, PROBLEMS, SMALL
 from tests.tools import fuzz, reproduce
 
@@ -29,7 +29,7 @@ def test_what_cannot_be_compared_with_the_truth():
     """Rotations of ordinary size can, and large scores without a rotation."""
     chosen = PROBLEMS["scores of 100,000, of which the rounding of a rotation chooses the largest"]
     assert contract.rounding_decides(chosen.inputs(DEVICE))
-    tiny = Problem(replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-40, "dout": 1e4}, dlse=False)
+    tiny = FuzzProblem(replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-40, "dout": 1e4}, dlse=False)
     assert _residual_is_lost(tiny)
     kept = (
         replace(tiny, magnitudes={"v": 1e-36}),
@@ -37,7 +37,7 @@ def test_what_cannot_be_compared_with_the_truth():
         replace(tiny, case=replace(tiny.case, dtype=torch.float32)),
     )
     assert not any(map(_residual_is_lost, kept))
-    ordinary = (replace(chosen, magnitudes={}), Problem(replace(HALF, rope="half")), PROBLEMS["scores of 1e4"])
+    ordinary = (replace(chosen, magnitudes={}), FuzzProblem(replace(HALF, rope="half")), PROBLEMS["scores of 1e4"])
     assert not any(contract.rounding_decides(problem.inputs(DEVICE)) for problem in ordinary)
 
 
@@ -127,16 +127,16 @@ def overwrite(x: Tensor, start: int) -> None:
     x.data.as_strided((1,), (1,), start).fill_(0.5)
 
 
-MASKED = Problem(replace(SMALL, causal="bottom_right", seqlen_k=15))
+MASKED = FuzzProblem(replace(SMALL, causal="bottom_right", seqlen_k=15))
 EMPTY = replace(MASKED, rows="some empty")
 POISONED = replace(MASKED, poison=(("v", "nan", "one element"),))
 BESIDE = replace(MASKED, case=replace(SMALL, causal="top_left"), poison=(("v", "nan", "one element"),))
 POISONED_KEY = replace(MASKED, poison=(("k", "nan", "one element"),))
 
-BIASED = Problem(replace(MASKED.case, bias="per_head", relative="per_query", sinks=True))
+BIASED = FuzzProblem(replace(MASKED.case, bias="per_head", relative="per_query", sinks=True))
 EMPTY_WITH_SINKS = replace(EMPTY, case=replace(MASKED.case, sinks=True))
 
-FAULTS: dict[str, tuple[Callable[..., Any], Problem, str]] = {
+FAULTS: dict[str, tuple[Callable[..., Any], FuzzProblem, str]] = {
     "one row of out": (wrong_out(lambda out, x: out * (1 + 1e-4 * last_row(out))), MASKED, "out .*budget"),
     "a row beside one that a NaN reaches": (
         wrong_out(lambda out, x: out * (1 + 1e-4 * first_row(out))),
@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], Problem, str]] = {
     "out of an empty row": (wrong_out(lambda out, x: out + 1e-30), EMPTY, "out of what sees nothing"),
     "-0.0 in an empty row": (wrong_out(lambda out, x: torch.where(out == 0, -0.0, out)), EMPTY, "-0.0"),
     "lse of an empty row": (wrong_lse(lambda lse: lse.clamp(min=-1e30)), EMPTY, "lse of what sees nothing"),
-    "lse of a row that is not empty": (wrong_lse(lambda lse: lse - math.inf), Problem(SMALL), "lse is -inf"),
+    "lse of a row that is not empty": (wrong_lse(lambda lse: lse - math.inf), FuzzProblem(SMALL), "lse is -inf"),
     "dq of an empty row": (wrong_gradient("q", lambda g: g + 1e-30), EMPTY, "dq of what sees nothing"),
     "dk of a hidden key": (
         wrong_gradient("k", lambda g: g + 1e-30),
@@ -258,7 +258,7 @@ def test_faults_of_the_torch_backend_are_noticed(monkeypatch, problem, change):
         check(problem)
 
 
-@pytest.mark.parametrize("problem", [*PROBLEMS.values(), Problem(Case()), POISONED], ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS.values(), FuzzProblem(Case()), POISONED], ids=str)
 def test_a_problem_prints_as_the_call_that_makes_it(problem):
     """In a shell, between double quotes."""
     assert reproduce.problem_of(repr(problem)) == problem
@@ -269,7 +269,7 @@ def test_a_problem_prints_as_the_call_that_makes_it(problem):
 def test_the_same_inputs_every_time(layout):
     """Whatever the layout, tensors lie between NaN, and begin where they should."""
     case = replace(SMALL, batch=2, nheads_kv=2)
-    problem = Problem(case, layouts={"k": layout}, storage_offset=3, magnitudes={"k": 2.0})
+    problem = FuzzProblem(case, layouts={"k": layout}, storage_offset=3, magnitudes={"k": 2.0})
     one, two = problem.inputs(DEVICE), problem.inputs(DEVICE)
     plain = replace(problem, layouts={}).inputs(DEVICE)
     assert torch.equal(one.k, two.k)
@@ -284,7 +284,7 @@ def test_the_same_inputs_every_time(layout):
 
 def test_strided_constants_are_the_same_numbers():
     case = replace(SMALL, padding="uneven", boolean="full", rope="half", rope_tables="per_batch", rope_positions=True)
-    plain, strided = (Problem(case, strided_constants=s).inputs(DEVICE) for s in (False, True))
+    plain, strided = (FuzzProblem(case, strided_constants=s).inputs(DEVICE) for s in (False, True))
     for of, name in (("mask", "valid"), ("mask", "allowed"), ("rope", "cos"), ("rope", "sin"), ("rope", "positions_q")):
         x, y = getattr(getattr(plain, of), name), getattr(getattr(strided, of), name)
         assert torch.equal(x, y)
@@ -293,17 +293,17 @@ def test_strided_constants_are_the_same_numbers():
 
 def test_poison_is_where_it_should_be():
     case = replace(SMALL, seqlen_k=40, padding="uneven")
-    hidden = Problem(case, poison=(("k", "nan", "hidden"),)).inputs(DEVICE)
+    hidden = FuzzProblem(case, poison=(("k", "nan", "hidden"),)).inputs(DEVICE)
     assert hidden.mask.valid is not None
     assert torch.equal(hidden.k.isnan().all(-1)[:, 0], ~hidden.mask.valid)
-    one = Problem(case, poison=(("v", "-inf", "one element"),)).inputs(DEVICE)
+    one = FuzzProblem(case, poison=(("v", "-inf", "one element"),)).inputs(DEVICE)
     assert int(one.v.isinf().sum()) == 1
-    some = Problem(case, poison=(("dout", "inf", "some rows"),)).inputs(DEVICE)
+    some = FuzzProblem(case, poison=(("dout", "inf", "some rows"),)).inputs(DEVICE)
     assert 0 < int(some.dout.isinf().all(-1).sum()) < some.dlse.numel()
 
 
 def test_reproduce(monkeypatch, capsys):
-    problem = Problem(replace(SMALL, seqlen_q=3, seqlen_k=3), needed="k")
+    problem = FuzzProblem(replace(SMALL, seqlen_q=3, seqlen_k=3), needed="k")
     monkeypatch.setattr(sys, "argv", ["reproduce", repr(problem)])
     assert reproduce.main() == 0
     assert capsys.readouterr().out == "holds\n"
@@ -314,7 +314,7 @@ def test_reproduce(monkeypatch, capsys):
 
 @pytest.mark.thorough
 def test_the_command_runs_in_a_shell():
-    problem = Problem(replace(SMALL, seqlen_q=3, seqlen_k=3), poison=(("k", "nan", "one element"),))
+    problem = FuzzProblem(replace(SMALL, seqlen_q=3, seqlen_k=3), poison=(("k", "nan", "one element"),))
     command = problem.command.replace("python", f"'{sys.executable}' -W ignore", 1)
     done = subprocess.run(
         command, shell=True, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
@@ -326,9 +326,9 @@ def test_the_long_mode(monkeypatch, tmp_path, capsys):
     """It counts, keeps a failure, and tries that first the next time."""
     monkeypatch.setattr(fuzz, "DATABASE", str(tmp_path / "database"))
     monkeypatch.setattr(fuzz, "MAX_FAILURES", 1)
-    tried: list[Problem] = []
+    tried: list[FuzzProblem] = []
 
-    def fails_on_float16(problem: Problem) -> bool:
+    def fails_on_float16(problem: FuzzProblem) -> bool:
         tried.append(problem)
         if problem.case.dtype == torch.float16:
             raise AssertionError(f"{problem.command}\nbecause")
@@ -355,6 +355,6 @@ def test_the_long_mode(monkeypatch, tmp_path, capsys):
 
 
 def test_inputs_of_a_case_alone_are_those_of_the_case():
-    inputs, expected = Problem(SMALL).inputs(DEVICE), testing.make_inputs(SMALL, DEVICE)
+    inputs, expected = FuzzProblem(SMALL).inputs(DEVICE), testing.make_inputs(SMALL, DEVICE)
     for name in ("q", "k", "v", "dout", "dlse"):
         assert torch.equal(getattr(inputs, name), getattr(expected, name))

@@ -15,7 +15,7 @@ import triton.language as tl
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.dropout import DropoutArguments
 from fusedattn.kernels.epilogue import Partials, Results
-from fusedattn.kernels.exact_sum import Sums
+from fusedattn.kernels.exact_sum import ExactSums
 from fusedattn.kernels.masking import DocumentArguments, LayoutArguments, MaskArguments
 from fusedattn.kernels.pairs import Pairs
 from fusedattn.kernels.parameters import Call
@@ -52,7 +52,7 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "score of far distances": SCORE._replace(slopes_stride=16, reach=32),
     "call": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, X)),
     "rotation": RotationArguments(X, X, X, 1, 1, ON, tl.constexpr(2)),
-    "sums": Sums(X, X),
+    "sums": ExactSums(X, X),
     "rows": BackwardRows(X, X, X),
     "rows of 16 bits": BackwardRows(X, None, X),
 }

@@ -22,7 +22,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from fusedattn.cli.machine import versions
 from tests.conftest import DEVICE
 from tests.helpers.contract import check
-from tests.helpers.hostile import Problem, added_leaves
+from tests.helpers.hostile import FuzzProblem, added_leaves
 from tests.helpers.strategies import problems
 
 RESULTS = "docs/results/fuzz.json"
@@ -32,12 +32,12 @@ PROGRESS = 100
 MAX_FAILURES = 5  # to find the smallest problem that fails takes minutes
 
 
-def checked(seed: int | None, function: Callable[[Problem], object], **settings: Any) -> Callable[[], None]:
+def checked(seed: int | None, function: Callable[[FuzzProblem], object], **settings: Any) -> Callable[[], None]:
     """A test of `function` on drawn problems; the same ones whenever `seed` is."""
 
     @hypothesis.settings(deadline=None, suppress_health_check=list(HealthCheck), **settings)
     @given(problems())
-    def test(problem: Problem) -> None:
+    def test(problem: FuzzProblem) -> None:
         function(problem)
 
     return test if seed is None else hypothesis.seed(seed)(test)
@@ -53,7 +53,7 @@ class Tally:
         self.shrinking = False
         self.start = time.monotonic()
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: FuzzProblem) -> None:
         """As :func:`tests.helpers.contract.check`; what is tried to make a failing problem smaller does not count."""
         if repr(problem) in self.tried:
             return
@@ -96,7 +96,7 @@ class Tally:
         }
 
 
-def kinds(problem: Problem) -> set[str]:
+def kinds(problem: FuzzProblem) -> set[str]:
     """What a problem is counted as."""
     case = problem.case
     found = {

@@ -1,4 +1,4 @@
-"""``python -m tests.tools.reproduce "Problem(...)"``: check it, on the GPU or, without one, in the interpreter."""
+"""``python -m tests.tools.reproduce "FuzzProblem(...)"``: check it, on the GPU or, without one, in the interpreter."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import sys
 import torch
 
 from tests.helpers.contract import check  # through tests.conftest, which decides how Triton runs
-from tests.helpers.hostile import Problem
+from tests.helpers.hostile import FuzzProblem
 
 
-def problem_of(text: str) -> Problem:
+def problem_of(text: str) -> FuzzProblem:
     """The problem that printed as `text`."""
     from fusedattn.testing import Case
 
-    problem = eval(text, {"Problem": Problem, "Case": Case, "torch": torch})
-    if not isinstance(problem, Problem):
-        raise TypeError(f"got {type(problem).__name__}, allowed is a Problem")
+    problem = eval(text, {"FuzzProblem": FuzzProblem, "Case": Case, "torch": torch})
+    if not isinstance(problem, FuzzProblem):
+        raise TypeError(f"got {type(problem).__name__}, allowed is a FuzzProblem")
     return problem
 
 
 def main() -> int:
     """0 if the contract holds, 1 if it is broken, with the reason on standard error."""
     if len(sys.argv) != 2:
-        print('usage: python -m tests.tools.reproduce "Problem(...)"', file=sys.stderr)
+        print('usage: python -m tests.tools.reproduce "FuzzProblem(...)"', file=sys.stderr)
         return 2
     try:
         fits = check(problem_of(sys.argv[1]))

@@ -44,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return None
     is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no argument for this mask
     if mask is not None and is_causal is None:
-        is_short = plan.is_short(mask, plan.Shape(batch, nheads_q, seqlen_q, seqlen_k))
+        is_short = plan.is_short(mask, plan.ScoresShape(batch, nheads_q, seqlen_q, seqlen_k))
         if not is_short or mask.function is not None or not _in_memory(mask):
             return None
     # Torch's kernel multiplies hidden values by 0, and loses a NaN in q.

@@ -36,7 +36,7 @@ def some(visible: Tensor, dim: int | tuple[int, ...], *, keepdim: bool = False) 
     return visible.view(torch.uint8).amax(dim, keepdim).view(torch.bool)
 
 
-class Shape(NamedTuple):
+class ScoresShape(NamedTuple):
     """The shape of the scores."""
 
     batch: int
@@ -74,7 +74,7 @@ class Group(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def readily(mask: Mask, shape: Shape) -> Mask:
+def readily(mask: Mask, shape: ScoresShape) -> Mask:
     """The mask in the form that :func:`plan` takes: a layout or function goes into ``allowed``, key masks ``valid``."""
     if mask.layout is None and mask.function is None:
         if mask.allowed is None:
@@ -86,20 +86,20 @@ def readily(mask: Mask, shape: Shape) -> Mask:
     return Mask(allowed=mask.dense(shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads))
 
 
-def is_short(mask: Mask, shape: Shape) -> bool:
+def is_short(mask: Mask, shape: ScoresShape) -> bool:
     """Whether one call of everything takes less time than a plan."""
     if mask.only_bands and shape.seqlen_q < shape.seqlen_k:  # a window may leave a query few of many keys
         return False
     return shape.batch * shape.nheads * shape.seqlen_q * shape.seqlen_k <= FEW
 
 
-def plan(mask: Mask, shape: Shape, *, diagonals: bool = True) -> list[Group]:
+def plan(mask: Mask, shape: ScoresShape, *, diagonals: bool = True) -> list[Group]:
     """The cheapest known plan for a mask from :func:`readily`; without `diagonals` no piece is ``"later"``.
 
     It has a piece even if nothing is visible.
     """
     batches, rows, keys = range(shape.batch), range(shape.seqlen_q), range(shape.seqlen_k)
-    band = _Band(*mask.band(len(rows), len(keys)), "band", shape.nheads, diagonals)
+    band = _Diagonals(*mask.band(len(rows), len(keys)), "band", shape.nheads, diagonals)
     of_keys = mask.valid is not None and replace(mask, valid=None).is_full
     at_once = [Group(batches, (Piece(rows, keys, "keys" if of_keys else "pairs"),))]
     if mask.only_bands:
@@ -138,7 +138,7 @@ def of_batches(mask: Mask, batches: range) -> Mask:
     )
 
 
-class _Band(NamedTuple):
+class _Diagonals(NamedTuple):
     """Query ``i`` sees keys ``i + lower .. i + upper``; None for no limit.
 
     Attributes:
@@ -200,7 +200,7 @@ def _cost(groups: Iterable[Group], nheads: int) -> float:
     return sum(piece.cost(len(batches) * nheads) for batches, pieces in groups for piece in pieces)
 
 
-def _ranges(valid: Tensor | None, shape: Shape) -> list[tuple[range, Hidden]]:
+def _ranges(valid: Tensor | None, shape: ScoresShape) -> list[tuple[range, Hidden]]:
     """For each batch, the range from its first to its last key that is not padding, and what is hidden inside."""
     found: list[tuple[range, Hidden]] = []
     if valid is None:
@@ -213,7 +213,7 @@ def _ranges(valid: Tensor | None, shape: Shape) -> list[tuple[range, Hidden]]:
     return found
 
 
-def _entry(mask: Mask, batch: int, whole: Piece, band: _Band, shape: Shape) -> tuple[Piece, ...]:
+def _entry(mask: Mask, batch: int, whole: Piece, band: _Diagonals, shape: ScoresShape) -> tuple[Piece, ...]:
     """The pieces of one batch; `whole` has all its queries, and the range of its keys that are not padding."""
     if not whole.keys:
         return ()

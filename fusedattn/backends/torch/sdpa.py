@@ -265,7 +265,7 @@ def _in_pieces(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
 ) -> Results:
     """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
-    shape = plan.Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     as_torch = is_causal(mask, q, k)
     has_triangles = has_triangles and added is None
     if as_torch is False or (as_torch and has_triangles):
@@ -313,7 +313,7 @@ def _everywhere(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     return mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
 
 
-def _visible(mask: Mask, batches: range, piece: plan.Piece, shape: plan.Shape) -> Tensor:
+def _visible(mask: Mask, batches: range, piece: plan.Piece, shape: plan.ScoresShape) -> Tensor:
     """The mask of a piece: bool, broadcastable to its scores."""
     rows, keys = _slice(piece.rows), _slice(piece.keys)
     mask = plan.of_batches(mask, batches)

@@ -28,7 +28,7 @@ from fusedattn.kernels.call import Problem
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
-from fusedattn.kernels.mask_arguments import Band, mask_arguments
+from fusedattn.kernels.mask_arguments import BandBounds, mask_arguments
 from fusedattn.kernels.parameters import Call
 from fusedattn.kernels.primitives import INTERPRETED
 from fusedattn.kernels.replay import recorded
@@ -86,8 +86,8 @@ def _contiguous(x: Tensor, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _band(*bounds: int) -> Band:
-    return Band(*(None if abs(bound) == NO_BOUND else bound for bound in bounds))
+def _band(*bounds: int) -> BandBounds:
+    return BandBounds(*(None if abs(bound) == NO_BOUND else bound for bound in bounds))
 
 
 def problem_of(
@@ -126,7 +126,7 @@ def problem_of(
         call_kind = kind_of(call)
     by_pair = tensors.allowed is not None or tensors.documents_q is not None or constants.functions.mask
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
-    work: Any = ("combined" if by_pair else "scored") if scored else "dense" if by_pair else "streamed"
+    work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
     head_dim = max(q.shape[3], v.shape[3])
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
@@ -158,7 +158,7 @@ def problem_of(
 
 
 @lru_cache(maxsize=256)
-def _plain_call(band: Band) -> tuple[Call, Hashable]:
+def _plain_call(band: BandBounds) -> tuple[Call, Hashable]:
     """The call that has nothing but bounds, and its kind."""
     mask = mask_arguments(NO_TENSORS, ConstantSizes(), None, (), band, NOT_PACKED, Shape(0, 0, 0, 0, 0, 0, 0))
     call = Call(mask, UNMODIFIED, NO_DROPOUT, NOT_PACKED)

@@ -47,7 +47,7 @@ NO_TENSORS = ConstantTensors()
 
 
 class ConstantSizes(NamedTuple):
-    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.Band`, +-NO_BOUND for none.
+    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.BandBounds`, +-NO_BOUND for none.
 
     `deterministic` is 0 where gradients may be summed in any order.
     """
