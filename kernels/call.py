@@ -105,7 +105,7 @@ def sizes_of(
         n_tiles,
         _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
         *problem.band.in_order,
-        0 if problem.rotation_q is None else problem.rotation_q.n_positions,
+        0 if problem.rotation_q is None else problem.rotation_q.cos.shape[1],
     )
 
 

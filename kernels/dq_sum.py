@@ -111,7 +111,7 @@ def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: 
     shape, head_dim = problem.shape, dq.shape[3]
     block = rope_rows(head_dim)
     n_tiles = triton.cdiv(shape.max_seqlen_q, block)
-    rotation, n_positions = problem.rotation_q, 0 if problem.rotation_q is None else problem.rotation_q.n_positions
+    rotation, n_positions = problem.rotation_q, 0 if problem.rotation_q is None else problem.rotation_q.cos.shape[1]
     launcher.launch(
         _constants(head_dim, dq.dtype),
         n_tiles * shape.nheads_q * shape.n_sequences,

@@ -209,11 +209,6 @@ class Rotation:
     interleaved: bool
 
     @cached_property
-    def n_positions(self) -> int:
-        """Rows of the tables."""
-        return self.cos.shape[-2]
-
-    @cached_property
     def arguments(self) -> RotationArguments:
         """For the kernels of one call."""
         n_positions, half = self.cos.shape[-2:]
@@ -249,7 +244,7 @@ def rotated(
         _constants(head_dim, x.dtype, of_queries),
         n_tiles * nheads * shape.n_sequences,
         (strided(x), strided(out), sequences, rotation.arguments),
-        (nheads, shape.seqlen_q, shape.seqlen_k, rotation.n_positions, n_tiles),
+        (nheads, shape.seqlen_q, shape.seqlen_k, rotation.cos.shape[1], n_tiles),
     )
     return out
 
