@@ -1,4 +1,4 @@
-"""``python -m bench``: time the package beside others, plot and tabulate the results, compare two of them."""
+"""``python -m bench``: time the package and others, plot and tabulate the results, compare two result files."""
 
 from __future__ import annotations
 
@@ -17,64 +17,63 @@ RESULTS, CANDIDATES = Path("bench/results"), Path("bench/candidates")
 
 _RUN = """\
 Measure work of named suites, the most important first, and write a JSON file to
-DIR/<device>/<date>-<commit>.json, also when the time is up before the end.
+DIR/<device>/<date>-<commit>.json, even if the time runs out before the end.
 
 Before anything is timed, small problems of its kind must be within the error
-budget, and the others must agree with fusedattn on the problem itself. The exit
-status is 1 where fusedattn is wrong; its results are then refused by plot and
-table.
+budget, and the others must agree with fusedattn on the problem itself. If
+fusedattn is wrong, the exit status is 1, and plot and table refuse the results.
 """
 
 
 _TUNE = """\
-Time configs that a call of attention() could be launched with beside that of
-kernels/configs.py, and write DIR/<device>/<date>-<commit>-tune.json. Nothing is
-changed: what the table should have is for a person to decide.
+Time other launch configs for attention() together with those of
+kernels/configs.py, and write DIR/<device>/<date>-<commit>-tune.json. The table
+is not changed: that is for a person to decide.
 
 --compile ARCH finds the candidates, without a GPU: tiles whose machine code has
 no spill and no other fault, the best by the model first. On a GPU each is
-checked in a process of its own, and timed where it keeps the error budget. So
-are some whose code touches registers of matrix products in flight, named apart.
+checked in a separate process, and timed if it keeps the error budget. Some
+candidates touch registers of matrix products in flight; they are listed apart.
 """
 
 _FIRST = """\
-On a machine with a GPU, in the order of worth: versions; every kernel once; the
-forward in both styles; the error budget of every feature in bfloat16, float16
-and float32; the goals' timings. Each is written into FOLDER as soon as it is
-there. A second call with the same FOLDER goes on where the first was cut.
+On a machine with a GPU, in order of importance: versions; every kernel once;
+the forward in both styles; the error budget of every feature in bfloat16,
+float16 and float32; the timings of the goals. Each result is written into
+FOLDER at once. A second call with the same FOLDER continues the first.
 
-What was wrong is kept, and not done again unless --again. The exit status is 1
-where anything was wrong. Without a GPU a little of all this runs through
-Triton's interpreter, with a stopwatch that has no clock.
+Failures are kept, and not repeated without --again. The exit status is 1 if
+anything failed. Without a GPU a small part of all this runs through Triton's
+interpreter, with a stopwatch that always reads the same time.
 """
 
 _PREBUILT = """\
 Compile, without a GPU, every kernel that "first" launches on one, and pack them
 into FOLDER/triton-<version>-<arch>.tar.xz, which "first" unpacks into Triton's
-cache. They are found there if Triton and its assembler are the same files; for
-another version of Python than this one, name that build's libtriton.so.
+cache. Triton finds them there if it and its assembler are the same files; for
+another version of Python, name the libtriton.so of that build.
 """
 
-# As bench.tuning and the table of configs have them, which need Triton; the tests compare.
+# The same names as in bench.tuning and the table of configs, which need Triton; a test compares them.
 PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
 WORK = ("streamed", "pairwise", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
-# Packages without which a command has nothing to do.
+# Packages that a command requires.
 NEEDED = {"plot": ("matplotlib",), **dict.fromkeys(("tune", "first", "prebuilt"), ("triton",))}
 
-# The others are modules of bench with the name of the command.
+# Other commands are modules of bench with the name of the command.
 MODULES = {
     "prebuilt": "bench.first.archive",
     "tune": "bench.tuning.tune",
     **{name: f"bench.report.{name}" for name in ("plot", "table", "compare")},
 }
 
-_TOGETHER = "several are of runs of one commit on one machine"
+_TOGETHER = "several must be of one commit on one machine"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """``options.run(options)`` runs the command."""
+    """The parser; ``options.run(options)`` runs the command."""
     from bench.work.suites import SUITES
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition(": ")[2])
@@ -83,46 +82,46 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run", help="measure", description=_RUN, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    run.add_argument("--suite", action="append", choices=SUITES, help="repeat it for several (default: all)")
+    run.add_argument("--suite", action="append", choices=SUITES, help="may be repeated (default: all)")
     run.add_argument("--filter", metavar="SUBSTRING", default="", help="only work with this in its name")
-    run.add_argument("--goals", action="store_true", help="only what the goals of docs/performance.md are about")
+    run.add_argument("--goals", action="store_true", help="only the work that the goals of docs/performance.md need")
     run.add_argument("--list", action="store_true", help="print priorities and names of the work, and measure nothing")
-    run.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    run.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop after this time, keep the results so far")
     run.add_argument("--quick", action="store_true", help="a little of everything, in sizes for a CPU")
     run.add_argument(
         "--against", metavar="FUNCTION", action="append", default=[],
-        help="beside these only: torch.sdpa-flash, flex, ..., or package.module:function; repeat it for several",
+        help="only these others: torch.sdpa-flash, flex, ..., or package.module:function; may be repeated",
     )  # fmt: skip
     run.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
     run.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
     _add_seed_and_commit(run, "measured")
 
     first = commands.add_parser(
-        "first", help="what a GPU is asked first", description=_FIRST,
+        "first", help="the first tests on a new GPU", description=_FIRST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    first.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="of this machine and these sources")
-    first.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    first.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="one for each machine and sources")
+    first.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop after this time, keep the results")
     first.add_argument(
         "--jobs", metavar="N", type=_count, default=_most_cores(), help="processes (default: %(default)s)"
     )
     first.add_argument(
         "--silence", metavar="SECONDS", type=_seconds, default=120.0,
-        help="a process that compiles and answers nothing for so long hangs (default: %(default)g)",
+        help="a process that compiles and answers nothing for this time hangs (default: %(default)g)",
     )  # fmt: skip
-    first.add_argument("--again", action="store_true", help="do again what was wrong")
+    first.add_argument("--again", action="store_true", help="repeat what failed")
     first.add_argument(
-        "--prebuilt", metavar="FILE", type=Path, help="default: that of prebuilt/ for this GPU and Triton"
+        "--prebuilt", metavar="FILE", type=Path, help="default: the file in prebuilt/ for this GPU and Triton"
     )
     first.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
     _add_seed_and_commit(first, "tested")
 
     prebuilt = commands.add_parser(
-        "prebuilt", help="compile for a GPU that is not there", description=_PREBUILT,
+        "prebuilt", help="compile for a GPU without having one", description=_PREBUILT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     prebuilt.add_argument("--arch", choices=ARCHS, default="sm_90", help="default: %(default)s")
-    prebuilt.add_argument("--libtriton", metavar="FILE", type=Path, help="of the Triton that will launch them")
+    prebuilt.add_argument("--libtriton", metavar="FILE", type=Path, help="that of the Triton that will launch them")
     prebuilt.add_argument("--jobs", metavar="N", type=_count, default=_cores(), help="processes (default: %(default)s)")
     prebuilt.add_argument("--out", metavar="FOLDER", type=Path, default=Path("prebuilt"), help="default: %(default)s")
 
@@ -132,24 +131,24 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: %(default)s")
 
     tune = commands.add_parser(
-        "tune", help="time configs of the table beside others", description=_TUNE,
+        "tune", help="compare configs of the table with others", description=_TUNE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     many: dict[str, Any] = {"action": "append", "default": []}
-    tune.add_argument("--part", **many, choices=PARTS, help="repeat it for several (default: all)")
-    tune.add_argument("--work", **many, choices=WORK, help="what is done for each pair (default: streamed)")
+    tune.add_argument("--part", **many, choices=PARTS, help="may be repeated (default: all)")
+    tune.add_argument("--work", **many, choices=WORK, help="the work for each pair (default: streamed)")
     tune.add_argument("--head-dim", **many, type=int, choices=(64, 128, 256, 512), help="default: 128 and 64")
     tune.add_argument("--dtype", **many, choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
-    tune.add_argument("--compile", metavar="ARCH", choices=ARCHS, help="find candidates for it, and time nothing")
+    tune.add_argument("--compile", metavar="ARCH", choices=ARCHS, help="find candidates for ARCH, time nothing")
     tune.add_argument("--candidates", metavar="DIR", type=Path, default=CANDIDATES, help="default: %(default)s")
-    tune.add_argument("--keep", metavar="N", type=int, default=12, help="time so many of a slot (default: %(default)s)")
+    tune.add_argument("--keep", metavar="N", type=int, default=12, help="number timed per slot (default: %(default)s)")
     tune.add_argument("--jobs", metavar="N", type=int, default=_cores(), help="processes (default: %(default)s)")
-    tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop then, and keep what is there")
+    tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop after this time, keep the results")
     tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
     tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
     _add_seed_and_commit(tune, "measured")
 
-    compare = commands.add_parser("compare", help="two result files, case by case")
+    compare = commands.add_parser("compare", help="compare two result files, case by case")
     compare.add_argument("a", metavar="A", type=Path)
     compare.add_argument("b", metavar="B", type=Path)
 
@@ -162,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _later(name: str):
-    """A command's module, with all that it imports, loads when that command runs."""
+    """A function that loads a command's module, with its imports, only when that command runs."""
 
     def run(options: argparse.Namespace) -> int:
         missing = [package for package in NEEDED.get(name, ()) if importlib.util.find_spec(package) is None]
@@ -174,12 +173,12 @@ def _later(name: str):
 
 
 def _cores() -> int:
-    """Those that this process may use; each process that checks has a context on the GPU, so there are not many."""
+    """The number of usable cores, at most 14, because each checking process has a context on the GPU."""
     return min(14, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _most_cores() -> int:
-    """But two, for the process that hands out the work, and for what else there is."""
+    """All cores but two, which are left for the process that distributes the work and for other processes."""
     return max(1, (os.cpu_count() or 1) - 2)
 
 
@@ -192,9 +191,9 @@ def _count(text: str) -> int:
 
 def _add_seed_and_commit(command: argparse.ArgumentParser, done: str) -> None:
     command.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of the order of turns (default: %(default)s)"
+        "--seed", metavar="N", type=int, default=0, help="seed of the order of turns (default: %(default)s)"
     )
-    command.add_argument("--commit", metavar="HASH", help=f"what is {done}, where there is no git")
+    command.add_argument("--commit", metavar="HASH", help=f"the commit that is {done}, for a tree without git")
 
 
 def _seconds(text: str) -> float:
@@ -208,7 +207,7 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:

@@ -1,6 +1,6 @@
 """Write the figures of ``docs/accuracy.md`` from ``docs/results/accuracy.json``.
 
-The JSON is what ``python -m fusedattn check --json`` printed::
+The JSON is the output of ``python -m fusedattn check --json``::
 
     python -m fusedattn check --json --device cpu \\
         --against sdpa-math --against sdpa-flash --against flex > docs/results/accuracy.json
@@ -27,7 +27,7 @@ def with_figures(page: str, report: dict[str, Any]) -> str:
 
 
 def figures(report: dict[str, Any]) -> str:
-    """Markdown: the machine, a table of all cases together, and one of each dtype, feature by feature."""
+    """Markdown: the machine, a table of all cases together, and a table for each dtype, feature by feature."""
     functions = [{"name": "fusedattn", "features": report["features"]}, *report["against"]]
     dtypes = list(dict.fromkeys(row["dtype"] for row in report["features"]))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -44,7 +44,7 @@ def figures(report: dict[str, Any]) -> str:
 
 
 def _summary(function: dict[str, Any], dtype: str) -> str:
-    """The worst of a function in one dtype, and in how many cases it keeps the budget."""
+    """The worst numbers of a function in one dtype, and the number of cases within the budget."""
     rows = [row for row in function["features"] if row["dtype"] == dtype and row["ok"] is not None]
     if not rows:
         return "none"
@@ -68,7 +68,7 @@ def _read(x: float | None) -> float:
 
 
 def main() -> int:
-    """Rewrite the page; exit status 0."""
+    """Rewrite the page; return exit status 0."""
     report = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""Benchmarks of pytest run once each, which shows that they run, unless ``--benchmark-enable`` asks for times."""
+"""Run each pytest benchmark once, to show that it works, unless ``--benchmark-enable`` asks for times."""
 
 import pytest
 

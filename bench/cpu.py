@@ -1,7 +1,7 @@
-"""``python -m bench.cpu``: the torch backend on a CPU beside torch's function and beside eager PyTorch, as ratios.
+"""``python -m bench.cpu``: time of the torch backend on a CPU as ratios to torch's function and to eager PyTorch.
 
 Processor time of one thread, medians of interleaved runs. Writes ``docs/results/cpu.json`` and the table of
-``docs/cpu.md``; some minutes. ``python -m bench.cpu table`` writes the table alone.
+``docs/cpu.md`` in some minutes. ``python -m bench.cpu table`` writes only the table.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROUNDS = Rounds(least=5, most=60, seconds=3.0)
 
 
 class Work(NamedTuple):
-    """One row of the table: q, k and v, this package's options, and those of the two that it is timed beside.
+    """One row of the table: the options of this package and of the two functions it is compared with.
 
     Attributes:
         poisoned: k and v of this package's call; those of the others have finite padding.
-        sdpa: of ``F.scaled_dot_product_attention``; None where it cannot compute this.
-        eager: of :func:`eager`.
+        sdpa: options of ``F.scaled_dot_product_attention``; None if it cannot compute this.
+        eager: options of :func:`eager`.
     """
 
     options: dict[str, Any]
@@ -59,7 +59,7 @@ def eager(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention as one writes it down; `visible` and `bias` are there before."""
+    """Attention as commonly written; `visible` and `bias` are computed before."""
     scores = q @ k.mT / math.sqrt(q.shape[3])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -119,7 +119,7 @@ def works(n: int, k: Tensor, v: Tensor) -> Iterator[tuple[str, Work]]:
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    """A row for each work, dtype and length: time in parts of that of sdpa and of eager, forward and with backward."""
+    """A row for each work, dtype and length: time relative to sdpa and to eager, forward and with backward."""
     stopwatch = HostStopwatch(torch.device("cpu"), clock=time.thread_time)
     for dtype, lengths in LENGTHS.items():
         for n in lengths:
@@ -140,7 +140,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def contestants(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> Iterator[tuple[str, SetUp]]:
-    """What is timed, by name; with the backward if there is a `dout`."""
+    """The functions to time, by name; with the backward if there is a `dout`."""
     mine = (q, *(work.poisoned or (k, v)))
 
     def ours(*x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def contestants(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
 
 
 def _itself(run: Callable[[], object]) -> Callable[[], object]:
-    """Nothing is set up before each run."""
+    """A setup that does nothing and returns `run`."""
     return run
 
 
@@ -175,7 +175,7 @@ def with_table(page: str, report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: where it was measured, and of each work its ratio to the faster one of the other two."""
+    """Markdown: the machine, and for each work its ratio to the faster of the other two."""
     rows: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
     for row in report["rows"]:
         rows.setdefault(row["work"], {})[row["dtype"], row["seqlen"]] = row
@@ -192,7 +192,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure unless the argument is ``table``, and rewrite the page; exit status 0."""
+    """Measure unless the argument is ``table``, and rewrite the page; return exit status 0."""
     if sys.argv[1:] != ["table"]:
         torch.set_num_threads(1)
         torch.manual_seed(0)

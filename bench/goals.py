@@ -1,4 +1,4 @@
-"""What the package is to reach on a Hopper GPU, and what a result file says of it."""
+"""The performance goals of the package on a Hopper GPU, and the verdict of a result file on them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ Figure = Callable[[Report], float | None]
 
 
 def over_best_other(row: Report) -> float | None:
-    """How many times as fast the faster of our own is."""
+    """The speed of the faster of our own contestants, relative to the best other."""
     return row["speedup"]
 
 
 def default_over_best_other(row: Report) -> float | None:
-    """How many times as fast a call without options is, whose gradients are the same bits every time."""
+    """The relative speed of a call without options, whose gradients are the same bit for bit on every run."""
     own, peer = row["contestants"].get(OWN, {}), row["contestants"].get(row["best_peer"], {})
     return peer["ms"]["median"] / own["ms"]["median"] if "ms" in own and "ms" in peer else None
 
 
 def of_ceiling(row: Report) -> float | None:
-    """The rate over that of a large matrix product, or of a copy."""
+    """The rate relative to that of a large matrix product, or of a copy."""
     return row["of_ceiling"]
 
 
 def memory_of_best_other(row: Report) -> float | None:
-    """The peak memory of the fastest of the others over that of the faster of our own."""
+    """The peak memory of the fastest other contestant relative to that of the faster of our own."""
     own, peer = (row["contestants"].get(row[key], {}).get("peak_bytes") for key in ("best_own", "best_peer"))
     return peer / own if own and peer else None
 
 
 @dataclass(frozen=True)
 class Goal:
-    """`figure` is to be `at_least` so much in each result of the suite on one of these pages and panels, at these x."""
+    """`figure` must be `at_least` this number in each result of the suite on these pages and panels, at these x."""
 
     name: str
     figure: Figure
@@ -46,36 +46,36 @@ class Goal:
     xs: tuple[float, ...]
 
     def concerns(self, suite: str, page: str, panel: str, x: float) -> bool:
-        """Whether a result in this place is one of them."""
+        """Whether the goal is about a result in this place."""
         return suite == self.suite and page in self.pages and panel in self.panels and x in self.xs
 
     @property
     def n_results(self) -> int:
-        """How many there are when all is measured."""
+        """The number of results when everything is measured."""
         return len(self.pages) * len(self.panels) * len(self.xs)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`figures` by the name of the result, None where the figure is missing."""
+    """The verdict on a goal: `figures` by the name of the result, None for a missing figure."""
 
     goal: Goal
     figures: dict[str, float | None]
 
     @property
     def lowest(self) -> tuple[str, float] | None:
-        """The result that decides, and its figure."""
+        """The result with the lowest figure, and that figure."""
         found = [(name, figure) for name, figure in self.figures.items() if figure is not None]
         return min(found, key=lambda pair: pair[1], default=None)
 
     @property
     def n_found(self) -> int:
-        """Results that have the figure."""
+        """The number of results that have the figure."""
         return sum(figure is not None for figure in self.figures.values())
 
     @property
     def is_reached(self) -> bool | None:
-        """None where nothing is missed, but results are missing."""
+        """Whether the goal is reached; None if no figure is too low but results are missing."""
         if self.lowest is not None and self.lowest[1] < self.goal.at_least:
             return False
         return True if self.n_found == self.goal.n_results else None
@@ -121,7 +121,7 @@ def concerned(place: Place) -> bool:
 
 
 def verdicts(report: Report) -> Iterator[Verdict]:
-    """One for each goal, in their order; none of a CPU or of ``--quick``, whose work is smaller."""
+    """One verdict per goal, in order; none for a CPU or ``--quick``, whose work is smaller."""
     is_whole = report["environment"]["is_gpu"] and not report["arguments"]["quick"]
     for goal in GOALS if is_whole else ():
         rows = [row for row in report["results"] if goal.concerns(*(row[k] for k in ("suite", "page", "panel", "x")))]

@@ -29,21 +29,21 @@ QUICK = Rounds(least=3, most=5, seconds=0.2)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where something is not correct."""
+    """Return exit status 0, or 1 if something is not correct."""
     device = machine.choose_device(options.device)
     if interpreting():
         raise CommandError("TRITON_INTERPRET: got 1, but the interpreter's times say nothing")
     if options.quick and device.type == "cpu":
-        torch.set_num_threads(1)  # threads that wait for each other cost more than such small work
+        torch.set_num_threads(1)  # for such small work, waiting for threads costs more than they save
     scale = suites.scale_for(device, quick=options.quick)
     every = suites.works(options.suite or list(suites.SUITES), scale)
     if options.goals:
         if scale is not suites.GPU:
-            raise CommandError("--goals: got a CPU, or --quick, but the goals are of a GPU and of work in full")
+            raise CommandError("--goals: got a CPU, or --quick, but the goals are for a GPU and full-size work")
         every = [work for work in every if goals.concerned(work.place)]
     chosen = [work for work in every if _matches(work, options.filter)]
     if not chosen:
-        raise CommandError(f"--filter: got {options.filter!r}, which is in the name of no work; --list shows them")
+        raise CommandError(f"--filter: got {options.filter!r}, which is in no name of the work; --list shows them")
     if options.list:
         print("\n".join(f"{work.priority} {work.name}" for work in chosen))
         return 0
@@ -68,7 +68,7 @@ def _matches(work: Work, text: str) -> bool:
 def _functions(names: list[str]) -> dict[str, Peer]:
     try:
         return functions.choose(names)
-    except Exception as error:  # importing a module of the user's can raise anything
+    except Exception as error:  # importing a user's module can raise anything
         raise CommandError(f"--against: {error}") from error
 
 
@@ -81,7 +81,7 @@ def _measure_all(
     console: Console,
     path: Path,
 ) -> Report:
-    """The report, written after every piece of work; complete, or what there was when the time was up."""
+    """The report, written after every piece of work; incomplete if the time runs out."""
     allow_compilations()
     began, gate, shuffle = time.monotonic(), Gate(device), random.Random(options.seed)
     rounds = QUICK if options.quick else Rounds()
@@ -108,12 +108,12 @@ def _measure_all(
 
 
 def allow_compilations() -> None:
-    """So many that Dynamo compiles every contestant: beyond its limit it runs a function as it is, without a word."""
+    """Raise Dynamo's limits so that it compiles every contestant: beyond them it silently runs functions eagerly."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = FLEX_COMPILATIONS
 
 
 def new_report(device: torch.device, options: argparse.Namespace) -> Report:
-    """Without results."""
+    """A report without results."""
     return {
         "format": results.FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -1,8 +1,8 @@
-"""The table of docs/features.md that says what is supported, from fusedattn/support.py.
+"""Write the table of supported features in docs/features.md, from fusedattn/support.py.
 
     python -m bench.support
 
-rewrites it; a test compares.
+rewrites it; a test checks that it is current.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A few of the cases under pytest-benchmark: ``pytest bench --benchmark-enable``; the tests do not collect this file.
 
-What is timed is what ``python -m bench run --quick`` times, on a GPU until that is done.
+It times the work of ``python -m bench run --quick``, on a GPU until the GPU is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKS = [work for work in suites.works(list(NAMES), suites.scale_for(DEVICE, qui
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """On a CPU, as in ``--quick``: threads that wait for each other cost more than such small work."""
+    """Use one thread on a CPU, as ``--quick`` does: for such small work, waiting for threads costs more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -249,7 +249,7 @@ def t5(weight: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -
         weight: ``(num_buckets, nheads_q)``, as ``relative_attention_bias.weight`` of transformers.
         bidirectional: with True, half of the buckets are for keys ahead of the query; with False these keys share the
             bucket of distance 0.
-        max_distance: greater than the distances that have a bucket of their own.
+        max_distance: greater than the distances with a separate bucket.
 
     Raises:
         TypeError: ``weight`` is not a floating-point tensor.

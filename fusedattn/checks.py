@@ -24,7 +24,7 @@ WORDS = {
     "is_causal": "mask=masks.causal('top_left'), torch's alignment, or mask=masks.causal(), which aligns the ends",
     "causal": "mask=masks.causal()",
     "attn_mask": "mask= for a bool tensor (True = attend), bias= for a floating-point one",
-    "attention_mask": "mask=masks.padding(attention_mask.bool()) for one of keys, mask= for one of pairs",
+    "attention_mask": "mask=masks.padding(attention_mask.bool()) for a mask of keys, mask= for one of pairs",
     "key_padding_mask": "mask=masks.padding(~key_padding_mask)",
     "window_size": "mask=masks.window(left, right)",
     "attn_bias": "bias=",
@@ -32,7 +32,7 @@ WORDS = {
     "softmax_scale": "scale=",
     "scaling": "scale=",
     "dropout": "dropout_p=",
-    "enable_gqa": "nothing: heads are grouped by their numbers",
+    "enable_gqa": "nothing: the numbers of heads decide the grouping",
 }
 
 
@@ -116,7 +116,7 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
-    """Raise TypeError or ValueError unless these are sequences of q and k; checks only what needs no GPU sync."""
+    """Raise TypeError or ValueError unless these are sequences of q and k; makes only checks without a GPU sync."""
     for name, x in (("cu_seqlens_q", packed.cu_seqlens_q), ("cu_seqlens_k", packed.cu_seqlens_k)):
         if not isinstance(x, Tensor) or x.dtype != torch.int32:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

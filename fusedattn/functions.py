@@ -44,7 +44,7 @@ def registered(key: str) -> Any:
     if key not in _FUNCTIONS:
         raise KeyError(
             f"function: got {key!r}, allowed are functions of the masks and ScoreMods that this process has made; "
-            "a saved program that calls one needs it made first"
+            "make it before a saved program calls it"
         )
     return _FUNCTIONS[key]
 
@@ -66,7 +66,7 @@ class Importable:
             found = None
         if found is not self.function:
             raise pickle.PicklingError(
-                f"function: got {name}, allowed where a mask or a ScoreMod is pickled are functions at the top of a "
+                f"function: got {name}, allowed in a mask or a ScoreMod that is pickled are functions at the top of a "
                 "module, under their own names"
             )
         return _imported, (name,)

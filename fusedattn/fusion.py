@@ -60,7 +60,7 @@ def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = 
         deterministic: likewise; with False, gradients may be summed in any order.
 
     Returns:
-        ``model`` itself. :func:`fusion_report` lists what was replaced, :func:`unfuse` undoes it.
+        ``model`` itself. :func:`fusion_report` lists the replacements, :func:`unfuse` undoes them.
 
     Raises:
         NotImplementedError: some module cannot be replaced faithfully; the message has every reason, and the
@@ -84,9 +84,9 @@ def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = 
     cores = [module for module in model.modules() if type(module) in twins or type(module) in twins.values()]
     if not cores and not models:
         raise ValueError(
-            f"model: got {type(model).__name__} without attention that is known, allowed are models with modules of "
-            "fusedattn.transformer, torch.nn.MultiheadAttention or whole models of transformers; where a model calls "
-            "F.scaled_dot_product_attention itself, fusedattn.replace_sdpa() routes these calls"
+            f"model: got {type(model).__name__} without known attention, allowed are models with modules of "
+            "fusedattn.transformer, torch.nn.MultiheadAttention or whole models of transformers; if a model calls "
+            "F.scaled_dot_product_attention itself, fusedattn.replace_sdpa() replaces these calls"
         )
     for core in cores:
         core.__class__ = twins.get(type(core), type(core))
@@ -114,7 +114,7 @@ def unfuse(model: Model) -> Model:
 
 
 def fusion_report(model: nn.Module) -> list[Replacement]:
-    """What is fused in ``model`` now, in the order of its modules."""
+    """The modules that are fused in ``model`` now, in the order of its modules."""
     references = {twin: reference for reference, twin in _twins().items()}
     hugging_face = _hugging_face()
     models = hugging_face.models_in(model) if hugging_face else {}

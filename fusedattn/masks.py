@@ -142,7 +142,7 @@ class MaskFunction:
         """The result of ``eager``; broadcasts to ``(batch, nheads, len(q_index), len(k_index))``."""
         if self.eager is None:
             raise NotImplementedError(
-                "mask: got function(fn) with eager=None, allowed is a function of torch where the mask is written "
+                "mask: got function(fn) with eager=None, allowed is a function of torch if the mask is written "
                 "out; pass function(fn, eager=...)"
             )
         if batch is None or nheads is None:

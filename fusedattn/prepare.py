@@ -20,7 +20,7 @@ def scale_of(scale: float | None, q: Tensor) -> float:
     """The caller's scale, or the default one.
 
     Raises:
-        TypeError, ValueError: the scale is no finite number.
+        TypeError, ValueError: the scale is not a finite number.
     """
     if scale is None:
         has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # any other q is refused later

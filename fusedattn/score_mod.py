@@ -134,7 +134,7 @@ class ScoreMod:
         """
         if self.eager is None:
             raise NotImplementedError(
-                "score_mod: got eager=None, allowed is a function of torch where the scores are written out; "
+                "score_mod: got eager=None, allowed is a function of torch if the scores are written out; "
                 "pass ScoreMod(function, derivative, eager=...)"
             )
         batch, nheads, n_rows, n_keys = scores.shape
@@ -155,7 +155,7 @@ def _check_arg_gradient(gradient: ArgGradient, args: tuple[Any, ...]) -> None:
     if not isinstance(gradient, ArgGradient):
         raise TypeError(f"arg_gradients: got {type(gradient).__name__}, allowed are fusedattn.ArgGradient")
     if not 0 <= gradient.arg < len(args):
-        raise ValueError(f"arg_gradients: got arg={gradient.arg}, allowed are 0 .. {len(args) - 1}, as there are args")
+        raise ValueError(f"arg_gradients: got arg={gradient.arg}, allowed are 0 .. {len(args) - 1}, indices of args")
     x = args[gradient.arg]
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -1,10 +1,10 @@
-"""Cross-compile every launch, without a GPU, and read what the compiler made of it.
+"""Cross-compile every launch, without a GPU, and report on the machine code.
 
     python -m bench.codegen [--target sm_90] [--json] [--update]
 
 Registers, spills and shared memory, programs per multiprocessor, tensor-core instructions and instructions of each
-loop; compared with the baseline of the installed Triton version in bench/baselines. Exit code 1 where a kernel is not
-fit to be launched, or worse than in the baseline.
+loop; compared with the baseline of the installed Triton version in bench/baselines. The exit code is 1 if a kernel has
+a fault or is worse than in the baseline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 from bench.codegen import baseline, compilations, report, tables
 from bench.codegen.launches import FEATURES, TARGETS
 
-SHOWN = 3  # kernels with the same fault
+SHOWN = 3  # names per fault
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps([r.as_object() | _verdict(r, judgement) for r in reports], indent=1))
     else:
         print("\n".join(report.lines(reports)))
-    # With --json, what else there is to say goes where it does not disturb.
+    # With --json, all other text goes to stderr.
     out = sys.stderr if options.json else sys.stdout
     for title, found in (("known fault", judgement.known), ("FAULT", judgement.new)):
         for faults, keys in _by_fault(found).items():
@@ -89,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", **many, choices=list(TARGETS), help="default: all")
     parser.add_argument("--kernel", **many, help="by name, e.g. attention_fwd; default: all")
     parser.add_argument("--dtype", **many, choices=list(compilations.DTYPES), help="default: all")
-    parser.add_argument("--head-dim", **many, type=int, help="default: 64, 128 and 256; of fp16 only 128")
-    parser.add_argument("--features", **many, choices=list(FEATURES), help="default: all; of fp16, tf32 the last two")
+    parser.add_argument("--head-dim", **many, type=int, help="default: 64, 128 and 256; fp16: only 128")
+    parser.add_argument("--features", **many, choices=list(FEATURES), help="default: all; fp16, tf32: the last two")
     parser.add_argument("--quick", action="store_true", help="bf16 and fp32 with the last two features and gradients")
-    parser.add_argument("--ones", action="store_true", help="only calls in which numbers are 1, for sm_90 and gfx942")
+    parser.add_argument("--ones", action="store_true", help="only calls with sizes of 1, for sm_90 and gfx942")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument("--update", action="store_true", help="write the figures to this Triton's baseline and docs/")

@@ -1,7 +1,7 @@
-"""The committed figures of each Triton version, and what has become worse since.
+"""The committed figures of each Triton version, and regressions from them.
 
-One JSON file a version, one line a kernel, so that a diff shows which kernels changed and how. Faults that are known
-are listed in it one by one, with their figures: a new fault, or a known one that grew, is a failure.
+One JSON file per version, one line per kernel, so that a diff shows which kernels changed and how. Known faults are
+listed one by one, with their figures: a new fault, or a known one that grew, is a failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from bench.codegen.report import Report
 
 FOLDER = Path(__file__).parent.parent / "baselines"
-GROWTH = 1.03  # of the instructions of a loop
+GROWTH = 1.03  # allowed for the instructions of a loop
 COLUMNS = (
     "tile",
     "registers",
@@ -38,7 +38,7 @@ class Baseline:
 
 @dataclass
 class Judgement:
-    """Faults by the key of a report: those that fail, and those that the baseline knows of."""
+    """Faults by the key of a report: new ones, which are failures, and those known to the baseline."""
 
     new: dict[str, list[str]] = field(default_factory=dict)
     known: dict[str, list[str]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def load(triton: str) -> Baseline | None:
 
 
 def save(baseline: Baseline) -> Path:
-    """Write the file of a Triton version: sorted, one line an entry."""
+    """Write the file of a Triton version: sorted, one line per entry."""
 
     def block(rows: dict[str, Any]) -> str:
         lines = [f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows, key=_sort_key)]
@@ -76,9 +76,9 @@ def save(baseline: Baseline) -> Path:
 
 
 def judge(reports: list[Report], baseline: Baseline | None, complete: set[str]) -> Judgement:
-    """What is wrong with `reports`, which are all there are for the targets in `complete`.
+    """The faults of `reports`; for the targets in `complete` these are all reports.
 
-    Without a baseline, only what is wrong in itself.
+    Without a baseline, only faults of the machine code itself.
     """
     judgement = Judgement()
     for report in reports:
@@ -98,7 +98,7 @@ def judge(reports: list[Report], baseline: Baseline | None, complete: set[str]) 
 def updated(
     reports: list[Report], baseline: Baseline | None, triton: str, complete: set[str], accept_faults: bool
 ) -> Baseline:
-    """A baseline with the figures of `reports`. Known faults that are gone leave it, others enter if accepted."""
+    """A baseline with the figures of `reports`, without known faults that are gone, with new ones if accepted."""
     result = baseline or Baseline(triton)
     for key in _gone(reports, result, complete):
         del result.entries[key]
@@ -125,7 +125,7 @@ def _gone(reports: list[Report], baseline: Baseline, complete: set[str]) -> list
 
 
 def _regressions(report: Report, baseline: Baseline) -> list[str]:
-    """What is worse than in the baseline."""
+    """Figures that are worse than in the baseline, as sentences."""
     before = baseline.entries.get(report.key)
     if before is None:
         return ["is not in the baseline"]

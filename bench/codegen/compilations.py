@@ -1,4 +1,4 @@
-"""What is compiled, in which order, and the report of each kernel."""
+"""The list of compilations, in order, and the report of each kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAVIEST = ALL[-2:]
 ONE_PASS = tuple(name for name in launches.FEATURES if name.startswith("one pass"))
 WHOLE = tuple(name for name in launches.FEATURES if name not in (*ALL, *ONE_PASS))
 
-# dtype -> head_dims and features of it that the gate compiles. fp16 and bf16 differ by the names of the instructions;
+# dtype -> the head_dims and features that are compiled in it. fp16 and bf16 differ only in the names of instructions;
 # tf32, which the user must allow, runs the configs of fp32.
 EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
@@ -62,9 +62,9 @@ OF_ONES: dict[configs.Arch, tuple[str, ...]] = {"sm_90": ("bf16", "fp32"), "gfx9
 class Case:
     """Calls of attention() that share a compiler process: one (target, dtype, head_dim), several feature sets.
 
-    Empty `kernels` are all. `inference` names those of the features that are called without gradients too: in 16 bits,
-    that forward is another kernel. `config` replaces the table's for every kernel. With `ones` the features are those
-    of calls in which numbers are 1.
+    Empty `kernels` means all. `inference` names the features that are also called without gradients: in 16 bits, that
+    forward is another kernel. `config` replaces the table's config for every kernel. With `ones` the features are
+    those of calls with sizes of 1.
     """
 
     target: configs.Arch
@@ -86,7 +86,7 @@ def cases(
     features: Iterable[str] = (),
     kernels: Iterable[str] = (),
 ) -> Iterator[Case]:
-    """The cases of the gate, all or (quick) those of the tests; arguments that are not empty replace a part."""
+    """All cases, or (quick) those of the tests; arguments that are not empty replace a part."""
     plan = QUICK if quick else EVERYTHING
     for target, dtype in itertools.product(targets, dtypes or plan):
         if dtype == "tf32" and launches.TARGETS[target].backend == "hip":
@@ -102,7 +102,7 @@ def cases(
 def cases_of_ones(
     targets: Iterable[configs.Arch], *, dtypes: Iterable[str] = (), kernels: Iterable[str] = ()
 ) -> Iterator[Case]:
-    """The calls in which numbers are 1, for targets that stand for the others."""
+    """The calls with sizes of 1, for targets that represent the others."""
     for target in targets:
         for dtype, name in itertools.product(OF_ONES.get(target, ()), ones.ONES):
             if not dtypes or dtype in dtypes:
@@ -119,7 +119,7 @@ def compile_all(selected: list[Case], jobs: int) -> list[Report]:
 
 
 def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
-    """What a function gives for each item, in their order, from so many processes; from this one if that is 1."""
+    """The results of a function for the items, in order, from `jobs` processes; from this process if `jobs` is 1."""
     if jobs == 1:
         yield from map(function, items)
     else:
@@ -136,7 +136,7 @@ def compile_case(case: Case) -> list[Report]:
         with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
-                # Without a mask, a specialised kernel takes whole blocks of keys.
+                # Without a mask, a specialised kernel needs whole blocks of keys.
                 seqlen_k = 256 if name == "plain" else launches.SEQLEN_K
                 for training in (True, False)[: 1 + (name in case.inference)]:
                     launches.call(
@@ -147,7 +147,7 @@ def compile_case(case: Case) -> list[Report]:
 
 @contextmanager
 def _configured(config: configs.TileConfig | None) -> Iterator[None]:
-    """Inside, every launch has this config, if there is one; the backward as far as it knows it."""
+    """Inside, every launch has this config, if it is not None; the backward uses the fields that it has."""
     if config is None:
         yield
     else:
@@ -160,7 +160,7 @@ def _configured(config: configs.TileConfig | None) -> Iterator[None]:
 
 
 def _report(case: Case, launch: launches.Launch) -> Report:
-    # Not every kernel depends on what the case is about.
+    # Not every kernel depends on the dtype and head_dim of the case.
     typed = "ACC" in launch.constants
     report = Report(
         kernel=launch.kernel,
@@ -196,7 +196,7 @@ def _machine_code(launch: launches.Launch) -> MachineCode:
 
 
 def _config(launch: launches.Launch) -> dict[str, int]:
-    """Tile, warps, stages and style, as the launcher chose them."""
+    """Tile, warps, stages and style, as chosen by the launcher."""
     names = ("BLOCK_M", "BLOCK_N", "BLOCK", "BOUNDARY")
     tile = {name: value for name, value in launch.constants.items() if name in names and value > 1}
     metadata = launch.compiled.metadata if launch.compiled else None

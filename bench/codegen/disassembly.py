@@ -1,4 +1,4 @@
-"""Instructions, from a disassembly by cuobjdump or from AMD assembly."""
+"""Parse instructions from a disassembly by cuobjdump or from AMD assembly."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, and where it branches to; addresses are those of the disassembly, or just count.
+    """An instruction and its branch target; addresses come from the disassembly, or just count.
 
-    `encoding` is that of a disassembly by cuobjdump that has it, 128 bits; without its `predicate` it always runs.
+    `encoding`, 128 bits, is known if the disassembly has it; an instruction without a `predicate` always runs.
     """
 
     address: int

@@ -1,7 +1,7 @@
-"""How long a kernel takes for a problem at best: how often its loops run, and programs that fill the GPU in turns.
+"""The least time of a kernel for a problem: how often its loops run, with programs that fill the GPU in turns.
 
-Which blocks of a tile are full and which are on the boundary is counted as kernels/masking.py does for a causal mask
-aligned to the end. Also here: what a separate rotation of the keys costs, and from when on it pays.
+Full and boundary blocks of a tile are counted as in kernels/masking.py, for a causal mask aligned to the end. Also
+here: the cost of a separate rotation of the keys, and from which size on it pays.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class Workload:
 
     @property
     def nheads_q(self) -> int:
-        """Heads of queries."""
+        """The number of query heads."""
         return self.nheads_kv * self.group
 
     @property
     def operations(self) -> float:
-        """Of the forward as they are usually counted: 4 head_dim for each pair, under a causal mask half of that."""
+        """Operations of the forward by the usual count: 4 head_dim for each pair, half of that with a causal mask."""
         pairs = self.batch * self.nheads_q * self.seqlen_q * self.seqlen_k
         return 4 * self.head_dim * pairs / (2 if self.causal else 1)
 
     @property
     def bytes(self) -> int:
-        """Of q, k, v and out, each moved once."""
+        """Bytes of q, k, v and out, each moved once."""
         rows = self.nheads_q * 2 * self.seqlen_q + self.nheads_kv * 2 * self.seqlen_k
         return self.batch * rows * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the model found of one config.
+    """The results of the model for one config.
 
     Attributes:
         block_m, block_n: queries and keys of a tile.
-        boundary: queries or keys, whichever it walks over, of a boundary block.
+        boundary: size of a boundary block along the axis that a program walks over.
         ctas: programs on a multiprocessor at a time.
-        full_clocks, boundary_clocks: from one iteration of a program to its next, with all `ctas` there.
-        by_keys: a program owns a tile of keys and walks over queries, those of all heads of its group.
+        full_clocks, boundary_clocks: from one iteration of a program to its next, with all `ctas` running.
+        by_keys: a program owns a tile of keys and walks over the queries of all heads of its group.
     """
 
     block_m: int
@@ -67,7 +67,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds at best, full waves of programs, and the share of the time for which a place is taken."""
+    """The least seconds, the full waves of programs, and the share of the time for which a place is occupied."""
 
     seconds: float
     waves: float
@@ -75,7 +75,7 @@ class Estimate:
 
 
 def blocks(kernel: Kernel, problem: Workload) -> Iterator[tuple[int, int]]:
-    """(full, boundary) iterations of the program of each tile, in order of the tiles."""
+    """(full, boundary) iterations of the program of each tile, in the order of the tiles."""
     shift = problem.seqlen_k - problem.seqlen_q  # query r sees keys up to r + shift
     if not kernel.by_keys:
         for start in range(0, problem.seqlen_q, kernel.block_m):
@@ -100,9 +100,9 @@ def blocks(kernel: Kernel, problem: Workload) -> Iterator[tuple[int, int]]:
 
 
 def estimate(kernel: Kernel, problem: Workload, machine: Machine) -> Estimate:
-    """Of one launch. Each place on the GPU takes the next program when it is done, in the order of the launch.
+    """The estimate of one launch. Each place on the GPU takes the next program when it is free, in launch order.
 
-    A program waits for memory twice besides its iterations: for its own tile, and for its result.
+    Besides its iterations, a program waits for memory twice: for its own tile, and for its result.
     """
     heads = problem.batch * (problem.nheads_kv if kernel.by_keys else problem.nheads_q)
     tiles = [
@@ -122,7 +122,7 @@ def estimate(kernel: Kernel, problem: Workload, machine: Machine) -> Estimate:
 
 
 def rotation_seconds(problem: Workload, machine: Machine) -> float:
-    """To read and write the keys once, which is what rotating them in a kernel of their own takes at best."""
+    """The seconds to read and write the keys once: the least time to rotate them in a separate kernel."""
     rows = problem.batch * problem.nheads_kv * problem.seqlen_k
     return 2 * rows * problem.head_dim * problem.itemsize / machine.hbm_bytes_per_second
 
@@ -130,9 +130,9 @@ def rotation_seconds(problem: Workload, machine: Machine) -> float:
 def rotation_break_even(
     block_m: int, block_n: int, extra_clocks: float, head_dim: int, machine: Machine, itemsize: int = 2
 ) -> float:
-    """seqlen_q * group from which on rotating the keys once is faster than `extra_clocks` in each iteration.
+    """The seqlen_q * group from which on rotating the keys once is faster than `extra_clocks` in each iteration.
 
-    In place, each block of keys is turned once for each tile of queries, on one multiprocessor; in a kernel of its own,
+    In the loop, each block of keys is rotated once per tile of queries, on one multiprocessor; in a separate kernel,
     once, at the speed of memory.
     """
     once = 2 * block_n * head_dim * itemsize / machine.hbm_bytes_per_second

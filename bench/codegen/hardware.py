@@ -1,8 +1,8 @@
-"""What one multiprocessor does in a clock, from public documents: all that bench/codegen/model.py knows of a GPU.
+"""Throughputs of one multiprocessor, from public documents: all that bench/codegen/model.py knows of a GPU.
 
-A multiprocessor has four schedulers, each with its own registers, pipes and tensor core. Figures of a pipe are clocks
-that one warp instruction keeps the pipe of its scheduler busy: 32 lanes over the results a clock that the CUDA C++
-Programming Guide ("Arithmetic Instructions", table of throughputs) gives for a multiprocessor, over four.
+A multiprocessor has four schedulers, each with its own registers, pipes and tensor core. The figure of a pipe is the
+clocks that one warp instruction occupies it: 32 lanes over a quarter of the results per clock that the CUDA C++
+Programming Guide ("Arithmetic Instructions", table of throughputs) gives for a multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ SCHEDULERS = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU. Bytes and multiply-adds are those of one multiprocessor and clock, clocks those of one scheduler.
+    """One GPU. Bytes and multiply-adds are per multiprocessor and clock, clocks are those of one scheduler.
 
     Attributes:
-        multiprocessors: on the GPU.
-        hertz: what the clock is under load; an assumption, which scales every TFLOP/s alike.
-        wgmma_macs, mma_macs: multiply-adds of 16-bit numbers, by the instructions of warp groups and of warps.
+        multiprocessors: their number.
+        hertz: the clock rate under load; an assumption, which scales every TFLOP/s alike.
+        wgmma_macs, mma_macs: multiply-adds of 16-bit numbers, by instructions of warp groups and of warps.
         pipes: clocks of a warp instruction by its kind; others take an issue slot only.
-        latencies: clocks until the result of an instruction, by its kind, where the assembler leaves it to scoreboards;
-            "memory" is the L2 cache, "near" the cache of the multiprocessor, `hbm_latency` what lies behind both.
-        shared_bytes: of shared memory.
-        l2_bytes: from the L2 cache to each multiprocessor, with all of them reading all the time.
-        port_bytes: from the L2 cache to one multiprocessor, at any time.
-        hbm_bytes_per_second: of memory.
+        latencies: clocks until the result of an instruction, by its kind, if scoreboards track it; "memory" is the L2
+            cache, "near" the cache of the multiprocessor, `hbm_latency` the memory behind both.
+        shared_bytes: bytes of shared memory.
+        l2_bytes: from the L2 cache to each multiprocessor while all of them read.
+        port_bytes: from the L2 cache to one multiprocessor at most.
+        hbm_bytes_per_second: the bandwidth of memory.
     """
 
     multiprocessors: int
@@ -44,23 +44,23 @@ class Machine:
     hbm_bytes_per_second: float
 
     def seconds(self, clocks: float) -> float:
-        """Of clocks."""
+        """The seconds that `clocks` take."""
         return clocks / self.hertz
 
     @property
     def peak(self) -> float:
-        """Operations a second of the fastest matrix instructions; a multiply-add is two."""
+        """Operations per second of the fastest matrix instructions; a multiply-add counts as two."""
         return 2 * max(self.wgmma_macs, self.mma_macs) * self.multiprocessors * self.hertz
 
 
 MACHINES: dict[Arch, Machine] = {
-    # H200 SXM. 989.4 TFLOP/s dense at 1.83 GHz are 4096 operations a clock of each of 132 multiprocessors (NVIDIA H100
-    # white paper). Instructions of single warps reach 0.629 of that on average (Luo et al., "Benchmarking and
-    # Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499, which also has the latencies of memories; those
-    # of shuffles, special functions and mma are assumed: Jia et al., arXiv:1804.06826, measured about as much on older
-    # GPUs). L2: 9.7 TB/s on an H200, if it ran at 1.98 GHz (github.com/te42kyfo/gpu-benches, gpu-l2-cache/h200.txt); a
-    # smaller H100 has shown 5.5 TB/s (chipsandcheese.com, "Nvidia's H100: Funny L2, and Tons of Bandwidth"). The port
-    # is assumed to be as wide as in the generations before. Memory: 4.3 TB/s by a copy kernel, of 4.8 nominal.
+    # H200 SXM. 989.4 TFLOP/s dense at 1.83 GHz are 4096 operations per clock of each of 132 multiprocessors (NVIDIA
+    # H100 white paper). Instructions of single warps reach 0.629 of that on average (Luo et al., "Benchmarking and
+    # Dissecting the Nvidia Hopper GPU Architecture", arXiv:2402.13499, which also has the latencies of memories).
+    # Latencies of shuffles, special functions and mma are assumed: Jia et al., arXiv:1804.06826, measured about the
+    # same on older GPUs. L2: 9.7 TB/s on an H200, if it ran at 1.98 GHz (github.com/te42kyfo/gpu-benches,
+    # gpu-l2-cache/h200.txt); a smaller H100 reached 5.5 TB/s (chipsandcheese.com, "Nvidia's H100: Funny L2, and Tons of
+    # Bandwidth"). The port is assumed as wide as in older generations. Memory: 4.3 TB/s by a copy kernel, 4.8 nominal.
     "sm_90": Machine(
         multiprocessors=132,
         hertz=1.755e9,
@@ -75,7 +75,7 @@ MACHINES: dict[Arch, Machine] = {
         hbm_bytes_per_second=4.3e12,
     ),
     # A100 SXM 80 GB: 312 TFLOP/s dense at 1.41 GHz, 2.0 TB/s nominal (NVIDIA A100 white paper). L2: 5.4 TB/s measured
-    # (the same benchmark, a100_80.txt); memory 1.73 TB/s (there). Latencies: as above.
+    # (the same benchmark, a100_80.txt); memory 1.73 TB/s (same source). Latencies: as above.
     "sm_80": Machine(
         multiprocessors=108,
         hertz=1.41e9,

@@ -1,11 +1,11 @@
-"""Instructions that touch the registers of a wgmma that may still be running.
+"""Find instructions that touch the registers of a wgmma that may still be running.
 
-wgmma runs on its own until the warp has waited for the group that it belongs to. Until then its left operand may not be
-written, where that is in registers, and its sum neither written nor read; the next wgmma may add to the same sum (PTX
-ISA, ``wgmma.wait_group``). Triton before 3.9 breaks this in its PTX, and ptxas before 13.3 by itself: docs/codegen.md.
+wgmma runs asynchronously until the warp has waited for its group. Until then its left operand, if in registers, must
+not be written, and its sum neither written nor read; the next wgmma may add to the same sum (PTX ISA,
+``wgmma.wait_group``). Triton before 3.9 breaks this rule in its PTX, and ptxas before 13.3 by itself: docs/codegen.md.
 
-What may be running is followed along every path of the control flow, around loops too, until nothing changes any more.
-Where a branch can go two ways it goes both, and an instruction with a predicate runs and does not.
+The set of products that may be running is followed along every path of the control flow, including loops, until it no
+longer changes. Both ways of a branch count, and an instruction with a predicate both runs and does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.codegen.disassembly import Instruction
 from bench.codegen.loops import order_of
 from bench.codegen.registers import product_of, read, written
 
-# Branches whose targets are in registers. Nothing that Triton writes becomes one.
+# Branches whose targets are in registers. Code from Triton has none.
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
 
 What = Literal["operand written", "sum written", "sum read"]
@@ -27,16 +27,16 @@ What = Literal["operand written", "sum written", "sum read"]
 
 @dataclass(frozen=True)
 class Touch:
-    """An instruction, and what it does to registers of products that may be running.
+    """An instruction that touches registers of products that may be running.
 
     Attributes:
-        address: of the instruction.
-        opcode: likewise.
-        what: it writes an operand, or writes or reads a sum.
-        registers: which of them, by number.
+        address: the address of the instruction.
+        opcode: its opcode.
+        what: whether it writes an operand, writes a sum or reads a sum.
+        registers: the numbers of the touched registers.
         products: addresses of the products.
-        later: products that were issued behind the last of these, on the path with the fewest.
-        is_ordered: whether it comes behind a scoreboard which says that these products have read their operands.
+        later: the number of products issued behind the last of these, on the path with the fewest.
+        is_ordered: whether a scoreboard has shown before it that these products have read their operands.
     """
 
     address: int
@@ -52,9 +52,9 @@ class Running(NamedTuple):
     """A product that may be running.
 
     Attributes:
-        age: groups that have ended since its own did, on the path with the fewest; -1 before its own has.
-        later: products that were issued since, likewise.
-        is_read: whether a scoreboard has told, on all paths, that its operands have been read.
+        age: the number of groups that ended after its own, on the path with the fewest; -1 if its own has not ended.
+        later: the number of products issued since, likewise.
+        is_read: whether a scoreboard has shown, on all paths, that its operands have been read.
     """
 
     age: int = -1
@@ -62,14 +62,14 @@ class Running(NamedTuple):
     is_read: bool = False
 
 
-State = Mapping[int, Running]  # by the place of the product among the instructions
+State = Mapping[int, Running]  # by the index of the product's instruction
 
 
 def touches(instructions: list[Instruction]) -> list[Touch]:
-    """Those of a kernel for sm_90, in program order.
+    """The touches of a kernel for sm_90, in program order.
 
     Raises:
-        NotImplementedError: it has several functions, or branches to where a register says.
+        NotImplementedError: the kernel has several functions, or branches to an address in a register.
     """
     if not any(map(product_of, instructions)):
         return []
@@ -83,7 +83,7 @@ def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[T
         state = _told(before, instruction, instructions)
         products = {at: product for at in state if (product := product_of(instructions[at]))}
         own = product_of(instruction)
-        # One product adds to what another has left, in the same registers.
+        # Successive products may add to one sum, in the same registers.
         sums = {at: product.sum for at, product in products.items() if own is None or product.sum != own.sum}
         operands = {at: product.operand for at, product in products.items()}
         results, sources = written(instruction), read(instruction)
@@ -107,7 +107,7 @@ def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[T
 
 
 def _running(instructions: list[Instruction]) -> list[State]:
-    """What may be running before each instruction."""
+    """The products that may be running before each instruction."""
     places = {x.address: place for place, x in enumerate(instructions)}
     if len(places) < len(instructions):
         raise NotImplementedError("functions of a kernel: got several, allowed is one")
@@ -127,7 +127,7 @@ def _running(instructions: list[Instruction]) -> list[State]:
 
 
 def _behind(place: int, before: State, instructions: list[Instruction]) -> State:
-    """What may be running behind an instruction."""
+    """The products that may be running behind an instruction."""
     instruction = instructions[place]
     state = after = _told(before, instruction, instructions)
     if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
@@ -141,14 +141,14 @@ def _behind(place: int, before: State, instructions: list[Instruction]) -> State
 
 
 def _told(state: State, instruction: Instruction, instructions: list[Instruction]) -> State:
-    """With what the scoreboards say that an instruction waits for."""
+    """The state, updated by the scoreboards that an instruction waits for."""
     needs = order_of(instruction.encoding).needs if state else ()
     told = [at for at in state if order_of(instructions[at].encoding).operands in needs]
     return {**state, **{at: state[at]._replace(is_read=True) for at in told}} if told else state
 
 
 def _either(a: State, b: State) -> State:
-    """What may be running where two paths meet."""
+    """The products that may be running where two paths meet."""
     if a is b:
         return a
     met = {**b, **a}
@@ -159,7 +159,7 @@ def _either(a: State, b: State) -> State:
 
 
 def _successors(instructions: list[Instruction], places: dict[int, int]) -> list[list[int]]:
-    """Where each instruction may lead to; a function returns to behind each call."""
+    """The possible successors of each instruction; a function returns to the place behind each call."""
     names = [x.opcode.split(".")[0] for x in instructions]
     returns = [place + 1 for place, name in enumerate(names) if name == "CALL"]
     meetings: dict[str, list[int]] = {}
@@ -173,12 +173,12 @@ def _successors(instructions: list[Instruction], places: dict[int, int]) -> list
             raise NotImplementedError(f"branches: got {x.opcode} at {x.address:#x}, allowed are those to an address")
         address = re.search(r"0x[0-9a-f]+\s*$", x.operands) if name in ("BRA", "CALL") else None
         targets = [places[int(address[0], 16)]] if address else []
-        if name == "BSYNC":  # goes on behind itself, and where that is not where its BSSY said, perhaps there
+        if name == "BSYNC":  # continues behind itself, or perhaps at the target of its BSSY
             meeting = meetings.get(x.operands.strip(), [])
             targets = [] if place + 1 in meeting else meeting
         elif name == "RET":
             targets = returns
-        # A branch may have its condition among its operands, too.
+        # A branch may also have its condition among its operands.
         ends = name in ("EXIT", "RET") or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
         falls = x.predicate or not ends
         found.append(targets + [place + 1] * (falls and place + 1 < len(instructions)))

@@ -1,8 +1,8 @@
-"""What calls of ``attention()`` launch, compiled for a GPU that need not be there.
+"""Compile the launches of calls of ``attention()``, without a GPU.
 
-The package is called as a user calls it. Triton sees a driver that knows a target but no device, and each launch
-becomes a compilation, specialised by Triton itself from the arguments that the launcher passed: there is no second
-list of constants, types and alignments that could differ from the launchers'.
+The package is called as a user calls it. Triton sees a driver with a target but no device, and each launch becomes a
+compilation, specialised by Triton itself from the arguments of the launcher: there is no second list of constants,
+types and alignments that could differ from the launchers'.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TARGETS: dict[configs.Arch, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-# What a call may ask for. "all but boolean" and "all" need the most registers of those without other scores.
+# Sets of features of a call. "all but boolean" and "all" need the most registers of those that do not change scores.
 FEATURES: dict[str, frozenset[str]] = {
     "plain": frozenset(),
     "causal": frozenset({"causal"}),
@@ -64,8 +64,8 @@ FEATURES: dict[str, frozenset[str]] = {
     "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
 }
 
-# Triton compiles another kernel for a stride that is 1 or a multiple of 16. The row stride of a boolean mask is neither
-# here; what depends on head_dim is a multiple of 16.
+# Triton compiles another kernel for a stride that is 1 or a multiple of 16. Here the row stride of a boolean mask is
+# neither; strides that depend on head_dim are multiples of 16.
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
 FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
@@ -73,7 +73,7 @@ LAYOUT_BLOCK, REACH = 128, 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of a call."""
+    """The sizes of a call."""
 
     batch: int
     nheads_q: int
@@ -83,7 +83,7 @@ class Sizes:
 
     @staticmethod
     def of(features: frozenset[str], seqlen_k: int) -> Sizes:
-        """What the features leave of the usual ones."""
+        """The usual sizes, changed as the features ask."""
         lengths = {"one query": 1, "few queries": FEW_QUERIES, "some queries": SOME_QUERIES}
         return Sizes(
             batch=1 if features & {"packed", "one sequence"} else BATCH,
@@ -96,11 +96,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled launch: values of the kernel's constexpr parameters, what it is given that it might be without,
-    whether tensor descriptors are among that, whether its programs walk over tiles, launch options, and what came of
-    it.
+    """One compiled launch: values of the kernel's constexpr parameters, optional arguments that it got, whether tensor
+    descriptors are among them, whether its programs walk over tiles, launch options, and the result.
 
-    `compiled` is Triton's CompiledKernel, or None where `error` says why there is none; `log` is what ptxas printed.
+    `compiled` is Triton's CompiledKernel, or None, and `error` then says why; `log` is the output of ptxas.
     """
 
     kernel: str
@@ -114,7 +113,7 @@ class Launch:
     error: str
 
 
-# What a switch, or a tensor that may be missing, is called; others are called as they are named in the kernel.
+# Names of switches and optional tensors in reports; others have the name of the kernel's parameter.
 NAMES = {
     "HAS_LOWER": "window",
     "HAS_UPPER": "causal",
@@ -131,7 +130,7 @@ NAMES = {
     "rounding_residual": "residual",
     "reciprocal": "unbounded",
 }
-# What follows from another switch, or is always there.
+# Arguments that follow from another switch, or are always present.
 IMPLIED = {
     *(
         "MODIFIED",
@@ -152,7 +151,7 @@ IMPLIED = {
 
 
 def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
-    """What of a kernel's arguments may be missing and is there; also of the tuples among them, such as `owner`."""
+    """The optional arguments that a kernel got, also those in the tuples among its arguments, such as `owner`."""
     for name, value in arguments.items():
         value = getattr(value, "value", value)  # a constexpr
         if name in ("HEADS", "SPLIT"):
@@ -180,26 +179,26 @@ def constants_of(fn: JITFunction, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NoDevice:
-    """As much of a Triton driver as compiling takes."""
+    """The part of a Triton driver that compiling needs."""
 
     target: GPUTarget
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """The target of compilations."""
         return self.target
 
     def get_current_device(self) -> int:
-        """A name under which Triton keeps what it compiled."""
+        """The key under which Triton keeps compiled kernels."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Asked for, and not used."""
+        """Required by Triton, but not used."""
         return 0
 
 
 @contextmanager
 def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[list[Launch]]:
-    """Inside, launches compile for `arch` and are collected, each different one once; all, or those of `kernels`."""
+    """Inside, launches compile for `arch` and are collected, each distinct one once; all, or those of `kernels`."""
     launches: list[Launch] = []
     seen: dict[JITFunction, list[Any]] = {}
     run = JITFunction.run
@@ -211,9 +210,9 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         arguments = fn.signature.bind(*args, **parameters).arguments
         log, compiled, error = io.StringIO(), None, ""
         try:
-            with redirect_stdout(log):  # what ptxas says
+            with redirect_stdout(log):  # the output of ptxas
                 compiled = run(fn, *args, grid=grid, warmup=True, **named)
-        except Exception as raised:  # one of many, which must not keep the others from being seen
+        except Exception as raised:  # one failure must not hide the other launches
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         if compiled is not None and compiled in seen.setdefault(fn, []):
             return compiled
@@ -244,14 +243,14 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
     ):
-        # Of a kernel that comes out of the cache on disk ptxas says nothing.
+        # ptxas prints nothing for a kernel from the cache on disk.
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         try:
             yield launches
         finally:
             for fn in seen:
-                fn.device_caches.clear()  # they would not notice that the target changes
+                fn.device_caches.clear()  # they do not notice a change of the target
 
 
 def call(
@@ -265,7 +264,7 @@ def call(
 ) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
 
-    Another `seqlen_k` is for features that have nothing of its size.
+    Change `seqlen_k` only for features without tensors of its size.
     """
     sizes = Sizes.of(features, seqlen_k)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features

@@ -1,6 +1,6 @@
-"""What one warp does in an iteration of a loop, from its disassembly, as far as the model asks.
+"""The steps of one warp in an iteration of a loop, from its disassembly, as far as the model needs them.
 
-Each instruction becomes a :class:`Step`: which pipe it needs, what it multiplies and moves, and whether the warp waits.
+Each instruction becomes a :class:`Step`: its pipe, how much it multiplies and moves, and whether the warp waits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Kind = Literal[
 
 LANES = 32
 WARP_GROUP = 4  # warps, one on each scheduler
-OPERAND_BYTES = 32  # of a row of an operand of a matrix instruction, along the axis that is summed over
+OPERAND_BYTES = 32  # of a row of an operand of a matrix instruction, along the summed axis
 
-# First part of the opcode -> kind. Opcodes in neither table take an issue slot: control, the uniform datapath, memory.
+# First part of the opcode -> kind. Other opcodes take only an issue slot: control, the uniform datapath, memory.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "HSETP2", "FFMA2"), "fma"),
     **dict.fromkeys(("IMAD", "IDP"), "imad"),
@@ -33,10 +33,10 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("SHFL", "REDUX", "MATCH"), "shuffle"),
 }
 
-# What the innermost loops with products are, in program order, by how many a kernel has.
+# Names of the innermost loops with products, in program order, by their number in a kernel.
 LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
-    "attention_fwd_specialized": {2: ("full", "full")},  # that of each group of warps that multiply
+    "attention_fwd_specialized": {2: ("full", "full")},  # one loop for each group of multiplying warps
     "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
     "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
 }
@@ -45,9 +45,9 @@ LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
 class Order(NamedTuple):
     """When the next instruction of a warp may follow.
 
-    The 21 bits of every instruction from Volta on (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via
-    Microbenchmarking", arXiv:1804.06826, section 2.1): clocks until the next one, and for what takes how long nobody
-    knows, six scoreboards that an instruction occupies until it has its result, or has read its operands.
+    The 21 control bits of every instruction from Volta on (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture
+    via Microbenchmarking", arXiv:1804.06826, section 2.1): the clocks until the next instruction, and, for variable
+    latencies, six scoreboards that an instruction occupies until it has its result or has read its operands.
     """
 
     stall: int = 1
@@ -64,14 +64,14 @@ class Step:
     """One instruction of a warp.
 
     Attributes:
-        kind: the pipe, or what it waits for.
-        macs: multiply-adds of a matrix instruction, this warp's part of it.
-        wide: of 32-bit operands, which take twice as long.
-        shared_bytes: of shared memory that it reads or writes; what a warp group reads once counts a quarter.
-        memory_bytes: that it fetches from beyond shared memory.
-        commits: whether it ends a group of wgmma, which a wait can wait for; "commit" does so for a group of copies.
-        pending: groups that may still run after a "wait" for wgmma, or be on their way after "arrived" for copies.
-        order: what the assembler wrote into the instruction for the hardware to keep to.
+        kind: the pipe, or the kind of wait.
+        macs: this warp's multiply-adds in a matrix instruction.
+        wide: whether operands have 32 bits, which takes twice as long.
+        shared_bytes: bytes of shared memory read or written; bytes that a warp group reads once count a quarter.
+        memory_bytes: bytes that it fetches from beyond shared memory.
+        commits: whether it ends a group of wgmma that a wait can name; "commit" does so for a group of copies.
+        pending: groups that may still run after a "wait" for wgmma, or after "arrived" for copies.
+        order: the control bits of the instruction.
     """
 
     kind: Kind
@@ -102,14 +102,14 @@ class Loop:
 
     @property
     def copies(self) -> bool:
-        """Whether it fetches ahead into shared memory, so that an iteration need not wait for what it asks for."""
+        """Whether it prefetches into shared memory, so that an iteration need not wait for its own loads."""
         return any(step.kind == "tma" or (step.memory_bytes and step.shared_bytes) for step in self.steps)
 
     @property
     def overlapped(self) -> float:
-        """Share of the steps that come while wgmma of this warp may be running."""
+        """The share of the steps during which wgmma of this warp may be running."""
         n, running = 0, 0
-        for _ in range(2):  # what the last iteration left running runs in the next
+        for _ in range(2):  # products of the last iteration may still run in the next
             n = 0
             for step in self.steps:
                 if step.kind == "wait":
@@ -121,7 +121,7 @@ class Loop:
 
     @property
     def style(self) -> str:
-        """How it multiplies and fetches, in a few words."""
+        """A short description of how it multiplies and fetches."""
         if self.counts["wgmma"]:
             from_registers = sum(step.kind == "wgmma" and not _reads_a(step) for step in self.steps)
             product = f"wgmma {from_registers}/{self.counts['wgmma']} from registers"
@@ -132,7 +132,7 @@ class Loop:
 
 
 def _reads_a(step: Step) -> bool:
-    """Whether the left operand of a wgmma comes from shared memory, like the right one always."""
+    """Whether the left operand of a wgmma comes from shared memory, as the right one always does."""
     n = step.macs * (2 if step.wide else 1) // (16 * 16)
     return step.shared_bytes > n * OPERAND_BYTES / WARP_GROUP
 
@@ -143,7 +143,7 @@ def loop_of(instructions: list[Instruction]) -> Loop:
 
 
 def order_of(encoding: int | None) -> Order:
-    """What the assembler wrote into an instruction for the hardware to keep to."""
+    """The control bits that the assembler wrote into an instruction."""
     if encoding is None:
         return FREE
     bits = encoding >> 105
@@ -183,7 +183,7 @@ def _step(instruction: Instruction) -> Step:
     if name == "UTMALDG":
         return Step("tma")
     moved = LANES * _width(modifiers)
-    if name in ("LDS", "STS", "ATOMS") and not operands.strip().startswith("RZ"):  # LDS RZ orders, and reads nothing
+    if name in ("LDS", "STS", "ATOMS") and not operands.strip().startswith("RZ"):  # LDS RZ only orders, reads nothing
         return Step("issue", shared_bytes=moved)
     if name in ("LDSM", "STSM"):
         return Step("issue", shared_bytes=8 * 16 * int(modifiers[-1]) if modifiers[-1].isdigit() else 8 * 16)
@@ -195,7 +195,7 @@ def _step(instruction: Instruction) -> Step:
 
 
 def _whole_program(operands: str) -> bool:
-    """Whether a barrier holds more than one warp group; its second operand counts threads, and none means all."""
+    """Whether a barrier holds more than one warp group; its second operand is a number of threads, if missing all."""
     _, *threads = (operand.strip() for operand in operands.split(","))
     if not threads or not threads[0].startswith("0x"):
         return True
@@ -203,7 +203,7 @@ def _whole_program(operands: str) -> bool:
 
 
 def _width(modifiers: list[str]) -> int:
-    """Bytes of one lane."""
+    """Bytes per lane."""
     for modifier in modifiers:
         if modifier in ("128", "64"):
             return int(modifier) // 8

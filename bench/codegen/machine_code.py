@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: registers and spills by the assembler, instructions by the disassembly."""
+"""Figures of a compiled kernel: registers and spills from the assembler, instructions from the disassembly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.codegen.loops import Loop, loop_of
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
 TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
 FMA = ("FFMA",)
-FMAS_OF_A_PRODUCT = 16  # a loop with fewer multiplies no tiles
+FMAS_OF_A_PRODUCT = 16  # a loop with fewer does not multiply tiles
 SPILLS = ("LDL", "STL", "scratch_")
 
 
@@ -23,9 +23,9 @@ SPILLS = ("LDL", "STL", "scratch_")
 class MachineCode:
     """Figures of one kernel.
 
-    `spill_bytes` counts stores and loads of one thread; `loop_instructions` are the lengths of the innermost loops that
-    multiply tiles, in program order, `loop_spills` the instructions in each that spill or fetch again, and `loops` what
-    it does; empty for AMD. `touches` are of registers that a wgmma may still need.
+    `spill_bytes` counts stores and loads of one thread. `loop_instructions` are the lengths of the innermost loops that
+    multiply tiles, in program order, and `loop_spills` the numbers of instructions in each that spill or reload;
+    `loops` are their steps, empty for AMD. `touches` are those of registers that a wgmma may still need.
     """
 
     registers: int
@@ -40,7 +40,7 @@ class MachineCode:
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
-    """Figures of a kernel for an NVIDIA target, with what ptxas printed and a folder that has cuobjdump."""
+    """Figures of a kernel for an NVIDIA target, from its cubin and the output of ptxas; `tools` has cuobjdump."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -66,7 +66,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
 
 
 def of_amdgcn(assembly: str) -> MachineCode:
-    """Figures of a kernel for an AMD target, whose assembly ends with the compiler's metadata."""
+    """Figures of a kernel for an AMD target; its assembly ends with the compiler's metadata."""
 
     def number(field: str) -> int:
         found = re.search(rf"\.{field}:\s+(\d+)", assembly)
@@ -95,7 +95,7 @@ def product_loops(instructions: list[Instruction]) -> list[list[Instruction]]:
         products, at_least = [x.address for x in instructions if x.opcode.startswith(FMA)], FMAS_OF_A_PRODUCT
     loops = {(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address}
     with_product = [(a, b) for a, b in loops if sum(a <= address <= b for address in products) >= at_least]
-    # A wait for data may lie behind the loop that waits, and jump back into its middle.
+    # The code of a wait for data may lie behind its loop, and jump back into the middle of the loop.
     with_product = [(a, b) for a, b in with_product if not any(c < a <= d < b for c, d in with_product)]
     innermost = [x for x in with_product if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in with_product)]
     return [[x for x in instructions if a <= x.address <= b] for a, b in sorted(innermost)]

@@ -1,11 +1,11 @@
-"""How fast a kernel could run at best, computed from its machine code: which resource limits it, and what waits cost.
+"""An upper bound of a kernel's speed, computed from its machine code: the limiting resource, and the cost of waits.
 
-One scheduler of a multiprocessor is played through, step by step, with its warps of every program that fits (the four
-are alike). A warp issues in order, one instruction a clock for all warps; an instruction also needs its pipe
-(bench/codegen/hardware.py). wgmma runs on its own until the warp waits for it, behind what other warps asked for; a
-barrier holds the warps of its program, and copies arrive after the latency of the L2 cache. A warp keeps to the order
-that the assembler wrote into the instructions. What comes out is a bound: conflicts of banks, misses of the L2 cache,
-TMA that comes late, launches, and clocks that fall with power are not seen.
+The model simulates one scheduler of a multiprocessor, step by step, with its warps of every program that fits (the four
+schedulers are alike). Warps issue in order, one instruction per clock in all; an instruction also needs its pipe
+(bench/codegen/hardware.py). wgmma runs asynchronously until the warp waits for it, behind products of other warps; a
+barrier holds the warps of its program, and copies arrive after the latency of the L2 cache. A warp obeys the control
+bits of its instructions. The result is a bound: the model ignores bank conflicts, misses of the L2 cache, late TMA,
+launches, and clocks that fall with power.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.codegen.loops import LANES, Loop, Step
 
 WARM_UP, MEASURED = 4, 12  # iterations
 WIDEST = LANES * 16  # bytes that one instruction can load
-SATURATED = 0.95  # a resource that is busy for longer than this share of the time is the limit
+SATURATED = 0.95  # a resource that is busy for more than this share of the time is the limit
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Bound:
     """Clocks that one iteration of one program takes from a multiprocessor that `ctas` programs share.
 
     Attributes:
-        clocks: in all.
+        clocks: the total.
         resources: clocks for which each resource is busy: "tensor", "issue", "shared", "L2" and the pipes of the
             schedulers.
-        program_clocks: from one iteration of a program to its next.
+        program_clocks: clocks from one iteration of a program to its next.
     """
 
     clocks: float
@@ -45,7 +45,7 @@ class Bound:
 
     @property
     def limiters(self) -> tuple[str, str]:
-        """What limits, and what would next. "waits": no resource is busy all the time."""
+        """The limit and the next one. "waits": no resource is busy all the time."""
         first, second, *_ = self.busiest
         if self.resources[first] >= SATURATED * self.clocks:
             return first, second
@@ -53,9 +53,9 @@ class Bound:
 
 
 def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, fetched_bytes: int = 0) -> Bound:
-    """Of a loop that programs of `warps` warps run, `ctas` at a time.
+    """The bound of a loop in programs of `warps` warps, `ctas` at a time.
 
-    `fetched_bytes` are those of one iteration of a program that TMA fetches: the instructions do not tell.
+    `fetched_bytes` are those that TMA fetches in one iteration of a program; the instructions do not show them.
     """
     if ctas < 1 or warps % SCHEDULERS:
         raise ValueError(f"warps, ctas: got {warps}, {ctas}, allowed are multiples of {SCHEDULERS}, and at least 1")
@@ -79,7 +79,7 @@ def resources_of(loop: Loop, machine: Machine, warps: int, fetched_bytes: int = 
 
 
 def _tensor_clocks(step: Step, machine: Machine) -> float:
-    """For which a matrix instruction keeps the tensor core of its scheduler."""
+    """Clocks for which a matrix instruction keeps the tensor core of its scheduler busy."""
     if not step.macs:
         return 0
     macs = machine.wgmma_macs if step.kind == "wgmma" else machine.mma_macs
@@ -88,17 +88,17 @@ def _tensor_clocks(step: Step, machine: Machine) -> float:
 
 @dataclass
 class _Warp:
-    """One warp on its way: its program, the next step, and when what it has begun will be done."""
+    """The state of one warp: its program, the next step, and when its pending work will be done."""
 
     program: int
     at: int = 0
     products: deque[float] = field(default_factory=deque)  # groups of wgmma
     copies: deque[float] = field(default_factory=deque)  # groups of copies into shared memory
-    copying: float = 0.0  # the last copy, of no group yet
+    copying: float = 0.0  # the last copy, not yet in a group
     scoreboards: dict[int, float] = field(default_factory=dict)
 
     def ready(self, step: Step) -> float:
-        """When nothing that the step waits for is left to be done."""
+        """When everything that the step waits for is done."""
         times = [self.scoreboards.get(i, 0.0) for i in step.order.needs]
         groups = {"wait": self.products, "arrived": self.copies}.get(step.kind, ())
         if len(groups) > step.pending:
@@ -107,11 +107,11 @@ class _Warp:
 
 
 def _played(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
-    """Clocks per iteration and program, of one scheduler with `warps` warps of each of `ctas` programs."""
+    """Simulate one scheduler with `warps` warps of each of `ctas` programs; clocks per iteration and program."""
     steps = loop.steps
-    turns = itertools.count()  # of two warps that are ready, the one that has waited longer goes first
+    turns = itertools.count()  # if two warps are ready, the one that has waited longer goes first
     ready = [(0.0, next(turns), _Warp(program)) for program in range(ctas) for _ in range(warps)]
-    free: dict[str, float] = {}  # when a pipe is
+    free: dict[str, float] = {}  # when a pipe is free
     held: dict[int, list[_Warp]] = {program: [] for program in range(ctas)}  # at a barrier
     ended = {WARM_UP: 0.0, WARM_UP + MEASURED: 0.0}  # when the last warp had run that many iterations
 
@@ -155,7 +155,7 @@ def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine:
 
     done, latency = now, machine.latencies.get(step.kind, 0)
     if step.macs:
-        # Operands that come from shared memory may take longer than their product.
+        # Reading operands from shared memory may take longer than the product.
         clocks = max(_tensor_clocks(step, machine), SCHEDULERS * step.shared_bytes / machine.shared_bytes)
         done = occupy(step.kind, clocks)
     elif step.kind in machine.pipes:
@@ -166,7 +166,7 @@ def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine:
     read = done
     if step.memory_bytes:
         done = occupy("port", SCHEDULERS * step.memory_bytes / machine.port_bytes)
-        # Narrow loads, of masks and biases, find what their neighbours have fetched.
+        # Narrow loads, of masks and biases, hit lines that their neighbours have fetched.
         narrow = not step.shared_bytes and step.memory_bytes < WIDEST
         latency = machine.latencies["near" if narrow else "memory"]
     done += latency

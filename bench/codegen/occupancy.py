@@ -1,4 +1,4 @@
-"""How many programs (CTAs) of a kernel fit on one multiprocessor at a time.
+"""The number of programs (CTAs) of a kernel that fit on one multiprocessor at a time.
 
 The rules are those of NVIDIA's occupancy calculator (CUDA C++ Programming Guide, "Compute Capabilities") and of AMD's
 CDNA3 instruction set manual, "Wave resources".
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What one multiprocessor has to share out; sizes in bytes. Registers are 32-bit values a lane of each of its four
-    schedulers, which a warp takes in steps of `register_step`."""
+    """The resources of one multiprocessor; sizes in bytes. Registers are 32-bit values per lane of each of its four
+    schedulers; a warp takes them in steps of `register_step`."""
 
     warps: int
     programs: int
@@ -38,7 +38,7 @@ def _round_up(x: int, step: int) -> int:
 
 
 def ctas_per_sm(target: str, registers: int, shared_bytes: int, warps: int, tensor_memory_columns: int = 0) -> int:
-    """Programs of `warps` warps that one multiprocessor of `target` holds; 0 where not even one fits."""
+    """The number of programs of `warps` warps that one multiprocessor of `target` holds; 0 if none fits."""
     sm = MULTIPROCESSORS[target]
     warps_by_registers = SCHEDULERS * (sm.lane_registers // _round_up(max(registers, 1), sm.register_step))
     limits = [sm.programs, min(sm.warps, warps_by_registers) // warps]

@@ -1,6 +1,6 @@
-"""Calls in which numbers are 1: Triton makes such an argument a constant, and another kernel.
+"""Calls with sizes of 1: Triton makes such an argument a constant, and compiles another kernel.
 
-Of one head, key or feature nobody asks for a fast kernel, but for one that compiles.
+A kernel for one head, key or feature need not be fast, but it must compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusedattn import masks
 from fusedattn.masks import Mask
 from fusedattn.score_mod import ArgGradient, ScoreMod
 
-# What the calls ask for; those whose name begins with "one feature" have one feature of keys, too.
+# The features of the calls; if a name begins with "one feature", queries and keys have one feature.
 ONES: dict[str, frozenset[str]] = {
     "one feature": frozenset({"causal", "boolean", "dropout", "one value"}),
     "one feature, decode": frozenset({"causal", "one query", "long cache", "one value"}),
@@ -39,7 +39,7 @@ ONES: dict[str, frozenset[str]] = {
 
 
 def head_dim_of(name: str) -> int:
-    """The features of queries and keys in the calls of that name."""
+    """The head_dim of queries and keys in the calls of that name."""
     return 1 if name.startswith("one feature") else 16
 
 

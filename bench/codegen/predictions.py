@@ -1,4 +1,4 @@
-"""The table of predictions in docs/performance.md: what limits each kernel, and how fast it could be at best.
+"""The table of predictions in docs/performance.md: the limit of each kernel, and a bound of its speed.
 
     python -m bench.codegen.predictions [--target sm_90] [--head-dim 128] [--features plain] [--tile 128x64,8,3]
                                         [--update]
@@ -39,21 +39,21 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMAND = "python -m bench.codegen.predictions"
 PREDICTED = ("plain", "causal+rope", "bias", "all", "one pass", "one pass, causal+rope")
 
-# Operations of a pair of a query and a key and one feature: of the products that the kernel has to do.
+# Operations per pair of query and key and per feature, of the products that the kernel must compute.
 OPERATIONS = {"attention_fwd": 4, "attention_fwd_specialized": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
 FORWARD = ("attention_fwd", "attention_fwd_specialized")
 BACKWARD = ("attention_bwd_dkdv", "attention_bwd_dq")
-ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv where it adds up dq too
-TOTAL_BYTES = 4  # of an element of the sum that is dq then
+ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv if it also adds up dq
+TOTAL_BYTES = 4  # of an element of that sum
 TOKENS, FEATURES_IN_ALL, SEQLENS = 16384, 2048, (1024, 2048, 4096, 8192, 16384)
 SHOWN = ("plain", "causal+rope")
-ROTATION_STEPS = 4  # widen, multiply, multiply and add, round: without loads, and without shared memory in between
+ROTATION_STEPS = 4  # widen, multiply, multiply and add, round; loads and shared memory are not counted
 RESOURCES = ("tensor", "mufu", "alu", "issue", "shared", "L2")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one kernel: the bound of each of its loops, by what it is."""
+    """The bounds of one kernel, by the name of the loop."""
 
     report: Report
     bounds: dict[str, Bound]
@@ -61,27 +61,27 @@ class Prediction:
 
     @property
     def main(self) -> str:
-        """The loop that most blocks run; kernels that read a mask for each pair have but the one for boundaries."""
+        """The loop that most blocks run; kernels that read a mask for each pair have only the loop for boundaries."""
         return "full" if "full" in self.bounds else "boundary"
 
     @property
     def boundary(self) -> Bound:
-        """That of blocks at the boundary of a mask: where one loop does all, its own."""
+        """The bound of blocks at the boundary of a mask; if one loop runs all blocks, that of this loop."""
         return self.bounds.get("boundary", self.bounds[self.main])
 
     @property
     def flops(self) -> float:
-        """Operations a second of the main loop, at best."""
+        """Operations per second of the main loop, at best."""
         return self._operations / self.machine.seconds(self.bounds[self.main].clocks) * self.machine.multiprocessors
 
     @property
     def one_pass(self) -> bool:
-        """Whether it makes dq as well as dk and dv."""
+        """Whether the kernel computes dq as well as dk and dv."""
         return is_one_pass(self.report)
 
     @property
     def kernel(self) -> Kernel:
-        """For estimates; without a loop for full blocks, that for boundaries does them too."""
+        """The kernel for estimates; without a loop for full blocks, that for boundaries runs them too."""
         config = self.report.config
         return Kernel(
             config["BLOCK_M"],
@@ -104,33 +104,33 @@ class Prediction:
 
     @property
     def repeated(self) -> float:
-        """Multiply-adds that the main loop does, over those that it has to do; 0 without matrix instructions."""
+        """Multiply-adds of the main loop, relative to the required ones; 0 without matrix instructions."""
         names = LOOPS[self.report.kernel][len(self.report.loops)]
         macs = self.report.loops[names.index(self.main)].macs * _multiplying(self.report)
         return 2 * macs / self._operations
 
 
 def is_one_pass(report: Report) -> bool:
-    """Whether a kernel adds up dq besides what it owns."""
+    """Whether a kernel adds up dq besides its own dk and dv."""
     return "one-pass" in report.features.split("+")
 
 
 def in_pieces(report: Report) -> bool:
-    """Whether boundary blocks read a piece of the features at a time: as is_wide of the kernels says."""
+    """Whether boundary blocks read a piece of the features at a time, as is_wide of the kernels says."""
     return bool(is_wide(tl.float32, block_d(report.head_dim), "tf32" if report.dtype == "tf32" else "ieee"))
 
 
 def _multiplying(report: Report) -> int:
-    """Warps of a program that run the loops: a group for each where they have different tasks."""
+    """The number of warps of a program that run the loops; if warps have different tasks, one group per loop."""
     return WARP_GROUP * len(report.loops) if report.config.get("specialized") else report.config["num_warps"]
 
 
 def predict(report: Report) -> Prediction:
-    """What the model says of a compiled attention kernel.
+    """The model's prediction for a compiled attention kernel.
 
     Raises:
-        NotImplementedError: its products are made in pieces, in loops of their own, or the number of its loops is none
-            that a kernel of this name is known to have.
+        NotImplementedError: its products are computed in pieces, in separate loops, or the number of its loops is
+            unknown for a kernel of this name.
     """
     if report.kernel in BACKWARD and in_pieces(report):
         raise NotImplementedError(f"head_dim of {report.key}: got {report.head_dim}, allowed are those of whole tiles")
@@ -157,7 +157,7 @@ def predict(report: Report) -> Prediction:
 
 
 def table(predictions: list[Prediction]) -> Iterator[str]:
-    """Lines of Markdown: those of a kernel together, the fastest first."""
+    """Lines of Markdown, grouped by kernel, the fastest first."""
     columns = (
         *("rank", "kernel", "head_dim", "features", "tile", "main loop", "CTAs", "TFLOP/s at best", "limit", "next"),
         *("clocks", *RESOURCES, "products", "boundary"),
@@ -199,7 +199,7 @@ def _cells(x: Prediction, rank: int) -> list[object]:
 
 
 def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
-    """Lines of Markdown: whole calls, with and without a causal mask, of 16 heads of 128 features or as many in all."""
+    """Lines of Markdown: whole calls, with and without a causal mask, of heads with 16 * 128 features in all."""
     yield from _lines(
         (
             *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
@@ -208,7 +208,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
-        # Where queries are queries rotated before, the forward does not know that anything rotates.
+        # If queries are rotated before, the forward kernel does not have the feature "rope".
         prerotate_q = not any(x.report.kernel in FORWARD for x in of_call)
         if prerotate_q:
             without = features.removesuffix("+rope")
@@ -242,7 +242,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
 
 
 def _one_pass_flops(x: Prediction, problem: Workload, machine: Machine) -> float:
-    """Operations a second of a backward in one pass, with the sum that is filled with zeros and read once more."""
+    """Operations per second of a backward in one pass, including zeroing its sum and reading it once more."""
     rows = problem.batch * problem.nheads_q * problem.seqlen_q
     moved = rows * problem.head_dim * (2 * TOTAL_BYTES + problem.itemsize)
     seconds = estimate(x.kernel, problem, machine).seconds + moved / machine.hbm_bytes_per_second
@@ -250,12 +250,12 @@ def _one_pass_flops(x: Prediction, problem: Workload, machine: Machine) -> float
 
 
 def _called(x: Prediction) -> str:
-    """The features of the call: what the forward keeps for the backward is none of them, nor how that sums."""
+    """The features of the call, without those about results kept for the backward and about its sums."""
     return "+".join(name for name in x.report.features.split("+") if name not in ("residual", "one-pass")) or "plain"
 
 
 def figures(predictions: list[Prediction], target: Arch) -> str:
-    """The part of the page."""
+    """The generated part of the page."""
     machine = MACHINES[target]
     training = [x for x in predictions if x.report.kernel in BACKWARD or "residual" in x.report.features.split("+")]
     lines = [
@@ -275,7 +275,7 @@ def figures(predictions: list[Prediction], target: Arch) -> str:
 
 
 def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
-    """A sentence for each head_dim: up to where rotating k in the loop of the forward could pay."""
+    """A sentence for each head_dim: up to which size rotating k in the loop of the forward could pay."""
     for x in predictions:
         if x.report.kernel == "attention_fwd" and x.report.features == "plain":
             tile = x.kernel
@@ -291,7 +291,7 @@ def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
 def compiled(
     target: Arch, head_dims: list[int], features: list[str], jobs: int, tile: TileConfig | None = None
 ) -> list[Report]:
-    """The attention kernels in bfloat16, and the forward without gradients or features too."""
+    """Reports of the attention kernels in bfloat16, and of the forward without gradients or features."""
     cases = [
         compilations.Case(target, "bf16", head_dim, tuple(features), tuple(OPERATIONS), ("plain",), tile)
         for head_dim in head_dims
@@ -300,7 +300,7 @@ def compiled(
 
 
 def tile_config(text: str) -> TileConfig:
-    """Of "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages; what else is not as usual."""
+    """Parse "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages, and optional fields."""
     match = re.fullmatch(rf"(\d+)x(\d+),(\d+),(\d+)(?:,({'|'.join(get_args(Style))}))?(?:,(\d+))?(,persistent)?", text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -318,7 +318,7 @@ def tile_config(text: str) -> TileConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, or write them; exit code 1 where a kernel does not compile, or does not fit."""
+    """Print the tables, or write them; return exit code 1 if a kernel does not compile or does not fit."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", choices=list(MACHINES), default="sm_90")
     parser.add_argument("--head-dim", action="append", type=int, default=[], help="default: 64, 128 and 256")

@@ -1,4 +1,4 @@
-"""Which registers of a thread an instruction for sm_90 writes, and which it reads, from its disassembly."""
+"""The registers of a thread that an instruction for sm_90 writes and reads, from its disassembly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ REGISTER = re.compile(r"(?<![\w.])R(\d+)((?:\.\w+)*)")
 RESULT = re.compile(r"R(\d+)(?:\.64)?")
 PREDICATE = re.compile(r"!?U?P[\dTR]")
 
-# wgmma of 16, 8 and 1 bits: 64 rows by so many columns.
+# wgmma of 16, 8 and 1 bits: 64 rows; the first group is the number of columns.
 PRODUCT = re.compile(r"[HQIB]GMMA\.(?:SP\.)?64x(\d+)x\d+\.(\w+)")
 LEFT_OPERAND = 4  # registers: 64 rows of 32 bytes, for 128 threads
 
-# Opcodes that write predicates, memory or nothing, whose first register is a source. All others write what their first
-# operand names, behind predicates, if it is a register.
+# Opcodes that write predicates, memory or nothing; their first register is a source. All others write their first
+# operand behind predicates, if it is a register.
 WITHOUT_RESULT = frozenset(
     ("BAR", "CALL", "DSETP", "FCHK", "FSETP", "HSETP2", "ISETP", "NANOSLEEP", "R2P", "RET", "WARPSYNC")
 )
@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 def product_of(instruction: Instruction) -> Product | None:
-    """Of a wgmma; None for all else."""
+    """The registers of a wgmma; None for other instructions."""
     shape = PRODUCT.match(instruction.opcode)
     if shape is None:
         return None
@@ -58,7 +58,7 @@ def written(instruction: Instruction) -> frozenset[int]:
 
 
 def read(instruction: Instruction) -> frozenset[int]:
-    """Registers that it reads, those of addresses too. A wgmma does not read the sum that it adds to: it keeps it."""
+    """Registers that an instruction reads, including addresses, but not the sum that a wgmma adds to."""
     product = product_of(instruction)
     if product is not None:
         return product.operand
@@ -80,13 +80,13 @@ def _operands(instruction: Instruction) -> list[str]:
 
 
 def _named(operand: str, width: int) -> frozenset[int]:
-    """Registers from the one that an operand is on."""
+    """`width` registers, from the one that an operand names on."""
     register = RESULT.match(operand.strip())
     return frozenset(range(int(register[1]), int(register[1]) + width)) if register else NONE
 
 
 def _place_of_result(name: str, operands: list[str]) -> int | None:
-    """Of the operand that names it: the first one, or behind predicates that are results too."""
+    """The index of the result operand: the first one, or the one behind predicates that are results too."""
     if name in WITHOUT_RESULT:
         return None
     place = next((i for i, operand in enumerate(operands) if not PREDICATE.fullmatch(operand)), None)
@@ -119,10 +119,10 @@ def _width_of_source(name: str, modifiers: list[str], place: int, *, is_last: bo
 
 
 def _moved(modifiers: list[str]) -> int:
-    """Registers of what is loaded, stored or moved."""
+    """The number of registers that are loaded, stored or moved."""
     return 4 if "128" in modifiers else 2 if "64" in modifiers else 1
 
 
 def _matrices(modifiers: list[str]) -> int:
-    """Registers of matrices of 8 by 8 that are loaded or stored together."""
+    """The number of registers of the 8 x 8 matrices that are loaded or stored together."""
     return int(modifiers[-1]) if modifiers[-1].isdigit() else 1

@@ -1,4 +1,4 @@
-"""What the compiler made of one kernel, and why that is not fit to be launched."""
+"""A report on one compiled kernel, and its faults."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from fusedattn.kernels.devices import SHARED_MEMORY
 
 @dataclass(frozen=True)
 class Report:
-    """One compilation. head_dim is 0 and dtype "any" for kernels that know neither; `config` is the tile, the warps
-    and the stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`.
-    `ones` names the call, if it is one in which numbers are 1: no baseline has its figures, and
-    it need not be fast."""
+    """One compilation. head_dim is 0 and dtype "any" for kernels that depend on neither; `config` is the tile, warps
+    and stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`.
+    `ones` names a call with sizes of 1: it is in no baseline, and need not be fast."""
 
     kernel: str
     target: str
@@ -42,22 +41,22 @@ class Report:
 
     @property
     def key(self) -> str:
-        """What names this compilation, whatever its config."""
+        """The name of this compilation, whatever its config."""
         return f"{self.kernel} {self.target} {self.dtype} {self.head_dim} {self.named_features}"
 
     @property
     def named_features(self) -> str:
-        """The features, behind what the call is called."""
+        """The features, prefixed with the name in `ones`, if any."""
         return f"{self.ones}:{self.features}" if self.ones else self.features
 
     @property
     def walks_over(self) -> str:
-        """The side of the tile that a program of an attention kernel moves."""
+        """The side of the tile that a program of an attention kernel moves along."""
         return "BLOCK_M" if self.kernel == "attention_bwd_dkdv" else "BLOCK_N"
 
     @property
     def boundary(self) -> int:
-        """How much of that side a boundary block has."""
+        """The size of a boundary block along that side."""
         return self.config.get("BOUNDARY", self.config.get(self.walks_over, 0))
 
     @property
@@ -71,7 +70,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Why this code is not fit to be launched; without what float32 spills on AMD, which is only shown."""
+        """Reasons against launching this code; spills of float32 on AMD are only shown, and are none."""
         faults = self.certain_faults
         if self.touches:
             ordered = sum(touch.is_ordered for touch in self.touches)
@@ -83,7 +82,7 @@ class Report:
 
     @property
     def certain_faults(self) -> list[str]:
-        """Those without what a GPU may show to be harmless: registers of products in flight."""
+        """The faults without registers of products in flight, which a GPU may show to be harmless."""
         if self.error:
             return [f"does not compile: {self.error}"]
         faults = [] if self.ones else list(self._slow)
@@ -95,7 +94,7 @@ class Report:
 
     @property
     def _slow(self) -> Iterator[str]:
-        """What makes it slow, but not wrong."""
+        """Faults that make the code slow, but not wrong."""
         if self.spill_bytes and self.target != "gfx942":
             in_loops = "instructions in its loops: " + ", ".join(map(str, self.loop_spills))
             where = in_loops if any(self.loop_spills) else "outside of loops"
@@ -113,7 +112,7 @@ class Report:
                 yield "has no tensor-core instruction"
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON, without the steps of the loops."""
+        """The report for JSON, without the steps of the loops."""
         return asdict(replace(self, loops=())) | {"faults": self.faults}
 
 
@@ -124,7 +123,7 @@ HEADER = (
 
 
 def lines(reports: list[Report]) -> Iterator[str]:
-    """A table, one aligned line a report."""
+    """A table with one aligned line per report."""
     yield HEADER
     for r in reports:
         yield (

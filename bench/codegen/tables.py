@@ -2,7 +2,7 @@
 
     python -m bench.codegen.tables
 
-rewrites them, as --update of the command does; a test compares.
+rewrites them, as --update of ``bench.codegen`` does; a test checks that they are current.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def document(text: str) -> str:
 
 
 def baselines() -> list[Baseline]:
-    """All that are committed, oldest version first."""
+    """All committed baselines, the oldest version first."""
     versions = [path.stem.removeprefix("triton-") for path in FOLDER.glob("triton-*.json")]
     found = [load(version) for version in sorted(versions, key=lambda x: [int(part) for part in x.split(".")])]
     return [baseline for baseline in found if baseline is not None]
@@ -69,7 +69,7 @@ def _summary(baseline: Baseline, oldest: Baseline) -> Iterator[str]:
 
 
 def _growth(rows: dict[str, dict], oldest: Baseline, dtypes: tuple[str, ...]) -> str:
-    """Geometric mean of the length of the main loop, relative to the oldest version's, of kernels that both have."""
+    """Geometric mean of the main loop's length relative to the oldest version, over kernels that both have."""
     ratios = [
         _main_loop(key, row) / _main_loop(key, oldest.entries[key])
         for key, row in rows.items()
@@ -82,7 +82,7 @@ def _growth(rows: dict[str, dict], oldest: Baseline, dtypes: tuple[str, ...]) ->
 
 
 def _main_loop(key: str, row: dict[str, Any]) -> int:
-    """Instructions of the loop over full blocks; where there is none, or the kernel knows none, of the first."""
+    """Instructions of the loop over full blocks; of the first loop if there is none."""
     lengths = row["loop_instructions"]
     names = LOOPS.get(key.split(" ")[0], {}).get(len(lengths), ())
     return lengths[names.index("full") if "full" in names else 0]
@@ -95,7 +95,7 @@ def _main_loops(found: list[Baseline]) -> Iterator[str]:
     for key in keys:
         kernel, _, _, head_dim, features = key.split(" ")
         if "residual" not in features and kernel == "attention_fwd":
-            continue  # inference: the same loops with a product less
+            continue  # inference: the same loops with one product less
         cells = []
         for baseline in found:
             row = baseline.entries.get(key)

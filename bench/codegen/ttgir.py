@@ -1,8 +1,8 @@
-"""Products that are transposed on their way into another product.
+"""Find products that are transposed before they enter another product.
 
-Triton from 3.4.0 until before 3.7.1 miscompiles ``tl.dot(tl.trans(x), ...)`` on Hopper where x comes out of wgmma
-(https://github.com/fla-org/flash-linear-attention/issues/640): the sum is wrong without any message. Only tiles that
-were loaded may be transposed. In Triton's GPU dialect this can be seen whatever the source looks like.
+Triton from 3.4.0 until before 3.7.1 miscompiles ``tl.dot(tl.trans(x), ...)`` on Hopper if x is a result of wgmma
+(https://github.com/fla-org/flash-linear-attention/issues/640): the sum is wrong without any message. Only loaded tiles
+may be transposed. Triton's GPU dialect shows such products, whatever the source looks like.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PRODUCTS = ("ttng.warp_group_dot", "tt.dot")
 TRANSPOSES = ("ttg.memdesc_trans", "tt.trans")
 
 
-# What a value is computed from: neither, a product, or one that was transposed since.
+# The origin of a value: neither of the others, a product, or a transposed product.
 OTHER, PRODUCT, TRANSPOSED = range(3)
 
 
 def transposed_products(ttgir: str) -> int:
-    """How many products multiply by what was computed from a product, and transposed."""
+    """The number of products with an operand that is computed from a product and transposed."""
     lines = [re.sub(r"\s*loc\(.*\)$", "", line).strip() for line in ttgir.splitlines()]
     carried: dict[int, dict[int, int]] = {}  # line of a loop -> origins of the values that it carries around
     while True:
@@ -30,7 +30,7 @@ def transposed_products(ttgir: str) -> int:
 
 
 def _walk(lines: list[str], carried: dict[int, dict[int, int]]) -> tuple[int, dict[int, dict[int, int]]]:
-    """One pass in program order. What a loop carries around is known after the pass, hence for the next one."""
+    """One pass in program order. Values that a loop carries are known after the pass, so for the next pass."""
     origins: dict[str, int] = {}
     buffers: dict[str, str] = {}  # view of shared memory -> the memory
     regions: list[tuple[int, str]] = []  # open braces: line, name of the results
@@ -40,7 +40,7 @@ def _walk(lines: list[str], carried: dict[int, dict[int, int]]) -> tuple[int, di
     for number, line in enumerate(lines):
         if line.startswith("}") and regions:
             opened = regions.pop()
-            if line.endswith("{"):  # "} else {": the results are those of the whole
+            if line.endswith("{"):  # "} else {": the results belong to the whole statement
                 regions.append(opened)
                 continue
         result, _, operation = line.partition(" = ") if line.startswith("%") else ("", "", line)
@@ -49,7 +49,7 @@ def _walk(lines: list[str], carried: dict[int, dict[int, int]]) -> tuple[int, di
         operands = VALUE.findall(_without_types(operation))
         given = [max(origins.get(x, OTHER), origins.get(buffers.get(x, x), OTHER)) for x in operands]
         if opcode == "scf.for":
-            origins[operands[0]] = OTHER  # names are used again elsewhere, here for the counter of the loop
+            origins[operands[0]] = OTHER  # names are reused, here for the counter of the loop
             arguments = re.findall(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)", operation.partition("iter_args")[2])
             for index, (argument, start) in enumerate(arguments):
                 origins[argument] = max(origins.get(start, OTHER), carried.get(number, {}).get(index, OTHER))

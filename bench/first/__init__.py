@@ -1,7 +1,7 @@
-"""``python -m bench first``: what a machine with a GPU is asked first, in the order of worth, in calls that may be cut.
+"""``python -m bench first``: the first tests on a GPU, in order of importance, in calls that may be interrupted.
 
-Every kernel once, both styles of the forward, the error budget of every feature, then the goals' timings. Compiling is
-what takes time, so that many processes work on small problems; one alone, after them, is timed.
+Every kernel once, both styles of the forward, the error budget of every feature, then the timings of the goals.
+Compiling takes most of the time, so many processes work on small problems; after them a single process is timed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from fusedattn.cli import machine
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where anything was wrong, in this call or one before it."""
+    """Return exit status 0, or 1 if anything failed, in this call or one before it."""
     device = machine.choose_device(options.device)
     machine.choose_how_triton_runs(device)
-    from bench.first import driver  # which imports Triton
+    from bench.first import driver  # it imports Triton
 
     return driver.run(options, device)

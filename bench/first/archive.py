@@ -1,4 +1,4 @@
-"""``python -m bench prebuilt``: compile what ``first`` launches, for a GPU that is not there, and pack it."""
+"""``python -m bench prebuilt``: compile and pack the kernels that ``first`` launches, without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.first import prebuilt
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where a kernel did not compile."""
+    """Return exit status 0, or 1 if a kernel did not compile."""
     jobs, target = prebuilt.all_jobs(), launches.TARGETS[options.arch]
     path = prebuilt.path_of(options.arch, options.out)
     seconds, errors = 0.0, set()

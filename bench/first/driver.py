@@ -1,4 +1,4 @@
-"""The parts one after the other, each written as soon as it is there; what is there already is not done again."""
+"""Run the parts in order, and write each result at once; existing results are not computed again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fusedattn.cli.errors import CommandError
 from fusedattn.kernels import devices
 
 MACHINE, RESULTS, REPORT, SUMMARY = "machine.json", "results.jsonl", "timings.json", "summary.txt"
-LEFT_FOR_TIMINGS = 20.0  # seconds below which none is begun
+LEFT_FOR_TIMINGS = 20.0  # seconds; with less time left, no timing is started
 
 
 @dataclass
@@ -43,7 +43,7 @@ class First:
     kernels: Kernels
     facts: dict[str, Any]
     records: Records
-    total: dict[str, int]  # jobs of each part, in their order
+    total: dict[str, int]  # the number of jobs of each part, in order
 
     @property
     def folder(self) -> Path:
@@ -51,7 +51,7 @@ class First:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> int:
-    """Exit status 0, or 1 where a record is wrong."""
+    """Return exit status 0, or 1 if a record has failed."""
     budget, began = Budget(options.budget), time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     options.quick = device.type == "cpu"
@@ -81,15 +81,15 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     replace(call.folder / SUMMARY, text + "\n")
     print(text, flush=True)
     if any(_n_done(call, part) < n for part, n in total.items()):
-        print(f"{status}: call it again with --out {call.folder} for what is left", flush=True)
+        print(f"{status}: call it again with --out {call.folder} for the rest", flush=True)
     return 1 if wrong(call.records.by_key.values()) else 0
 
 
 def _facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What is asked, of what, on what; with the calls before.
+    """The options, sources, versions and machine, and earlier calls.
 
     Raises:
-        CommandError: the folder is that of other kernels, or of another machine.
+        CommandError: the folder belongs to other kernels, or to another machine.
     """
     path = options.out / MACHINE
     described = environment.describe(device, options.commit)
@@ -102,7 +102,7 @@ def _facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     before = read_json(path)
     differ = [name for name, x in same.items() if before.get(name, x) != x]
     if differ:
-        raise CommandError(f"--out: got {options.out}, whose results are of another {', '.join(differ)}")
+        raise CommandError(f"--out: got {options.out}, whose results differ in {', '.join(differ)}")
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
         **same,
@@ -115,18 +115,18 @@ def _facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def _compiler(device: torch.device) -> dict[str, str]:
-    """What compiles the kernels, or would, if these were not interpreted."""
+    """The assembler that compiles the kernels, or would if they were not interpreted."""
     if device.type == "cpu":
         return {"triton": triton.__version__}
     return prebuilt.identity(triton.runtime.driver.active.get_current_target())
 
 
 def _sources() -> str:
-    """A hash of all that is tested, for a tree without git."""
+    """A hash of all tested sources, for a tree without git."""
     root = Path(__file__).resolve().parents[2]
     found = hashlib.sha256()
     for path in sorted((*(root / "kernels").glob("*.py"), *(root / "fusedattn").rglob("*.py"))):
-        if "kernels" not in path.relative_to(root).parts[1:]:  # where the link leads
+        if "kernels" not in path.relative_to(root).parts[1:]:  # behind the symlink
             found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -140,7 +140,7 @@ def _headline(facts: dict[str, Any]) -> list[str]:
 
 
 def _unpack(call: First) -> None:
-    """Kernels that were compiled beforehand, if there are any for this GPU."""
+    """Unpack kernels that were compiled beforehand, if there are any for this GPU."""
     if call.device.type == "cpu":
         return
     path = call.options.prebuilt or prebuilt.path_of(devices.arch_of(call.device))
@@ -169,7 +169,7 @@ def _work_off(call: First, due: list[Any]) -> None:
 
 
 def _add(call: First, record: Record) -> None:
-    """Keep a record; say what is wrong at once, and that a part is done."""
+    """Keep a record; print a failure at once, and print when a part is done."""
     call.records.add(record)
     if not record.ok:
         print(f"WRONG {record.part}: {record.name}: {record.text}", flush=True)
@@ -179,7 +179,7 @@ def _add(call: First, record: Record) -> None:
 
 
 def _time(call: First, due: list[Any]) -> None:
-    """One process, now that no other is there."""
+    """Time the works in one process, after all others have ended."""
     left = call.budget.end is None or call.budget.end - call.budget.clock() > LEFT_FOR_TIMINGS
     if not due or not left:
         return
@@ -188,7 +188,7 @@ def _time(call: First, due: list[Any]) -> None:
     if not report:
         report = new_report(call.device, call.options) | {"correctness": timings.NOTHING}
         if call.device.type == "cpu":
-            report["format"] = "stubbed"  # which no other command takes for a measurement
+            report["format"] = "stubbed"  # no other command takes this for a measurement
     args = (call.device, call.options.silence, call.budget, call.kernels, call.options.seed)
     for work, text in timings.timed(due, report, *args):
         report["state_after"] = environment.state(call.device)
@@ -198,7 +198,7 @@ def _time(call: First, due: list[Any]) -> None:
 
 
 def summary(call: First) -> list[str]:
-    """What is known so far."""
+    """The results so far, as lines."""
     kernels = call.kernels
     lines = [*_headline(call.facts), *(_line(call, part) for part in call.total)]
     lines.append(
@@ -214,7 +214,7 @@ def summary(call: First) -> list[str]:
 
 
 def _line(call: First, part: str) -> str:
-    """How far a part is, and what uses most of the budget."""
+    """The progress of a part, and the largest share of the budget used."""
     records = call.records.of(part)
     n_wrong = len(wrong(records))
     text = (

@@ -1,4 +1,4 @@
-"""What is asked of each kernel and feature: jobs for any process, none of which needs another's answer."""
+"""The tests of each kernel and feature: independent jobs that any process can run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLES: tuple[Style, ...] = ("pipelined", "descriptors")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a job came to; `text` says what is wrong, or what the figures are about."""
+    """The result of a job; `text` describes a failure or the figures."""
 
     ok: bool
     text: str = ""
@@ -37,33 +37,33 @@ class Answer:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """One question; `name` is unique in its part."""
+    """One test; `name` is unique in its part."""
 
     name: str
 
     @property
     @abstractmethod
     def part(self) -> str:
-        """Of the whole, all of whose jobs are asked before those of the next."""
+        """The part it belongs to; all jobs of a part run before those of the next."""
 
     @abstractmethod
     def run(self, device: torch.device) -> Answer:
-        """What came of it; what it raises is wrong too."""
+        """Run the test; an exception is a failure too."""
 
 
 @dataclass(frozen=True)
 class Smoke(Job):
-    """A call, forward and backward, that launches some kernels for the first time; those by which it has its name.
+    """A call, forward and backward, that launches for the first time the kernels in its name.
 
-    It is made again, and must give the same bits: launches may be kept, and done again as they were. With `config`,
-    that is the forward's.
+    The call is repeated, and must give the same bits, because launches may be recorded and replayed. `config` replaces
+    that of the forward.
     """
 
     part: ClassVar[str] = "smoke"
     case: Case
     deterministic: bool = True
     config: TileConfig | None = None
-    CALLS: ClassVar[int] = 3  # the second may be recorded, the third played back
+    CALLS: ClassVar[int] = 3  # the second may be recorded, the third replayed
 
     def run(self, device: torch.device) -> Answer:
         inputs = make_inputs(self.case, device)
@@ -83,7 +83,7 @@ class Smoke(Job):
     def _judged(self, first: Results, others: list[Results], inputs: Inputs) -> Answer:
         truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
         answer = within_budget(testing.compare_results(first, truth, eager, inputs.q.dtype, terms))
-        # Sums of any order differ by themselves.
+        # Sums in any order differ from run to run.
         repeated = [{name: x for name, x in found.items() if self.deterministic or name != "dq"} for found in others]
         wrong = [text for found in repeated for text in _differences(found, first, "the first call")]
         return replace(answer, ok=answer.ok and not wrong, text="; ".join([*filter(None, [answer.text]), *wrong]))
@@ -91,11 +91,11 @@ class Smoke(Job):
 
 @dataclass(frozen=True)
 class Styles(Job):
-    """The forward in both styles, in the tile of the table: each against float64, and the same bits from both."""
+    """The forward in both styles, with the tile of the table: each within budget, and both with the same bits."""
 
     part: ClassVar[str] = "styles"
     case: Case
-    REPEATS: ClassVar[int] = 3  # a race need not show at once
+    REPEATS: ClassVar[int] = 3  # a race may not show at once
 
     def run(self, device: torch.device) -> Answer:
         inputs = make_inputs(self.case, device)
@@ -118,7 +118,7 @@ class Styles(Job):
 
 
 def _both_forwards(inputs: Inputs) -> Results:
-    """Out and lse as a training step computes them, and as they are computed where nothing asks for a gradient."""
+    """out and lse as computed in a training step, and as computed without gradients."""
     leaves = inputs.with_leaves({name: x.detach().requires_grad_() for name, x in inputs.leaves.items()})
     out, lse = attention(leaves.q, leaves.k, leaves.v, backend="triton", return_lse=True, **leaves.options)
     with torch.no_grad():
@@ -128,13 +128,13 @@ def _both_forwards(inputs: Inputs) -> Results:
 
 
 def _judged(found: Results, truth: Results, eager: Results) -> dict[str, Ratios]:
-    """What each uses of the error budget of out, or lse."""
+    """The share that each result uses of the error budget of out or lse."""
     names = {name: name.partition(" ")[0] for name in found}
     return {name: testing.compare(found[name], truth[of], eager[of]) for name, of in names.items()}
 
 
 def _differences(found: Results, first: Results, of: str) -> list[str]:
-    """Where results are not the same bits as the first."""
+    """Sentences about results whose bits differ from the first."""
     return [
         f"{name} has {int((x != first[name]).sum())} of {x.numel()} elements of other bits than {of}, "
         f"by {_distance(x, first[name]):.2g} at most"
@@ -163,7 +163,7 @@ class Check(Job):
 
 @dataclass(frozen=True)
 class Before(Job):
-    """What comes before a piece of work is timed: the checks of its kind, and its own kernels compiled."""
+    """Preparation for a timing: the checks of its kind, and compilation of its kernels."""
 
     part: ClassVar[str] = "goals' kernels"
     work: Work
@@ -180,6 +180,6 @@ class Before(Job):
 
 
 def within_budget(ratios: dict[str, Ratios]) -> Answer:
-    """Whether every tensor is; what each uses."""
+    """The answer whether every tensor is within the budget, with the share that each uses."""
     wrong = [f"{name} uses {r.used:.0%} of the error budget" for name, r in ratios.items() if not r.ok]
     return Answer(not wrong, ", ".join(wrong), {name: r.used for name, r in ratios.items()})

@@ -1,4 +1,4 @@
-"""Which jobs there are, in the order of worth; on a GPU, and a few of them, of other sizes, for the interpreter."""
+"""The list of jobs, in order of importance: for a GPU, and a few smaller ones for the interpreter."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fusedattn.testing.cases import CASES, Case
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TIMINGS = "timings"  # the last part
 
-# The kernels that a call launches besides those of the calls before it, and that call. Lengths are of several tiles,
-# the last of them ragged.
+# Calls, by the kernels that each launches and the calls before it do not. Lengths are several tiles, the last of them
+# partial.
 _USUAL: dict[str, Any] = {"nheads_q": 8, "seqlen_q": 200, "seqlen_k": 200, "head_dim": 64, "dtype": torch.bfloat16}
 _CAUSAL: dict[str, Any] = {**_USUAL, "causal": "bottom_right"}
 _CALLS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ STYLES = [
 
 
 def jobs(device_type: str) -> list[Job]:
-    """All but the timings."""
+    """All jobs except the timings."""
     small = device_type == "cpu"
     found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
     for dtype in DTYPES:
@@ -60,7 +60,7 @@ def jobs(device_type: str) -> list[Job]:
 
 
 def works(device_type: str) -> list[Work]:
-    """What is timed: all that the goals are about, in their order."""
+    """The works to time: all that the goals need, in their order."""
     if device_type == "cpu":
         return suites.works(["decode"], suites.QUICK)[:1]
     every = suites.works(list(suites.SUITES), suites.GPU)
@@ -68,7 +68,7 @@ def works(device_type: str) -> list[Work]:
 
 
 def _rank(work: Work) -> int:
-    """The first goal that it is needed for."""
+    """The index of the first goal that needs this work."""
     return next(i for i, goal in enumerate(GOALS) if goal.concerns(*(getattr(work.place, x) for x in _PLACE)))
 
 
@@ -76,7 +76,7 @@ _PLACE = ("suite", "page", "panel", "x")
 
 
 def smaller(job: Any) -> Any:
-    """Of few tiles of the interpreter, and those small."""
+    """The job with a few small tiles, for the interpreter."""
     case, config = job.case, getattr(job, "config", None)
     lengths = {name: min(getattr(case, name), 37 if name == "seqlen_q" else 70) for name in ("seqlen_q", "seqlen_k")}
     small = replace(case, batch=1, nheads_q=2, nheads_kv=1, head_dim=16, **lengths)

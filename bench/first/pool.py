@@ -1,4 +1,4 @@
-"""Jobs for several processes, one of which may crash or hang: it is replaced, and its job has that for an answer."""
+"""Run jobs in several processes; one that crashes or hangs is replaced, and its job fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.measuring.timing import Budget, still_works
 from fusedattn.cli import machine
 
 BROKEN = "the GPU does not work any more for this process"
-POLL = 1.0  # seconds between two looks at who hangs, and at the budget
+POLL = 1.0  # seconds between two checks for hanging processes and of the budget
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Kernels:
     found: set[str] = field(default_factory=set)
 
     def add(self, hash: str, was_found: bool) -> None:
-        """A kernel that one process compiles is found by the others, and counts once."""
+        """Count a kernel once, even if one process compiles it and others find it in the cache."""
         if was_found:
             self.found |= {hash} - self.compiled
         else:
@@ -49,9 +49,9 @@ class _Worker:
 def worked_off(
     jobs: Iterable[Job], device: torch.device, n_processes: int, silence: float, budget: Budget, kernels: Kernels
 ) -> Iterator[Record]:
-    """The record of each job, in the order in which they end; those that the budget leaves no time for are missing.
+    """Yield the record of each job, in the order in which they end; jobs beyond the budget are left out.
 
-    A process that says nothing for `silence` seconds, though each kernel that it compiles is a word, hangs.
+    A process sends a message for each kernel that it compiles; one that is silent for `silence` seconds hangs.
     """
     queue, idle, busy = deque(jobs), [], {}  # type: deque[Job], list[Child], dict[Connection, _Worker]
     try:
@@ -60,7 +60,7 @@ def worked_off(
                 child = idle.pop() if idle else Child(answer_all, str(device))
                 now = time.monotonic()
                 busy[child.connection] = worker = _Worker(child, queue.popleft(), now, now)
-                with suppress(OSError):  # it has died, which is seen below
+                with suppress(OSError):  # the process has died, which is handled below
                     child.connection.send(worker.job)
             ready = wait(list(busy), POLL)
             for connection, worker in list(busy.items()):
@@ -87,7 +87,7 @@ def worked_off(
 
 
 def _heard(worker: _Worker, kernels: Kernels) -> Record | None:
-    """The record, if what the process sends is an answer, and not that it has started, or compiled a kernel."""
+    """The record if the process sends an answer; None if it has started or compiled a kernel."""
     what, value = worker.child.receive(0.0)
     worker.heard = time.monotonic()
     if what == "answer":
@@ -102,7 +102,7 @@ def _record(worker: _Worker, **fields: Any) -> Record:
 
 
 def answer_all(connection: Connection, device_name: str) -> None:
-    """Answer the jobs that come, until none comes any more."""
+    """Answer jobs until the connection ends."""
     device = prepared(device_name, lambda *kernel: connection.send(("kernel", kernel)))
     connection.send(("started", None))
     counted = {True: 0, False: 0}
@@ -123,7 +123,7 @@ def answer_all(connection: Connection, device_name: str) -> None:
 
 
 def prepared(device_name: str, heard: Callable[[str, bool], None]) -> torch.device:
-    """The device of this process, which works beside others, and tells of each kernel: its hash, and whether the cache
+    """The device of this process, one of several; `heard` is called for each kernel with its hash and whether the cache
     on disk had it.
     """
     device = torch.device(device_name)

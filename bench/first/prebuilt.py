@@ -1,8 +1,8 @@
-"""Kernels compiled beforehand, without a GPU, and put where Triton looks for what it has compiled.
+"""Compile kernels beforehand, without a GPU, and put them into Triton's cache.
 
-Triton names what it keeps by a hash of its own files, of the kernel's source, types, alignments and options, and of
-the assembler's version: neither by the path of the source nor by that of the cache. So the calls of all jobs are made
-here as on the GPU, to a driver that launches nothing, and the code and its description are packed.
+Triton names a cached kernel by a hash of its own files, of the kernel's source, types, alignments and options, and of
+the assembler's version, but not by the path of the source or the cache. So the calls of all jobs are made here as on
+the GPU, with a driver that launches nothing, and the code and its description are packed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from fusedattn.kernels.configs import Arch
 
 FOLDER = Path(__file__).resolve().parents[2] / "prebuilt"
 MANIFEST = "manifest.json"
-# What is launched, and its description; and what the guard reads of a kernel whose warps have different tasks.
+# Files of a launch: the code and its description; and those that the guard of warp-specialised kernels reads.
 KEPT, KEPT_OF_SPECIALIZED = (".json", ".cubin", ".hsaco"), (".ttgir", ".ptx")
-SMALLEST: dict[str, Any] = {"n_layers": 1, "vocab_size": 64}  # of a model: its attention launches the same kernels
+SMALLEST: dict[str, Any] = {"n_layers": 1, "vocab_size": 64}  # a model whose attention launches the same kernels
 
 
 def path_of(arch: Arch, folder: Path = FOLDER) -> Path:
-    """Of the archive for a GPU and this Triton."""
+    """The path of the archive for a GPU and this Triton."""
     return folder / f"triton-{triton.__version__}-{arch}.tar.xz"
 
 
 def identity(target: Any, libtriton: Path | None = None) -> dict[str, str]:
-    """What Triton makes part of every name, apart from what a kernel is; `libtriton` is that of another Python."""
+    """The parts of every name that do not depend on the kernel; `libtriton` is that of another Python."""
     from triton.compiler import make_backend
 
     return {
@@ -59,7 +59,7 @@ def identity(target: Any, libtriton: Path | None = None) -> dict[str, str]:
 
 
 def _key(libtriton: Path | None) -> str:
-    """Triton's own, or that of the same release built for another Python: its compiled part is then another file."""
+    """Triton's own key, or that of the same release for another Python, whose `libtriton` is another file."""
     key = cache.triton_key()
     return key if libtriton is None else key.replace(_sha256(_own_libtriton()), _sha256(libtriton))
 
@@ -74,7 +74,7 @@ def _sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Of one job: hashes of its kernels, why some have none, and the seconds that it took."""
+    """The result of one job: hashes of its kernels, reasons for missing ones, and the seconds that it took."""
 
     job: str
     kernels: set[str]
@@ -85,13 +85,13 @@ class Compiled:
 def compile_jobs(
     jobs: list[Job], arch: Arch, folder: Path, n_processes: int, libtriton: Path | None = None
 ) -> Iterator[Compiled]:
-    """Compile what the jobs launch on a GPU of this kind, into a folder that is laid out as Triton's cache."""
+    """Compile the launches of jobs for a GPU of this kind, into a folder with the layout of Triton's cache."""
     one = partial(compile_job, arch=arch, folder=folder, libtriton=libtriton)
     yield from in_processes(one, jobs, n_processes)
 
 
 def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -> Compiled:
-    """The calls of one job, whose results nobody looks at."""
+    """Make the calls of one job; their results are not used."""
     began = _cpu_seconds()
     torch.set_num_threads(1)
     key = _key(libtriton)
@@ -101,10 +101,10 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
         stack.enter_context(triton.knobs.cache.scope())
         triton.knobs.cache.dir = str(folder)
         found = stack.enter_context(launches.compiling(arch))
-        triton.knobs.compilation.always_compile = False  # other jobs have the same kernels
+        triton.knobs.compilation.always_compile = False  # other jobs share kernels
         for patched in (
             patch.object(cache, "triton_key", lambda: key),
-            patch.object(support, "interpreting", lambda: True),  # so that a CPU's backend is that of a GPU
+            patch.object(support, "interpreting", lambda: True),  # so that CPU tensors take the Triton backend
             patch.object(attention, "own", lambda direction, device: own(direction, gpu)),
         ):
             stack.enter_context(patched)
@@ -115,12 +115,12 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
 
 
 def _cpu_seconds() -> float:
-    """Of this process and the assemblers that it has waited for."""
+    """CPU seconds of this process and of the assemblers that it has waited for."""
     return sum(os.times()[:4])
 
 
 def _small(job: Job) -> Job:
-    """With a model of one layer, of few words."""
+    """The job with a model of one layer and few words."""
     if isinstance(job, Before) and isinstance(job.work, ModelWork):
         work = replace(job.work, size=replace(job.work.size, **SMALLEST), batch=2, compiled=False)
         return replace(job, work=work)
@@ -128,7 +128,7 @@ def _small(job: Job) -> Job:
 
 
 def pack(folder: Path, path: Path, manifest: dict[str, Any]) -> int:
-    """Write what a launch needs of such a folder into an archive; returns the number of kernels."""
+    """Write the files of a folder that launches need into an archive; returns the number of kernels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     kernels = sorted(x for x in folder.iterdir() if any(x.glob("__grp__*.json")))
@@ -150,10 +150,10 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(path: Path, here: dict[str, str], folder: Path) -> tuple[int, str]:
-    """Put the kernels of an archive into a cache of Triton's, unless they were made by another compiler.
+    """Put the kernels of an archive into Triton's cache, unless they were made by another compiler.
 
     Returns:
-        How many there are, 0 where they are not for this place; and a line that says so.
+        The number of kernels, 0 if they do not fit this machine; and a line that says so.
     """
     with tarfile.open(path) as archive:
         members = iter(archive)
@@ -171,7 +171,7 @@ def unpack(path: Path, here: dict[str, str], folder: Path) -> tuple[int, str]:
             new.write_bytes(_content(archive, member))
             new.replace(target)
             kernels.setdefault(kernel, {})[file] = str(target)
-    for kernel, files in kernels.items():  # last, for it makes the others count; and with the paths of this place
+    for kernel, files in kernels.items():  # last, because it makes the other files valid; with the paths of this cache
         (description,) = (name for name in files if name.endswith(".json"))
         new = folder / kernel / f"{os.getpid()}"
         new.write_text(json.dumps({"child_paths": files}))
@@ -187,5 +187,5 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def all_jobs() -> list[Job]:
-    """Those of a GPU, the heaviest first, so that the processes end together."""
+    """The jobs of a GPU, the slowest first, so that the processes end together."""
     return sorted(plan.jobs("cuda"), key=lambda job: not isinstance(job, Before))

@@ -1,4 +1,4 @@
-"""What is known so far, in files that are whole whenever the process that writes them is killed."""
+"""The results so far, in files that stay valid even if the writing process is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """What one job came to; `compiled` and `found` are kernels that it compiled, and that Triton's cache had."""
+    """The result of one job; `compiled` and `found` count kernels that it compiled and that Triton's cache had."""
 
     part: str
     name: str
@@ -30,7 +30,7 @@ class Record:
 
 
 class Records:
-    """Lines of JSON, one a record, which are only ever added to; of two with one key the later counts."""
+    """Lines of JSON, one per record, to which lines are only added; of two with one key the later counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class Records:
             self.by_key[record.key] = record
 
     def add(self, record: Record) -> None:
-        """Keep a record, on disk too when this returns."""
+        """Keep a record; it is on disk when this returns."""
         self.by_key[record.key] = record
         row = asdict(record) | {"figures": {name: finite(x) for name, x in record.figures.items()}}
         with self.path.open("a", encoding="utf-8") as file:
@@ -53,32 +53,32 @@ class Records:
             os.fsync(file.fileno())
 
     def of(self, part: str) -> list[Record]:
-        """Those of a part."""
+        """The records of a part."""
         return [record for record in self.by_key.values() if record.part == part]
 
 
 def wrong(records: Iterable[Record]) -> list[Record]:
-    """Those that are not as they should be."""
+    """The records of failures."""
     return [record for record in records if not record.ok]
 
 
 def finite(x: float | None) -> float | None:
-    """In four digits; JSON has no name for what is not finite."""
+    """``x`` in four digits; None if it is not finite, which JSON cannot express."""
     return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one step: who reads it finds the old text or the new."""
+    """Write a file in one step: a reader finds the old text or the new."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As :func:`replace`."""
+    """Write JSON, as :func:`replace` does."""
     replace(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object, empty where there is no file yet."""
+    """The object in a file; empty if there is no file yet."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

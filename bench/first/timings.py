@@ -1,4 +1,4 @@
-"""The goals' timings: one process on the GPU, which is replaced where a kernel breaks it."""
+"""The timings of the goals: in one process on the GPU, which is replaced if a kernel breaks it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bench.run import QUICK, allow_compilations
 from bench.work import functions
 from bench.work.work import OWN, Work
 
-PATIENCE = 2.5  # times the silence of other processes: torch.compile of a model says nothing
+PATIENCE = 2.5  # times the silence of other processes: torch.compile of a model sends no messages
 
 
 def stubbed(timed: Timed) -> float:
-    """A stopwatch without a clock, for a machine whose times say nothing: a millisecond, whatever it is."""
+    """A stopwatch without a clock, for a machine whose times mean nothing: always one millisecond."""
     return 1.0
 
 
 class Telling(Budget):
-    """A budget that says so each time it is asked: before each contestant is prepared, and while it is timed."""
+    """A budget that sends a message at each check: before each contestant is prepared, and while it is timed."""
 
     def __init__(self, seconds: float, tell: Callable[[], None]) -> None:
         super().__init__(seconds)
@@ -43,7 +43,7 @@ class Telling(Budget):
 def timed(
     works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels, seed: int
 ) -> Iterator[tuple[Work, str]]:
-    """Each work that is done, in their order, and what is wrong with it; its row and that go into the report too."""
+    """Yield each finished work, in order, and its failure; its row and the failure also go into the report."""
     left = list(works)
     while left and not budget.is_spent:
         before = report["correctness"]
@@ -79,7 +79,7 @@ def timed(
 
 
 def together(a: Report, b: Report) -> Report:
-    """One verdict of two."""
+    """Two verdicts merged into one."""
     used = [x["most_used"] for x in (a, b) if x["most_used"] is not None]
     cases, failures = a["cases"] + b["cases"], a["failures"] | b["failures"]
     ok = cases > 0 and not failures

@@ -1,1 +1,1 @@
-"""Clocks, rounds, ceilings, and the check before a timing."""
+"""Stopwatches, rounds, ceilings, and the check before a timing."""

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run: a large matrix product of a dtype, and a large copy."""
+"""The ceilings of the machine, measured in the same run: a large matrix product per dtype, and a large copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure(
 
 
 def share(ceilings: dict[str, Any], unit: str, dtype: str, rate: float) -> float | None:
-    """Of the ceiling that a rate has: TFLOP/s of the matrix product, GB/s of the copy; None for other units."""
+    """The share of its ceiling that a rate has: TFLOP/s of the matrix product, GB/s of the copy; else None."""
     if unit == "TFLOP/s":
         ceiling = ceilings.get("matmul", {}).get(dtype)
     else:

@@ -1,4 +1,4 @@
-"""What was measured, on what: commit, versions, clocks and power limits."""
+"""The environment of a measurement: commit, versions, clocks and power limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVIDIA_SMI = (
 
 
 def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """As JSON; `commit` is for a tree without git."""
+    """The environment as JSON; `commit` is for a tree without git."""
     return {
         "device": machine.describe(device),
         "is_gpu": device.type == "cuda",
@@ -32,12 +32,12 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def state(device: torch.device) -> dict[str, str]:
-    """Clocks, power and temperature now, as nvidia-smi says; empty where there is none."""
+    """Current clocks, power and temperature from nvidia-smi; empty without nvidia-smi."""
     if device.type != "cuda":
         return {}
-    uuid = torch.cuda.get_device_properties(device).uuid  # torch may number GPUs otherwise
+    uuid = torch.cuda.get_device_properties(device).uuid  # torch may number GPUs differently
     found: dict[str, str] = {}
-    for field in NVIDIA_SMI:  # one by one: an old nvidia-smi refuses a list in which it does not know one
+    for field in NVIDIA_SMI:  # one by one: an old nvidia-smi refuses a list with an unknown field
         line = _run("nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader")
         if line:
             found[field] = line
@@ -45,7 +45,7 @@ def state(device: torch.device) -> dict[str, str]:
 
 
 def folder(device: torch.device) -> str:
-    """The name of a device as that of a folder."""
+    """A folder name for a device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 
 def _is_dirty() -> bool | None:
-    """Whether files differ from the commit, results aside; None where there is no git."""
+    """Whether files other than results differ from the commit; None without git."""
     if not _git("rev-parse", "HEAD"):
         return None
     return bool(_git("status", "--porcelain", "--", ".", ":(exclude)bench/results"))
@@ -72,7 +72,7 @@ def _git(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
+    """The output of a command; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

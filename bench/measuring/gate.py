@@ -1,4 +1,4 @@
-"""Nothing is timed that is not correct: the error budget, on small problems of the kind that is timed."""
+"""The check before a timing: the error budget, on small problems of the kind that is timed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fusedattn.support import Backend, default_backend
 from fusedattn.testing import Ratios
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 
-# The budget is one for kernels. torch's own function on a CPU uses several times of it, in float32 most; what is wrong,
-# thousands.
+# The budget is made for kernels. torch's own function on a CPU uses several times as much, most in float32; wrong
+# results use thousands of times as much.
 LIMITS: dict[Backend, float] = {"triton": 1.0, "torch": 10.0}
 
 
 @dataclass
 class Gate:
-    """Checks each case once, on the device and by the backend that is timed there, and keeps the verdict."""
+    """Checks each case once, on the device and with the backend that is timed there, and keeps the verdict."""
 
     device: torch.device
-    used: dict[Case, float] = field(default_factory=dict)  # the share of the budget, of the tensor that uses most
-    failures: dict[str, str] = field(default_factory=dict)  # by case or work, what is wrong with it
+    used: dict[Case, float] = field(default_factory=dict)  # the largest share of the budget that a tensor uses
+    failures: dict[str, str] = field(default_factory=dict)  # by case or work
 
     @property
     def backend(self) -> Backend:
-        """The default of the device."""
+        """The default backend of the device."""
         return default_backend(self.device)
 
     @property
@@ -49,7 +49,7 @@ class Gate:
                 ratios["out without gradients"] = without_gradients(make_inputs(case, self.device), self.backend)
                 if self.backend == "triton":
                     ratios |= self._of_out_alone(case)
-            except Exception as error:  # a kernel that does not run is not correct either
+            except Exception as error:  # a kernel that fails is not correct either
                 self.failures[_described(case)] = f"{type(error).__name__}: {error}"
                 self.used[case] = float("inf")
             else:
@@ -60,13 +60,13 @@ class Gate:
         return self.used[case] <= self.limit
 
     def _of_out_alone(self, case: Case) -> dict[str, Ratios]:
-        """Of gradients through out alone, as they are timed, that are summed in any order."""
+        """Ratios of gradients summed in any order, through out alone, as they are timed."""
         function = functools.partial(_without_lse, backend=self.backend, deterministic=False)
         found = testing.measure(function, make_inputs(case, self.device)).ratios
         return {f"{name} in one pass": found[name] for name in ("dq", "dk", "dv")}
 
     def report(self) -> dict[str, Any]:
-        """The verdict as JSON; green where something was checked and nothing failed."""
+        """The verdict as JSON; green if something was checked and nothing failed."""
         finite = [used for used in self.used.values() if used != float("inf")]
         return {
             "ok": bool(self.used) and not self.failures,
@@ -79,21 +79,21 @@ class Gate:
 
 
 def _without_lse(*tensors: torch.Tensor, return_lse: bool, **options: Any) -> torch.Tensor:
-    """Attention that has no lse to give."""
+    """Attention that returns no lse."""
     if return_lse:
         raise NotImplementedError("return_lse: the gradients that are timed are those of out alone")
     return attention(*tensors, **options)
 
 
 def without_gradients(inputs: Inputs, backend: Backend) -> Ratios:
-    """Of out where nothing asks for a gradient, as the forward is timed; that may be another kernel."""
+    """Ratios of out computed without gradients, as the forward is timed; this may be another kernel."""
     with torch.no_grad():
         out = attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.options)
     return testing.compare(out, testing.golden(inputs)["out"], testing.baseline(inputs)["out"])
 
 
 def _described(case: Case) -> str:
-    """What is not as in every case."""
+    """The fields of a case that differ from the defaults."""
     usual = Case()
     parts = {f.name: getattr(case, f.name) for f in fields(case)}
     return ", ".join(f"{name}={x}" for name, x in parts.items() if x != getattr(usual, name))

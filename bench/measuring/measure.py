@@ -1,4 +1,4 @@
-"""One piece of work, measured: who can do it, whether they agree, and how long each takes."""
+"""Measure one piece of work: which contestants can do it, whether they agree, and the time of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bench.work.work import OWN, Contestant, Work, is_own
 from fusedattn.cli.demo.memory import peak_memory
 from fusedattn.testing.peers import Peer
 
-# Rounding in 16 bits is far below; another mask, scale or layout far above.
+# Rounding errors in 16 bits are far below this; a different mask, scale or layout is far above.
 MOST_DIFFERENT = 0.02
 WARM_UPS = 3
 
@@ -49,11 +49,11 @@ def measure(
     budget: Budget,
     stopwatch: Stopwatch | None = None,
 ) -> dict[str, Any]:
-    """The result as JSON: of each contestant its times and rate, or the reason why it has none.
+    """The result as JSON: for each contestant its times and rate, or the reason why it has none.
 
-    Where the gate does not let the work pass, nothing is timed. What the package itself cannot do is a reason like any
-    other; where it fails, or differs from every other, the gate learns of it. `measured` are the ceilings; another
-    `stopwatch` than the work's own is for tests.
+    If the work does not pass the gate, nothing is timed. A call that this package does not support is a reason like any
+    other; if the package fails, or differs from every other, that is a failure of the gate. `measured` are the
+    ceilings; `stopwatch` replaces the work's own in tests.
 
     Raises:
         OutOfTimeError: the budget is spent before there is enough to report.
@@ -94,7 +94,7 @@ def measure(
 
 
 def _ratios(contestants: dict[str, Any], measured: dict[str, Any], unit: str, dtype: str) -> dict[str, Any]:
-    """The best of ours and the best of the others; how many times as fast ours is; its share of the ceiling."""
+    """The best of ours and the best of the others, the speedup of ours, and its share of the ceiling."""
     medians = {name: found["ms"]["median"] for name, found in contestants.items() if "ms" in found}
     own = min((name for name in medians if is_own(name)), key=medians.__getitem__, default=None)
     peer = min((name for name in medians if not is_own(name)), key=medians.__getitem__, default=None)
@@ -109,7 +109,7 @@ def _ratios(contestants: dict[str, Any], measured: dict[str, Any], unit: str, dt
 def _prepare(
     work: Work, device: torch.device, functions: Mapping[str, Peer], gate: Gate, budget: Budget
 ) -> tuple[dict[str, Ready], dict[str, str]]:
-    """Those that can do the work and agree with ours, warmed up; and of the others, why not."""
+    """The contestants that can do the work and agree with ours, warmed up; and the reasons for the others."""
     ready: dict[str, Ready] = {}
     reasons: dict[str, str] = {}
     differ: list[str] = []
@@ -124,7 +124,7 @@ def _prepare(
                 differ.append(name)
                 raise ArithmeticError(f"computes something else: it differs from {OWN} by {difference:.2g} of the norm")
             ready[name] = Ready(contestant.set_up, _peak(contestant.set_up, device))
-        except Exception as error:  # what a function cannot do is a result too
+        except Exception as error:  # a failure is a result too
             reasons[name] = reason(error)
             if name == OWN and not isinstance(error, NotImplementedError):
                 gate.failures[work.name] = reasons[name]
@@ -138,7 +138,7 @@ def _prepare(
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Of two tensors, relative to the norm of the second; infinite where one has a NaN."""
+    """The difference of two tensors relative to the norm of the second; infinite if one has a NaN."""
     a, b = a.detach().float(), b.detach().float()
     difference = ((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float32).tiny)).item()
     return difference if difference == difference else float("inf")
@@ -152,7 +152,7 @@ def warm_up(set_up: SetUp, device: torch.device) -> None:
 
 
 def _peak(set_up: SetUp, device: torch.device) -> int | None:
-    """The peak memory of a run that has nothing left to compile."""
+    """The peak memory of a run, after all compilation."""
     warm_up(set_up, device)
     with peak_memory(device) as peak:
         set_up()()
@@ -161,7 +161,7 @@ def _peak(set_up: SetUp, device: torch.device) -> int | None:
 
 
 def reason(error: Exception) -> str:
-    """One line."""
+    """An error in one line."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else ""
     return line if isinstance(error, NotImplementedError) and line else f"{type(error).__name__}: {line}"

@@ -1,4 +1,4 @@
-"""Processes of their own, for kernels that hang, or break the context on the GPU: they do so to nobody else."""
+"""Separate processes, for kernels that may hang or break the context on the GPU."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-SILENCE = 400.0  # seconds until a process that says nothing counts as hanging
-START = 300.0  # the same before its first word: Python and torch take long where many start at once
+SILENCE = 400.0  # seconds without a message until a process counts as hanging
+START = 300.0  # the same before its first message: Python and torch take long if many processes start at once
 
 
 class ProcessError(Exception):
-    """A process ended without a word, or hangs."""
+    """A process ended without an answer, or hangs."""
 
 
 class Child:
-    """A process that runs ``target(connection, *arguments)``, and the other end of its connection."""
+    """A process that runs ``target(connection, *arguments)``, with the other end of its connection."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=target, args=(other, *arguments))
         self.process.start()
-        self.has_started = False  # has said something
+        self.has_started = False  # has sent something
         other.close()
 
     def receive(self, seconds: float) -> Any:
-        """What it sends next.
+        """The next object that the process sends.
 
         Raises:
-            ProcessError: it died, or was silent for so long.
+            ProcessError: it died, or sent nothing for `seconds`.
         """
         try:
             if not self.connection.poll(seconds):
@@ -43,21 +43,21 @@ class Child:
         return answer
 
     def limit(self, silence: float) -> float:
-        """Seconds for which it may say nothing now, if that is `silence` in general."""
+        """The seconds without a message that are allowed now, if `silence` are allowed after the start."""
         return silence if self.has_started else max(silence, START)
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End the process, whatever it does."""
         self.process.kill()
         self.process.join(10)
         self.connection.close()
 
 
 def apart(function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
-    """What `function` yields, from a process of its own.
+    """Run `function` in a separate process and yield its items.
 
     Raises:
-        ProcessError: it died, or was silent for too long; what it had yielded before has come.
+        ProcessError: the process died, or was silent for too long; earlier items have been yielded.
     """
     child = Child(_send, function, arguments)
     try:

@@ -12,15 +12,15 @@ from typing import Protocol
 import torch
 
 Timed = Callable[[], object]
-SetUp = Callable[[], Timed]  # does, untimed, what comes before; returns what is timed
+SetUp = Callable[[], Timed]  # runs the untimed preparation; returns the function to time
 
-# More than the L2 cache of any GPU. The GPU is busy with writing it while the host queues up what is timed; once would
-# be too short for a backward on a fast one.
+# More than the L2 cache of any GPU. The GPU is busy writing it while the host queues the timed launches; one flush is
+# too short for a backward on a fast GPU.
 FLUSH_BYTES, FLUSHES = 2**30, 4
 
 
 class OutOfTimeError(Exception):
-    """The budget was spent before there was enough to report."""
+    """The budget is spent before there is enough to report."""
 
 
 class Stopwatch(Protocol):
@@ -30,7 +30,7 @@ class Stopwatch(Protocol):
 
 
 class DeviceStopwatch:
-    """Time on the GPU between two CUDA events, from an L2 cache that holds nothing of the inputs."""
+    """Time on the GPU between two CUDA events, with an L2 cache that holds none of the inputs."""
 
     def __init__(self, device: torch.device) -> None:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -80,7 +80,7 @@ def still_works(device: torch.device) -> bool:
 
 
 class Budget:
-    """Seconds that may be spent; None for as many as it takes."""
+    """A limit in seconds; None for no limit."""
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -92,14 +92,14 @@ class Budget:
         return self.end is not None and self.clock() >= self.end
 
     def check(self) -> None:
-        """Raise OutOfTimeError where the time is up."""
+        """Raise OutOfTimeError if the time is up."""
         if self.is_spent:
             raise OutOfTimeError
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often: at least `least` times, and then until `most` or for `seconds`, whichever comes first."""
+    """The number of rounds: at least `least`, then until `most` or `seconds`, whichever comes first."""
 
     least: int = 10
     most: int = 50
@@ -117,7 +117,7 @@ class Spread:
 
 
 def spread(samples: list[float]) -> Spread:
-    """Of one sample or more; quartiles by linear interpolation between the samples."""
+    """The spread of one sample or more; quartiles by linear interpolation between the samples."""
     if len(samples) == 1:
         return Spread(samples[0], samples[0], samples[0], 1)
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
@@ -127,10 +127,10 @@ def spread(samples: list[float]) -> Spread:
 def interleaved(
     runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, shuffle: random.Random, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Samples of each run, in milliseconds, and what a run raised, which then takes no further turn.
+    """Samples of each run, in milliseconds, and exceptions by run; a run that raised takes no further turn.
 
-    In every round each run has one turn, in an order drawn anew, so that drifting clocks and what the run before left
-    behind hit all alike.
+    In every round each run has one turn, in a new random order, so that drifting clocks and the effects of the previous
+    run affect all alike.
 
     Raises:
         OutOfTimeError: the budget is spent before the least number of rounds.
@@ -148,7 +148,7 @@ def interleaved(
                 budget.check()
             try:
                 samples[name].append(stopwatch(runs[name]()))
-            except Exception as error:  # memory that others left no room for, say
-                failures[name] = error.with_traceback(None)  # whose frames hold tensors
+            except Exception as error:  # for example, if others left too little memory
+                failures[name] = error.with_traceback(None)  # frames of a traceback hold tensors
                 del samples[name]
     return samples, failures

@@ -1,1 +1,1 @@
-"""Results: reading, comparing, tables and plots."""
+"""Result files: reading, comparing, tables and plots."""

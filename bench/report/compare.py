@@ -1,4 +1,4 @@
-"""``python -m bench compare``: two result files, case by case, and which differences are more than noise."""
+"""``python -m bench compare``: compare two result files case by case, and mark differences beyond noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedattn.cli.tables import Column
 
 @dataclass(frozen=True)
 class Change:
-    """One contestant in one case; `ratio` is the time of A over that of B, so that more than 1 is faster in B."""
+    """One contestant in one case; `ratio` is the time in A over that in B, so that more than 1 is faster in B."""
 
     work: str
     contestant: str
@@ -32,7 +32,7 @@ class Change:
 
 
 def changes(a: Report, b: Report) -> Iterator[Change]:
-    """Of every contestant that both reports timed in the same case."""
+    """The change of every contestant that both reports timed in the same case."""
     in_b = {row["name"]: row for row in b["results"]}
     for row in a["results"]:
         others = in_b.get(row["name"], {"contestants": {}})["contestants"]
@@ -47,7 +47,7 @@ def _change(work: str, contestant: str, a: dict[str, Any], b: dict[str, Any]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print them; exit status 0."""
+    """Print the changes; return exit status 0."""
     a, b = results.read(options.a), results.read(options.b)
     found = list(changes(a, b))
     console = terminal.console()
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """In the order of the columns."""
+    """The cells of a row, in the order of the columns."""
     verdict = ("faster" if change.ratio > 1.0 else "slower") if change.beyond_noise else ""
     numbers = (f"{x:.2f}x" for x in (change.ratio, change.least, change.most))
     return (*numbers, verdict, change.contestant, change.work)

@@ -1,4 +1,4 @@
-"""A page of the documentation that has places for generated figures, between two comments each."""
+"""Pages of the documentation with places for generated figures, each between two comments."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,6 +21,6 @@ def with_block(page: str, figures: str, source: str = "") -> str:
 
 
 def table_of(rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, whose head is the first of the rows."""
+    """A table in Markdown; the first row is the head."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))

@@ -1,4 +1,4 @@
-"""What of rich the commands use, as plain lines, for a Python that lacks it."""
+"""The parts of rich that the commands use, as plain lines, for a Python without rich."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class PlainConsole:
     """Prints text as it is."""
 
     def print(self, text: str = "", **look: Any) -> None:
-        """A line; what it should look like is not used."""
+        """Print a line; its style is ignored."""
         print(text, flush=True)
 
     def print_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """Columns as wide as what is in them."""
+        """Print a table with columns as wide as their content."""
         cells = [[column.header for column in columns], *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
@@ -28,7 +28,7 @@ class PlainConsole:
 
 
 class PlainProgress:
-    """Shows nothing: the lines that are printed say how far the work is."""
+    """Shows nothing: the printed lines show the progress."""
 
     def __enter__(self) -> PlainProgress:
         return self
@@ -37,10 +37,10 @@ class PlainProgress:
         pass
 
     def add_task(self, description: str, total: float) -> Any:
-        """A task that nobody looks at."""
+        """Return a task that is not shown."""
 
     def update(self, task: Any, **change: Any) -> None:
-        """Nothing to be seen."""
+        """Do nothing."""
 
     def advance(self, task: Any) -> None:
-        """Nothing to be seen."""
+        """Do nothing."""

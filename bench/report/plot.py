@@ -1,4 +1,4 @@
-"""``python -m bench plot``: the rate of every contestant, and ours over the best of the others."""
+"""``python -m bench plot``: plot the rate of every contestant, and ours relative to the best of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusedattn.cli.demo.figure import STYLE
 
 COLUMNS = 3  # panels side by side
 PANEL = (4.6, 5.0)  # inches
-LETTER = 0.085  # inches, of a legend
+LETTER = 0.085  # inches, in a legend
 CEILING, OURS = "#8a8a8a", "#0b6e6e"
 COLORS = ("#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
 MARKERS = "os^Dvp*X"
@@ -29,7 +29,7 @@ SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write one figure for each suite and page with a panel in which something was timed; exit status 0."""
+    """Write one figure for each suite and page that has a panel with timings; return exit status 0."""
     report = results.together([results.read_green(path) for path in options.results])
     out = options.out or options.results[0].with_suffix("")
     out.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def _is_timed(row: Report) -> bool:
 
 
 def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, list[Report]]) -> None:
-    """A panel is a pair of axes: the rates above, the speedup below."""
+    """Draw a page; a panel is a pair of axes: the rates above, the speedup below."""
     n_columns = min(COLUMNS, len(panels))
     n_rows = -(-len(panels) // n_columns)
     names = results.contestants([row for rows in panels.values() for row in rows])
@@ -77,7 +77,7 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
 
 
 def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:
-    """Lines by name, with bars from quartile to quartile."""
+    """Draw the rates, with bars from quartile to quartile; returns the lines by name."""
     shown: dict[str, Line2D] = {}
     for name in names:
         found = [(row["x"], row, row["contestants"][name]) for row in rows if "ms" in row["contestants"].get(name, {})]
@@ -105,7 +105,7 @@ def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], name
 
 
 def _look(name: str, names: list[str]) -> dict[str, Any]:
-    """Ours in one colour and in front; the others in all others, and again with another marker."""
+    """The style of a line: ours has its own colour and is in front; others reuse colours with another marker."""
     alike = [other for other in names if is_own(other) == is_own(name)]
     i = alike.index(name)
     if is_own(name):

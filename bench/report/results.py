@@ -1,4 +1,4 @@
-"""Result files: written while a run goes on; read by ``plot``, ``table``, ``compare``; refused where not green."""
+"""Result files: written during a run; read by ``plot``, ``table``, ``compare``; refused if not green."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Report = dict[str, Any]
 
 
 def new_path(out: Path, device: torch.device, commit: str | None, ending: str = "") -> Path:
-    """Of a file that does not exist: a second one of a day and commit gets a number."""
+    """The path of a new file: a second one of the same day and commit gets a number."""
     found = environment.describe(device, commit)["commit"][:10]
     stem = f"{datetime.date.today().isoformat()}-{found}{ending}"
     folder = out / environment.folder(device)
@@ -30,7 +30,7 @@ def new_path(out: Path, device: torch.device, commit: str | None, ending: str = 
 
 
 def write(path: Path, report: Report) -> None:
-    """Replace the file in one step, so that a run that is killed leaves what it had."""
+    """Replace the file in one step, so that a killed run leaves its last results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".json.new")
     new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -41,7 +41,7 @@ def read(path: Path) -> Report:
     """A report.
 
     Raises:
-        CommandError: no such file, or no report of this format.
+        CommandError: there is no such file, or it is not a report of this format.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def read_green(path: Path) -> Report:
     """A report whose correctness check found nothing wrong.
 
     Raises:
-        CommandError: as :func:`read`; or the verdict is red, or absent.
+        CommandError: as :func:`read`; or the verdict is red or absent.
     """
     report = read(path)
     verdict = report.get("correctness")
@@ -72,7 +72,7 @@ def read_committed(path: Path) -> Report:
     """A green report of a commit that others can check out.
 
     Raises:
-        CommandError: as :func:`read_green`; or the files differed from the commit, or it is unknown.
+        CommandError: as :func:`read_green`; or files differed from the commit, or the commit is unknown.
     """
     report = read_green(path)
     if report["environment"]["commit"] == "unknown" or report["environment"]["dirty"]:
@@ -81,9 +81,9 @@ def read_committed(path: Path) -> Report:
 
 
 def together(reports: Sequence[Report]) -> Report:
-    """One report of several runs of the same commit on the same machine, without what was measured a second time.
+    """One report of several runs of the same commit on the same machine, without repeated measurements.
 
-    Each result compares what took turns in one run; its share of the ceiling is of that run too.
+    Each result compares contestants of one run; its share of the ceiling is from that run too.
 
     Raises:
         CommandError: the runs differ in device, commit or versions, or one was quick.
@@ -148,5 +148,5 @@ def _by_number(text: str) -> list[tuple[int, str]]:
 
 
 def contestants(rows: list[Report]) -> list[str]:
-    """The names in all of these results, in the order in which they first come."""
+    """The names in all of these results, in order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row["contestants"]))

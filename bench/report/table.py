@@ -1,6 +1,6 @@
-"""``python -m bench table``: the figures of docs/performance.md and README.md, from result files that are green.
+"""``python -m bench table``: write the figures of docs/performance.md and README.md, from green result files.
 
-What a GPU measured goes into the tables of both; what a CPU measured, only under a heading of its own in the first.
+Results of a GPU go into the tables of both; results of a CPU only under a separate heading of the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADLINES = ("forward", "backward", "decode", "training")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rewrite the pages; exit status 0."""
+    """Rewrite the pages; return exit status 0."""
     found = [results.read_committed(path) for path in options.results]
     kinds = ([report for report in found if report["environment"]["is_gpu"] is kind] for kind in (True, False))
     reports = [results.together(of_kind) for of_kind in kinds if of_kind]
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def with_results(page: str, readme: str, report: Report) -> tuple[str, str]:
-    """docs/performance.md and README.md with a report in their places; the README has none for a CPU's."""
+    """docs/performance.md and README.md with a report in their places; README has no place for a CPU's."""
     if report["environment"]["is_gpu"]:
         return with_block(page, full(report), GPU), with_block(readme, short(report), GPU)
     return with_block(page, full(report), CPU), readme
 
 
 def full(report: Report) -> str:
-    """Markdown: where it was measured, and a table for each panel, contestants side by side."""
+    """Markdown: the machine, and a table for each panel, contestants side by side."""
     verdict, ceilings = report["correctness"], report["ceilings"]
     products = ", ".join(f"{number(rate)} TFLOP/s in {dtype}" for dtype, rate in ceilings.get("matmul", {}).items())
     parts = [
@@ -66,7 +66,7 @@ def full(report: Report) -> str:
 
 
 def _panel(rows: list[Report]) -> Iterator[list[str]]:
-    """Contestants that could run; the others are in the notes."""
+    """Rows of a panel, with the contestants that could run; the others are in the notes."""
     names = [name for name in results.contestants(rows) if any("ms" in r["contestants"].get(name, {}) for r in rows)]
     yield [rows[0]["x_name"], *names, "fusedattn over best other", "of ceiling"]
     for row in rows:
@@ -82,7 +82,7 @@ def _cell(found: Report, is_best: bool) -> str:
 
 
 def short(report: Report) -> str:
-    """Markdown: what is asked first, one line each."""
+    """Markdown: the most important results, one line each."""
     rows = [row for row in report["results"] if row["priority"] == 0 and row["suite"] in HEADLINES]
     lines = [["what", "fusedattn", "best other", "", "of ceiling"]]
     for row in rows:

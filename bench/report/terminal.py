@@ -1,4 +1,4 @@
-"""What a run shows: a line that moves while it measures, and a table at the end; plain lines where rich is missing."""
+"""The output of a run: a progress line while it measures, and a table at the end; plain lines without rich."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Console: TypeAlias = "RichConsole | PlainConsole"
 
 
 def console() -> Console:
-    """For people; without colours where it is not a terminal."""
+    """A console for output; without colours if it is not a terminal."""
     if importlib.util.find_spec("rich") is None:
         return PlainConsole()
     from rich.console import Console
@@ -31,7 +31,7 @@ def console() -> Console:
 
 
 def progress(console: Console) -> Progress | PlainProgress:
-    """A bar, and what is being measured."""
+    """A progress bar with the name of the current work."""
     if isinstance(console, PlainConsole):
         return PlainProgress()
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -47,7 +47,7 @@ def progress(console: Console) -> Progress | PlainProgress:
 
 
 def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fits the terminal, if anything is known of it."""
+    """Print a table that fits the terminal, if its width is known."""
     if isinstance(console, PlainConsole):
         console.print_table(columns, rows)
     else:
@@ -55,7 +55,7 @@ def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequ
 
 
 def print_results(console: Console, report: Report) -> None:
-    """A table for each panel, and under those of a suite the reasons of what could not run."""
+    """Print a table for each panel, and below those of a suite the reasons why some contestants could not run."""
     for suite in dict.fromkeys(row["suite"] for row in report["results"]):
         pages = {page: panels for (name, page), panels in results.by_page(report).items() if name == suite}
         for page, panels in pages.items():
@@ -80,7 +80,7 @@ def _print_goals(console: Console, verdicts: list[Verdict]) -> None:
 
 
 def goal_cells(verdict: Verdict) -> Iterator[str]:
-    """The goal, its bound, the lowest figure, how many there are, whether it is reached, and where it is lowest."""
+    """The goal, its bound, the lowest figure, the number of figures, whether it is reached, and where it is lowest."""
     goal, lowest = verdict.goal, verdict.lowest
     yield goal.name
     yield f"{goal.at_least:.2f}"
@@ -98,7 +98,7 @@ def _print_rows(console: Console, rows: list[Report]) -> None:
 
 
 def _cells(row: Report) -> Iterable[str]:
-    """In the order of the columns."""
+    """The cells of a row, in the order of the columns."""
     yield f"{row['x']:,g}"
     own = row["contestants"].get(row["best_own"])
     if own is None:
@@ -115,7 +115,7 @@ def _cells(row: Report) -> Iterable[str]:
 
 
 def reasons(rows: list[Report]) -> list[str]:
-    """Each reason once, with the contestant and how many of the results it concerns."""
+    """Each reason once, with the contestant and the number of results that it concerns."""
     counted: dict[tuple[str, str], int] = {}
     for row in rows:
         for name, found in row["contestants"].items():
@@ -125,15 +125,15 @@ def reasons(rows: list[Report]) -> list[str]:
 
 
 def quartile_range(ms: dict[str, Any]) -> float:
-    """The distance of the quartiles over the median."""
+    """The distance between the quartiles, relative to the median."""
     return (ms["q3"] - ms["q1"]) / ms["median"] if ms["median"] else 0.0
 
 
 def milliseconds(ms: float) -> str:
-    """In a unit that fits."""
+    """A time in a suitable unit."""
     return f"{number(1e3 * ms)} us" if ms < 1.0 else f"{number(ms)} ms" if ms < 1e3 else f"{number(ms / 1e3)} s"
 
 
 def number(x: float) -> str:
-    """Three digits, or all of those before the point."""
+    """A number in three digits, or with all digits before the point."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:#.3g}"

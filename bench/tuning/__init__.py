@@ -1,1 +1,1 @@
-"""Which config of the table is the fastest: candidates that compile well, checked, and timed beside the table's."""
+"""Find faster configs for the table: candidates that compile well are checked, and timed together with the table's."""

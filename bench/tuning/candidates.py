@@ -1,10 +1,10 @@
-"""Configs that a slot might have: those of a grid whose machine code has no fault, the most promising first.
+"""Candidate configs for a slot: those of a grid whose machine code has no fault, the most promising first.
 
-One fault a GPU can clear: registers of products in flight (bench/codegen/in_flight.py). Configs with it have a place of
-their own among those that it times.
+A GPU can show one fault to be harmless: registers of products in flight (bench/codegen/in_flight.py). Some configs with
+it are timed too, in places of their own.
 
-Found without a GPU, by the cross-compiler, and kept in bench/candidates, a file for each architecture and version of
-Triton, so that a GPU is asked for nothing but what it alone can say.
+The cross-compiler finds candidates without a GPU. They are kept in bench/candidates, one file per architecture and
+version of Triton, so that a GPU is needed only for timing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bench.tuning.slots import Candidate, Part, Slot
 from fusedattn.cli.errors import CommandError
 from fusedattn.kernels.configs import Arch, FewQueries, Style, TileConfig, Work
 
-KEPT = 12  # of a slot
-KEPT_IN_FLIGHT = 3  # one for each so many of the others
+KEPT = 12  # per slot
+KEPT_IN_FLIGHT = 3  # one with registers in flight for each 3 of the others
 
 KERNELS: dict[Part, tuple[str, ...]] = {
     "fwd": ("attention_fwd", "attention_fwd_specialized"),
@@ -38,7 +38,7 @@ KERNELS: dict[Part, tuple[str, ...]] = {
     "one_pass": ("attention_bwd_dkdv",),
     "dq": ("attention_bwd_dq", "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned"),
 }
-# What must compile without a fault, the hardest first: where that fails, nothing else is compiled.
+# Features that must compile without a fault, the hardest first: if that fails, nothing else is compiled.
 FEATURES: dict[Work, tuple[str, ...]] = {
     "streamed": ("all but boolean", "plain", "causal+rope", "packed"),
     "pairwise": ("all", "ranges", "blocks"),
@@ -54,11 +54,11 @@ WARPS, STAGES, BOUNDARIES, SPLITS = (4, 8), (1, 2, 3), (64, 32, 16), (256, 512, 
 
 @dataclass(frozen=True)
 class Found:
-    """A config that compiles well: the most registers of its kernels, the fewest programs of one on a multiprocessor
-    at a time, and what bench/codegen/model.py says of them, in TFLOP/s at best, or None where it says nothing.
+    """A config that compiles well: the most registers of its kernels, the fewest programs on a multiprocessor at a
+    time, and the bound of bench/codegen/model.py in TFLOP/s, or None if the model has none.
 
-    With `in_flight`, registers are touched of products that may be running. That keeps it out of the table, until a GPU
-    has shown that its results are those of other configs.
+    With `in_flight`, its code touches registers of products that may be running. Such a config must not go into the
+    table until a GPU has shown that its results equal those of other configs.
     """
 
     config: TileConfig
@@ -69,7 +69,7 @@ class Found:
 
 
 def tile(candidate: Candidate) -> str:
-    """In short: queries x keys, warps, stages, style, boundary blocks, and what else there is."""
+    """A candidate in short: queries x keys, warps, stages, style, boundary blocks, and further options."""
     if candidate is None:
         return "two kernels"
     if isinstance(candidate, FewQueries):
@@ -89,7 +89,7 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
     is_small = slot.dtype.itemsize == 4 or slot.head_dim > 128
     rows: tuple[int, ...] = (16, 32, 64) if is_small else (64, 128)
     columns: tuple[int, ...] = (16, 32, 64) if is_small else (32, 64, 128)
-    if slot.part in ("dkdv", "one_pass"):  # the tile of keys stays, that of queries moves
+    if slot.part in ("dkdv", "one_pass"):  # a program keeps its tile of keys, and moves that of queries
         rows, columns = columns, rows
     if slot.part == "few":
         rows, columns = (32 if slot.head_dim <= 128 and slot.dtype.itemsize == 2 else 16,), (16, 32, 64, 128)
@@ -107,9 +107,8 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
 def clean(
     slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object] = lambda: None
 ) -> list[Found]:
-    """Those whose kernels have no certain fault, each with the widest boundary blocks that allow it, the best by the
-    model first, or where it says nothing, those with more programs on a multiprocessor; `done` is called after each
-    tile."""
+    """The tiles whose kernels have no certain fault, each with the widest boundary blocks that allow it, the best by
+    the model first; without a model, those with more programs on a multiprocessor. Calls `done` after each tile."""
     judged = functools.partial(clean_forms, slot, arch)
     found: list[Found] = []
     for forms in compilations.in_processes(judged, tiles, jobs):
@@ -119,8 +118,8 @@ def clean(
 
 
 def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
-    """A tile with the widest boundary blocks with which nothing is certainly wrong with its machine code, if there are
-    any; and the same by persistent programs, where these are written."""
+    """A tile with the widest boundary blocks with which its machine code has no certain fault, if any; and the same
+    with persistent programs, if the kernel has them."""
     walked = config.BLOCK_M if slot.part in ("dkdv", "one_pass") else config.BLOCK_N
     for boundary in (size for size in BOUNDARIES if size <= max(walked, min(BOUNDARIES))):
         tried = replace(config, BOUNDARY=boundary)
@@ -139,7 +138,7 @@ def clean_forms(slot: Slot, arch: Arch, config: TileConfig) -> list[Found]:
 
 
 def _is_of_boundary(report: Report) -> bool:
-    """Whether all that is wrong are spills, and none of them in the loop over full blocks."""
+    """Whether the only faults are spills, none of them in the loop over full blocks."""
     names = LOOPS.get(report.kernel, {}).get(len(report.loop_spills))
     if names is None or len(report.certain_faults) > 1 or not report.spill_bytes:
         return False
@@ -147,11 +146,11 @@ def _is_of_boundary(report: Report) -> bool:
 
 
 def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
-    """Of all that must have no certain fault, or as far as the first one."""
+    """Reports of all kernels that must have no certain fault, up to the first that has one."""
     found: dict[str, Report] = {}
     forward = slot.part in ("fwd", "few")
     steps = [(features, forward) for features in _features(slot)]
-    if forward:  # which runs without what is kept for the backward too; most tiles fail with it
+    if forward:  # it also runs without results for the backward; most tiles fail with them
         steps.insert(0, (steps[0][0], False))
     for features, inference in steps:
         found |= {report.key: report for report in _compiled(slot, arch, config, features, inference)}
@@ -165,12 +164,12 @@ def _features(slot: Slot) -> tuple[str, ...]:
 
 
 def _compiled(slot: Slot, arch: Arch, config: TileConfig, features: str, inference: bool) -> list[Report]:
-    """With what is kept for the backward, and (inference) without it too."""
+    """Reports of the kernels with results kept for the backward, and (inference) also without."""
     names = NAMES[slot.dtype][:1] if arch == "gfx942" else NAMES[slot.dtype]
     kernels, ran_without = KERNELS[slot.part], (features,) if inference else ()
     cases = [compilations.Case(arch, x, slot.head_dim, (features,), kernels, ran_without, config) for x in names]
     found = [report for case in cases for report in compilations.compile_case(case)]
-    # Specialised, a forward that its kernel does not take runs by all warps alike, which is another candidate.
+    # A forward that the specialised kernel does not support runs on the usual kernel, which is another candidate.
     return [r for r in found if config.style != "specialized" or r.kernel == "attention_fwd_specialized"]
 
 
@@ -186,7 +185,7 @@ def _found(config: TileConfig, reports: list[Report]) -> Found:
 
 
 def _predicted(reports: list[Report]) -> Iterator[float]:
-    """Operations a second at best, of kernels that the model knows."""
+    """Operations per second at best, for kernels that the model supports."""
     from bench.codegen.predictions import predict
 
     for report in reports:
@@ -197,8 +196,8 @@ def _predicted(reports: list[Report]) -> Iterator[float]:
 
 
 def to_time(slot: Slot, arch: Arch, found: list[Found], kept: int = KEPT) -> dict[str, Candidate]:
-    """By what it is called: the table's own first, then the best of those found without a fault, then the best of those
-    that touch registers in flight."""
+    """Candidates by name: the table's own first, then the best without a fault, then the best of those that touch
+    registers in flight."""
     candidates: list[Candidate] = [slot.config(arch)]
     if slot.part == "one_pass":
         candidates.append(None)
@@ -211,7 +210,7 @@ def to_time(slot: Slot, arch: Arch, found: list[Found], kept: int = KEPT) -> dic
 
 
 def in_flight(names: Mapping[str, Candidate], found: list[Found]) -> list[str]:
-    """Those of the candidates that touch registers of products that may be running."""
+    """The names of candidates that touch registers of products that may be running."""
     doubtful = {x.config for x in found if x.in_flight}
     return [name for name, x in names.items() if (x.config if isinstance(x, FewQueries) else x) in doubtful]
 
@@ -222,7 +221,7 @@ def path(arch: Arch, folder: Path) -> Path:
 
 
 def save(target: Path, found: dict[str, list[Found]]) -> None:
-    """Write candidates by the name of the slot, over those that were there for it."""
+    """Write candidates by the name of the slot, replacing earlier ones of these slots."""
     known = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     known |= {name: [_as_object(x) for x in each] for name, each in found.items()}
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -234,10 +233,10 @@ def save(target: Path, found: dict[str, list[Found]]) -> None:
 
 
 def load(source: Path, slot: Slot) -> list[Found] | None:
-    """Those of a slot; None where nobody has looked for them.
+    """The candidates of a slot; None if they have not been searched for.
 
     Raises:
-        CommandError: the file is none that :func:`save` wrote.
+        CommandError: the file was not written by :func:`save`.
     """
     try:
         known = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
@@ -247,7 +246,7 @@ def load(source: Path, slot: Slot) -> list[Found] | None:
 
 
 def _as_object(found: Found) -> dict[str, Any]:
-    """What differs from a config without options."""
+    """The fields that differ from a config without options, for JSON."""
     config = {f.name: getattr(found.config, f.name) for f in fields(TileConfig)}
     usual = {f.name: f.default for f in fields(TileConfig)}
     known = {name: x for name, x in asdict(found).items() if name != "in_flight" or x}

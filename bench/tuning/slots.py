@@ -1,4 +1,4 @@
-"""A place in the table of configs, the problems that show how good what stands there is, and trying something else."""
+"""A place in the table of configs, the problems that measure its config, and how to try another one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fusedattn.kernels import configs
 from fusedattn.kernels.configs import Arch, FewQueries, TileConfig, Work
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 
-# Fields of KernelConfigs, and the config of few queries, which has a table of its own.
+# Fields of KernelConfigs, and the config of few queries, which has a separate table.
 Part = Literal["fwd", "dkdv", "dq", "one_pass", "few"]
 Candidate = TileConfig | FewQueries | None  # None: two kernels instead of one pass
 Pass = Literal["inference", "training", "backward"]
 
-# The gradients that make one kernel of the backward run, and no other but what prepares it.
+# The gradients for which only this kernel of the backward runs, besides its preparation.
 WANTED: dict[Part, tuple[str, ...]] = {"dkdv": ("k", "v"), "dq": ("q",), "one_pass": ("q", "k", "v")}
 
 WIDTH, TOKENS, SEQLEN = 2048, 16384, 4096  # nheads * head_dim, batch * seqlen
@@ -45,7 +45,7 @@ FEW_HEADS = (32, 8)
 
 @dataclass(frozen=True)
 class Slot:
-    """What one config serves: a kernel, the work for each pair, a dtype, and head_dims up to this one."""
+    """The domain of one config: a kernel, the work for each pair, a dtype, and head_dims up to this one."""
 
     part: Part
     work: Work
@@ -58,14 +58,14 @@ class Slot:
         return f"{self.part} {self.work} {str(self.dtype).removeprefix('torch.')} {self.head_dim}"
 
     def config(self, arch: Arch) -> Candidate:
-        """What stands in the table."""
+        """The config in the table."""
         if self.part == "few":
             return configs.lookup_few_queries(arch, self.head_dim, self.dtype, self.work)
         return getattr(configs.lookup(arch, self.head_dim, self.dtype, self.work), self.part)
 
     @contextmanager
     def holding(self, candidate: Candidate) -> Iterator[None]:
-        """Inside, every call finds the candidate in this place, in every place of its kind for that matter."""
+        """Inside, every call finds the candidate in this place, and in every other place of its part."""
         if isinstance(candidate, FewQueries):
             with patch.object(configs, "lookup_few_queries", lambda *asked: candidate):
                 yield
@@ -80,7 +80,7 @@ class Slot:
                 yield
 
     def cases(self) -> dict[str, Case]:
-        """What is timed, by name."""
+        """The cases to time, by name."""
         if self.part == "few":
             return {
                 name: self._case(batch, 1, cached, heads=FEW_HEADS) for name, (batch, cached) in DECODED.items()
@@ -92,10 +92,10 @@ class Slot:
         }
 
     def small_cases(self) -> dict[str, Case]:
-        """What must be correct before, by name, of lengths that tiles divide, and that none does.
+        """The cases that must be correct first, by name: with lengths that tiles divide, and with others.
 
-        For Triton the first are the same kernels as those that are timed: strides are multiples of 16. Queries are
-        grouped, and there are more tiles than multiprocessors.
+        For the former Triton compiles the kernels that are timed: strides are multiples of 16. Queries are grouped, and
+        there are more tiles than multiprocessors.
         """
         if self.part == "few":
             fields: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (3, CAUSAL))
@@ -115,7 +115,7 @@ class Slot:
 
     @property
     def _fields(self) -> dict[str, dict[str, Any]]:
-        """The forward alone rotates anything in its own programs."""
+        """Fields of cases by name; RoPE only for the forward, which alone rotates in its own programs."""
         rotates = self.part == "fwd" and self.work == "streamed"
         return FIELDS[self.work] | ({"causal, RoPE, padding": ROTATED} if rotates else {})
 
@@ -133,7 +133,7 @@ class Slot:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """What of a call is timed: a forward that keeps something for the backward is another kernel in 16 bits."""
+        """The passes to time: in 16 bits, a forward that keeps results for the backward is another kernel."""
         if self.part == "few":
             return ("inference",)
         return ("inference", "training") if self.part == "fwd" else ("backward",)
@@ -141,7 +141,7 @@ class Slot:
     def set_ups(
         self, case: Case, device: torch.device, candidates: Mapping[str, Candidate]
     ) -> dict[Pass, dict[str, SetUp]]:
-        """By pass, then by the name of the candidate, all on the same tensors."""
+        """Setups by pass, then by the name of the candidate, all on the same tensors."""
         inputs = as_models_have_them(make_inputs(case, device, drawn_there=True))
         return {
             which: {name: functools.partial(self._set_up, x, inputs, which) for name, x in candidates.items()}

@@ -1,4 +1,4 @@
-"""Candidates on a GPU: each checked in a process of its own, those that are correct timed in turns, in another."""
+"""Try candidates on a GPU: check each in a separate process, then time the correct ones in turns, in another."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ ROUNDS = Rounds(least=10, most=40, seconds=1.5)
 def wrong(
     slot: Slot, candidates: Mapping[str, Candidate], device: torch.device, jobs: int, budget: Budget
 ) -> dict[str, str]:
-    """Why candidates must not be timed, by name: they leave the error budget on small problems, fail, or hang.
+    """Why candidates must not be timed, by name: they exceed the error budget on small problems, fail, or hang.
 
-    What a process compiles stays in Triton's cache on disk, where that of the timing finds it.
+    Compiled kernels stay in Triton's cache on disk, where the process that times them finds them.
     """
 
     def why(candidate: Candidate) -> str:
@@ -59,7 +59,7 @@ def wrong(
 
 
 def verdict(slot: Slot, candidate: Candidate, device: torch.device) -> Iterator[str]:
-    """What is wrong with a candidate; one text, empty where it is correct."""
+    """Yield one text: the faults of a candidate, empty if it is correct."""
     try:
         with slot.holding(candidate), _launched_as_named(candidate, device):
             used = dict(_used(slot, device))
@@ -72,7 +72,7 @@ def verdict(slot: Slot, candidate: Candidate, device: torch.device) -> Iterator[
 
 @contextmanager
 def _launched_as_named(candidate: Candidate, device: torch.device) -> Iterator[None]:
-    """Inside, it is an error if a specialised kernel is not launched, but another in its place."""
+    """Inside, it is an error if another kernel is launched in place of a specialised one."""
     if isinstance(candidate, TileConfig) and candidate.style == "specialized" and not guard.knows(device):
         raise NotImplementedError("specialized kernels are not launched on this GPU, or with this Triton")
     with warnings.catch_warnings():
@@ -93,13 +93,13 @@ def _used(slot: Slot, device: torch.device) -> Iterator[tuple[str, float]]:
 
 @dataclass
 class Timing:
-    """Of one candidate: milliseconds by ``<problem>, <pass>``, as far as they go; why there are no more."""
+    """The timings of one candidate: milliseconds by ``<problem>, <pass>``, and the reason if some are missing."""
 
     ms: dict[str, Spread] = field(default_factory=dict)
     reason: str = ""
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The timings for JSON."""
         ms = {name: asdict(x) for name, x in self.ms.items()}
         return ({"ms": ms} if ms else {}) | ({"reason": self.reason} if self.reason else {})
 
@@ -112,7 +112,7 @@ def timed(
     seed: int,
     budget: Budget,
 ) -> dict[str, Timing]:
-    """Each candidate on every problem of the slot, all in turns; as far as the budget goes, or their process lives."""
+    """Time candidates in turns on every problem of the slot, until the budget is spent or their process dies."""
     timings = {name: Timing() for name in candidates}
     left = None if budget.end is None else max(0.0, budget.end - budget.clock())
     if candidates:
@@ -136,7 +136,7 @@ def turns(
     seed: int,
     seconds: float | None,
 ) -> Iterator[tuple[str, dict[str, Spread], dict[str, str]]]:
-    """Problem and pass, the times of those that could do it, and why the others could not; until the time is up."""
+    """Yield problem and pass, times of the candidates, and reasons for missing ones, until the time is up."""
     budget, shuffle, stopwatch = Budget(seconds), random.Random(seed), stopwatch_of(device)
     left = dict(candidates)
     try:
@@ -156,7 +156,7 @@ def turns(
 def _warm(
     set_ups: Mapping[str, SetUp], device: torch.device, budget: Budget
 ) -> tuple[dict[str, SetUp], dict[str, Exception]]:
-    """Those that run, compiled, and what the others raised; none, and no further, where one breaks the device."""
+    """The setups that run, compiled, and the errors of the others; stops, without setups, if one breaks the device."""
     ready: dict[str, SetUp] = {}
     failures: dict[str, Exception] = {}
     for name, set_up in set_ups.items():
@@ -173,12 +173,12 @@ def _warm(
 
 
 def base(timings: Mapping[str, Timing]) -> str | None:
-    """What others are compared with: the first that has times, which is the table's own where that is correct."""
+    """The candidate to compare with: the first that has times, which is the table's own if that is correct."""
     return next((name for name, timing in timings.items() if timing.ms), None)
 
 
 def gains(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
-    """How many times as fast as the base each candidate is, by problem and pass."""
+    """The speed of each candidate relative to the base, by problem and pass."""
     first = base(timings)
     if first is None:
         return {}
@@ -197,7 +197,7 @@ def ranked(timings: Mapping[str, Timing]) -> list[tuple[str, float]]:
 
 
 def is_faster(timings: Mapping[str, Timing], name: str) -> bool:
-    """Whether the quartiles of a candidate lie below those of the base on every problem: no noise."""
+    """Whether a candidate is faster beyond noise: its quartiles lie below those of the base on every problem."""
     first = base(timings)
     if first is None:
         return False

@@ -1,4 +1,4 @@
-"""``python -m bench tune``: which config of the table could be another, on the GPU that is there."""
+"""``python -m bench tune``: look for better configs of the table, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fusedattn.support import interpreting
 
 FORMAT = "fusedattn tuning 1"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHOWN = 8  # of the candidates of a slot
+SHOWN = 8  # candidates per slot
 
 
 def slots(options: argparse.Namespace) -> list[Slot]:
-    """What is asked for; by default what most calls launch, in bfloat16."""
+    """The requested slots; by default those of most calls, in bfloat16."""
     return [
         Slot(cast(Part, part), cast(configs.Work, work), DTYPES[dtype], head_dim)
         for dtype, head_dim, work, part in itertools.product(
@@ -44,7 +44,7 @@ def slots(options: argparse.Namespace) -> list[Slot]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 where the table's own config is not correct."""
+    """Return exit status 0, or 1 if the table's own config is not correct."""
     if interpreting():
         raise CommandError("TRITON_INTERPRET: got 1, but the interpreter compiles nothing")
     console = terminal.console()
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         return _compile(slots(options), options, console)
     device = machine.choose_device(options.device)
     if device.type != "cuda":
-        raise CommandError(f"--device: got {device.type}, but what is fast is asked of a GPU; --compile needs none")
+        raise CommandError(f"--device: got {device.type}, but timing needs a GPU; --compile needs none")
     return tune(slots(options), device, DeviceStopwatch, options, console)
 
 
@@ -80,7 +80,7 @@ def tune(
     options: argparse.Namespace,
     console: Console,
 ) -> int:
-    """Check and time, slot by slot, the file written after each."""
+    """Check and time slot by slot; write the file after each."""
     arch = devices.arch_of(device)
     source = candidates.path(arch, options.candidates)
     loaded = {slot: candidates.load(source, slot) for slot in chosen}
@@ -126,7 +126,7 @@ def tune(
 
 
 def _as_object(own: str, timings: dict[str, Timing]) -> dict[str, Any]:
-    """For JSON: the ranking, then all that was measured."""
+    """The result for JSON: the ranking, then all measurements."""
     return {
         "table": own,
         "base": trial.base(timings),
@@ -136,7 +136,7 @@ def _as_object(own: str, timings: dict[str, Timing]) -> dict[str, Any]:
 
 
 def _print(console: Console, slot: Slot, own: str, timings: dict[str, Timing]) -> None:
-    """The best, and the table's own: how many times as fast as that they are, or as the first that is correct."""
+    """Print the best and the table's own, with speeds relative to the latter, or to the first correct one."""
     console.print(slot.name, style="bold", markup=False)
     gains, ranked = trial.gains(timings), trial.ranked(timings)
     problems = list(dict.fromkeys(problem for found in gains.values() for problem in found))

@@ -1,1 +1,1 @@
-"""What is timed, and beside which functions."""
+"""The work to time, and the functions to compare with."""

@@ -1,4 +1,4 @@
-"""Attention alone, forward, backward or both, ours and that of others, on the same tensors."""
+"""Attention alone, forward, backward or both, by this package and by others, on the same tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fusedattn import attention, masks
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 from fusedattn.testing.peers import Peer
 
-# Small enough to be checked in float64, in several tiles: lengths that tiles divide, and that none does. Both are too
-# long for keys to be rotated in registers, as all lengths that are timed are.
+# Small enough for a check in float64, in several tiles: a length that tiles divide, and one that none divides. As all
+# timed lengths, both are too long for keys to be rotated in registers.
 CHECKED_LENGTHS = (512, 461)
 CHECKED_CACHE = 4133  # keys of a single query
 CHECKED_WINDOW = 100
@@ -27,7 +27,7 @@ CHECKED_WINDOW = 100
 
 @dataclass(frozen=True)
 class AttentionWork(Work):
-    """`padded` is the share of every sequence that is padding, on the right."""
+    """Attention of one case; `padded` is the share of every sequence that is padding, on the right."""
 
     case: Case
     direction: Direction = "forward"
@@ -36,7 +36,7 @@ class AttentionWork(Work):
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one query: what is read counts then, not what is computed."""
+        """Whether each sequence has one query: then bytes count, not operations."""
         return self.case.seqlen_q == 1
 
     @property
@@ -69,7 +69,7 @@ class AttentionWork(Work):
         return [replace(small, seqlen_q=n, seqlen_k=n) for n in lengths]
 
     def inputs(self, device: torch.device) -> Inputs:
-        """Tensors that lie in memory as models have them: a cache by heads, all else by tokens, then heads."""
+        """Tensors in the memory layout of models: a cache by heads, all others by tokens, then heads."""
         found = as_models_have_them(make_inputs(self.case, device, drawn_there=True))
         if self.padded:
             n_real = round((1.0 - self.padded) * self.case.seqlen_k)
@@ -85,7 +85,7 @@ class AttentionWork(Work):
 
 
 def as_models_have_them(inputs: Inputs) -> Inputs:
-    """The same problem in memory by tokens, then heads; of a single query, a cache, by heads."""
+    """The same problem laid out by tokens, then heads; for a single query, the cache by heads."""
     if inputs.q.shape[2] == 1:
         return inputs
     by_token = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs.leaves.items() if n in "qkv"}
@@ -94,7 +94,7 @@ def as_models_have_them(inputs: Inputs) -> Inputs:
 
 
 def own(direction: Direction, device: torch.device) -> dict[str, Peer]:
-    """The package's own contestants by name: a backward on a GPU also with sums of any order."""
+    """The package's own contestants by name; a backward on a GPU also with sums in any order."""
     found: dict[str, Peer] = {OWN: attention}
     if direction != "forward" and device.type == "cuda":
         found[ONE_PASS] = functools.partial(attention, deterministic=False)
@@ -108,7 +108,7 @@ def _prepare(function: Peer, inputs: Inputs, direction: Direction) -> Contestant
 def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:
     if direction == "forward":
         return lambda: lambda: _forward(function, inputs)
-    # Slopes of ALiBi are constants to those who use it; a bias is learned.
+    # ALiBi slopes are constants in practice; a bias is learned.
     x, wanted = differentiable(inputs, ("q", "k", "v", "bias", "relative"))
 
     def forward() -> Tensor:
@@ -125,7 +125,7 @@ def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:
 
 
 def differentiable(inputs: Inputs, names: Collection[str]) -> tuple[Inputs, list[Tensor]]:
-    """The same problem, in which those of these leaves that it has get a gradient; and these."""
+    """The same problem in which the named leaves require grad; and these leaves."""
     leaves = {name: x.detach().requires_grad_(name in names) for name, x in inputs.leaves.items()}
     return inputs.with_leaves(leaves), [x for x in leaves.values() if x.requires_grad]
 
@@ -136,6 +136,6 @@ def _forward(function: Peer, inputs: Inputs) -> Any:
 
 
 def _answer(function: Peer, inputs: Inputs) -> Tensor:
-    """The output, computed from copies of q and k, which a contestant may write over."""
+    """The output, computed from copies of q and k, because a contestant may overwrite them."""
     copies = {name: inputs.leaves[name].clone(memory_format=torch.preserve_format) for name in ("q", "k")}
     return _forward(function, inputs.with_leaves(inputs.leaves | copies))

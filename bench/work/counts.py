@@ -1,4 +1,4 @@
-"""What attention has to compute and to read: the counts that times are turned into rates by."""
+"""The operations and bytes of attention, which turn times into rates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fusedattn.testing.cases import Case
 
 Direction = Literal["forward", "backward", "both"]
 
-# Matrix products of a pair of a query and a key, times 2 for multiply and add: q k^T and p v; backward those of
-# dv, dp, dq, dk and of q k^T once more.
+# Matrix products per pair of query and key, times 2 for multiply and add: q k^T and p v; backward those of dv, dp, dq,
+# dk and q k^T once more.
 FLOPS_PER_PAIR: dict[Direction, int] = {"forward": 4, "backward": 10, "both": 14}
 
 
 def pairs(case: Case) -> float:
-    """How many pairs of a query and a key one head counts: half of all when causal; in a window, those in it.
+    """The number of pairs of query and key per head: half of all if causal; with a window, those in it.
 
     Padding is not deducted, so that a kernel that skips it shows a higher rate.
     """
@@ -37,12 +37,12 @@ def _pairs_in_window(case: Case) -> int:
 
 
 def flops(case: Case, direction: Direction) -> float:
-    """The usual count, ``4 B H N M D`` forward, 10 backward, 14 both, of the :func:`pairs` that count."""
+    """The usual count, ``4 B H N M D`` forward, 10 backward, 14 both, with :func:`pairs` for ``N M``."""
     return FLOPS_PER_PAIR[direction] * case.batch * case.nheads_q * pairs(case) * case.head_dim
 
 
 def bytes_read_and_written(case: Case) -> int:
-    """What a forward must move at least: each of q, k, v read once and out written once, in bytes."""
+    """The least bytes that a forward must move: q, k and v read once and out written once."""
     q_and_out = 2 * case.nheads_q * case.seqlen_q
     k_and_v = 2 * case.nheads_kv * case.seqlen_k
     return case.batch * (q_and_out + k_and_v) * case.head_dim * case.dtype.itemsize

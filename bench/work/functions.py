@@ -1,4 +1,4 @@
-"""The attention functions that are measured beside ours, for each case: as they are, or after a rotation of q and k."""
+"""The other attention functions to measure for each case: as they are, or after a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose(names: Iterable[str]) -> dict[str, Peer]:
             ``package.module:function``.
 
     Raises:
-        ValueError, TypeError, ImportError: a name that is none of these, or what importing it raises.
+        ValueError, TypeError, ImportError: a name is none of these, or importing it raises.
     """
     names = list(names)
     if not names:
@@ -33,12 +33,12 @@ def choose(names: Iterable[str]) -> dict[str, Peer]:
 
 
 def missing() -> list[str]:
-    """What would be measured if it were installed."""
+    """The names of known libraries that are not installed."""
     return [name for name in (*LIBRARIES, "liger") if not is_installed(name)]
 
 
 def for_case(case: Case, functions: Mapping[str, Peer], *, compiled: bool) -> dict[str, Peer]:
-    """The contestants of a case by name: with RoPE, each function after each rotation that there is."""
+    """The contestants of a case by name; with RoPE, each function after each available rotation."""
     if case.rope is None:
         return dict(functions)
     rotations: dict[str, Rotation] = {"eager": Rope.rotate}

@@ -1,4 +1,4 @@
-"""What a call of the kernels costs the host, in launches of a kernel of four arguments."""
+"""The host time of a call of the kernels, compared with launches of a kernel with four arguments."""
 
 from __future__ import annotations
 
@@ -66,4 +66,4 @@ def _prepared(call: Callable[[], None]) -> Contestant:
 
         return calls
 
-    return Contestant(repeated, answer=lambda: torch.zeros(1))  # the same of all: nothing is computed
+    return Contestant(repeated, answer=lambda: torch.zeros(1))  # the same for all: nothing is computed

@@ -1,4 +1,4 @@
-"""What a call costs the host: small problems, with and without a CUDA graph."""
+"""The host time of a call: small problems, with and without a CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedattn import attention, masks
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 from fusedattn.testing.peers import Peer
 
-CALLS = 20  # in one sample; few enough for the queue of a GPU never to be full
+CALLS = 20  # in one sample; few enough to never fill the queue of a GPU
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LaunchWork(CallsWork):
 
     def contestants(self, device: torch.device, functions: Mapping[str, Peer]) -> dict[str, Callable[[], Contestant]]:
         inputs = make_inputs(self.case, device, drawn_there=True)
-        mask = masks.causal()  # once, as people make theirs
+        mask = masks.causal()  # made once, as users do
 
         def ours() -> Tensor:
             return attention(inputs.q, inputs.k, inputs.v, mask=mask)
@@ -77,7 +77,7 @@ class LaunchWork(CallsWork):
         if not inputs.q.is_cuda:
             raise NotImplementedError("device: got cpu, but CUDA graphs are of a GPU")
         side = torch.cuda.Stream()
-        with torch.cuda.stream(side):  # what only the first call does cannot be captured
+        with torch.cuda.stream(side):  # one-time work of the first call cannot be captured
             call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

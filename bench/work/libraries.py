@@ -1,9 +1,9 @@
 """Attention of packages that may or may not be installed, behind the signature of :func:`fusedattn.attention`.
 
-:data:`LIBRARIES` has a function for each, to be used like those of :mod:`fusedattn.testing.peers`. Each takes the masks
-that its package has an argument for; all else it refuses, with the reason. Tensors are ``(batch, nheads, seqlen,
-head_dim)`` and are passed as the transposed views that these packages take. TileLang has examples of attention and no
-function for it: pass one of your own as ``package.module:function``.
+:data:`LIBRARIES` has a function for each, used like those of :mod:`fusedattn.testing.peers`. Each takes the masks that
+its package has an argument for, and refuses all others with the reason. Tensors are ``(batch, nheads, seqlen,
+head_dim)`` and are passed as the transposed views that these packages take. TileLang has examples of attention but no
+function for it: pass your own as ``package.module:function``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _band(function: str, mask: Mask | Tensor | None, seqlen_q: int, seqlen_k: in
     if not (mask.is_full or mask.only_bands):
         raise NotImplementedError(f"mask: {function} has causal masks and windows only")
     lower, upper = (None, None) if mask.is_full else mask.band(seqlen_q, seqlen_k)
-    shift = seqlen_k - seqlen_q  # the band is j - i, theirs j - i - shift
+    shift = seqlen_k - seqlen_q  # the band bounds j - i, theirs bounds j - i - shift
     return (None if lower is None else shift - lower, None if upper is None else upper - shift)
 
 
@@ -53,7 +53,7 @@ def _flash_attn(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """``flash_attn_func`` of one of the FlashAttention packages, which writes -1 or None for an unlimited window."""
+    """``flash_attn_func`` of a FlashAttention package; `unlimited` is its value for no window limit, -1 or None."""
     _refuse(f"{module}.flash_attn_func", {"rope": rope, **options})
     left, right = _band(f"{module}.flash_attn_func", mask, q.shape[2], k.shape[2])
     causal = right == 0
@@ -75,7 +75,7 @@ def _xformers(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """``memory_efficient_attention``; grouped queries as its fifth dimension, expanded without a copy."""
+    """``memory_efficient_attention``; grouped queries are its fifth dimension, expanded without a copy."""
     function = "xformers.ops.memory_efficient_attention"
     _refuse(function, {"rope": rope, **options})
     window = _band(function, mask, q.shape[2], k.shape[2])
@@ -112,10 +112,10 @@ MODULES = {
 
 
 def is_installed(name: str) -> bool:
-    """Whether the module of one of :data:`MODULES` is there."""
+    """Whether the module of one of :data:`MODULES` is installed."""
     try:
         return importlib.util.find_spec(MODULES[name]) is not None
-    except ImportError:  # of the package that it is in
+    except ImportError:  # its parent package is missing
         return False
 
 
@@ -123,10 +123,10 @@ Rotation = Callable[[Rope, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def liger_rope(rope: Rope, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Liger's kernel. Of tensors that lie in memory as ``(batch, seqlen, nheads, head_dim)`` it writes over the input.
+    """Liger's kernel. It overwrites inputs whose memory layout is ``(batch, seqlen, nheads, head_dim)``.
 
-    Its tables are those of q's first rows, in q's dtype and for both halves, as its users make them once; so q and k
-    have one length.
+    Its tables have the rows of q's positions, in q's dtype and for both halves, and are made once, as users do; so q
+    and k must have one length.
     """
     if rope.interleaved or rope.positions_q is not None or rope.positions_k is not None or rope.cos.dim() != 2:
         raise NotImplementedError("rope: Liger has half-split RoPE with tables (n_positions, rotary_dim / 2)")

@@ -1,4 +1,4 @@
-"""A whole GPT: a step of its training, and generating text with it; ours beside the same model on torch's attention."""
+"""A whole GPT: a training step, and text generation; with our attention, and the same model with torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Form = Callable[[GPTModel], torch.nn.Module]
 
 
 class TorchAttention(ScaledDotProductAttention):
-    """The reference attention by ``F.scaled_dot_product_attention``, causal, its backend chosen by torch."""
+    """The reference attention by ``F.scaled_dot_product_attention``, causal, with the backend that torch chooses."""
 
     def forward(
         self,
@@ -55,14 +55,14 @@ class TorchAttention(ScaledDotProductAttention):
 
 
 class CudnnAttention(TorchAttention):
-    """A class of its own: torch.compile takes a model for one that it has compiled, whatever backend is allowed."""
+    """A separate class, because torch.compile reuses a compiled model even if another backend is allowed."""
 
 
 class FlashAttention(TorchAttention):
-    """A class of its own, as that for cuDNN is."""
+    """A separate class, as for cuDNN."""
 
 
-# Backends of torch's function that are measured each, besides the one that torch chooses.
+# Backends of torch's function that are measured separately, besides the one that torch chooses.
 BACKENDS: dict[str, tuple[type[TorchAttention], SDPBackend]] = {
     "sdpa-cudnn": (CudnnAttention, SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash": (FlashAttention, SDPBackend.FLASH_ATTENTION),
@@ -71,7 +71,7 @@ BACKENDS: dict[str, tuple[type[TorchAttention], SDPBackend]] = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of the GPT: LLaMA's parts (RoPE, grouped queries) in the reference Transformer; how many parameters it has."""
+    """The size of a GPT with LLaMA's parts (RoPE, grouped queries), and its number of parameters."""
 
     parameters: str
     d_model: int
@@ -128,7 +128,7 @@ class ModelWork(Work):
         model = self._model(device)
         ids = torch.randint(self.size.vocab_size, (self.batch, self.seqlen + 1), device=device)
 
-        @torch.enable_grad()  # of a compiled model, what is trained, and not another that has no gradients
+        @torch.enable_grad()  # so that a compiled model is the trained one, not another without gradients
         def answer(called: Any) -> Tensor:
             return _loss(called, ids, self.precision).detach()
 
@@ -142,7 +142,7 @@ class ModelWork(Work):
         found = {name: functools.partial(prepare, form) for name, form in forms.items()}
         if self.compiled and self.task == "training":
             found |= {f"{name}, compiled": functools.partial(prepare, forms[name], True) for name in (OWN, "sdpa")}
-            if device.type == "cuda":  # torch's own choice need not be the fastest
+            if device.type == "cuda":  # torch's own choice may not be the fastest
                 for name, (attention, backend) in BACKENDS.items():
                     form = functools.partial(with_attention, attention=attention)
                     found[f"{name}, compiled"] = functools.partial(prepare, form, True, backend)
@@ -163,7 +163,7 @@ class ModelWork(Work):
             )
 
     def _training(self, model: torch.nn.Module, called: Any, ids: Tensor) -> SetUp:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # so that all steps are of one model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # so that the model stays the same
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -183,7 +183,7 @@ class ModelWork(Work):
 
 
 def _by_backend(contestant: Contestant, backend: SDPBackend | None) -> Contestant:
-    """With nothing but this backend of torch's function, if one is named."""
+    """The contestant with only this backend of torch's function allowed, if one is named."""
     if backend is None:
         return contestant
 
@@ -207,7 +207,7 @@ def with_attention(model: GPTModel, attention: type[TorchAttention] = TorchAtten
 
 
 def _autocast(device: torch.device, precision: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """To 16 bits, where that is the precision."""
+    """Autocast to 16 bits if that is the precision."""
     return contextlib.nullcontext() if precision == torch.float32 else torch.autocast(device.type, dtype=precision)
 
 

@@ -1,4 +1,4 @@
-"""Triton's own launchers over a CUDA driver that launches nothing: what a call costs the host, without a GPU."""
+"""Triton's own launchers over a CUDA driver that launches nothing, to measure the host time without a GPU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def launching_nothing() -> Iterator[None]:
     """Inside, calls of the kernels with CPU tensors compile for a Hopper GPU and go as far as its driver.
 
     Raises:
-        NotImplementedError: there is no C compiler, which Triton's launchers need too, or no NVIDIA backend.
+        NotImplementedError: there is no C compiler, which Triton's launchers need, or no NVIDIA backend.
     """
-    triton.runtime.driver.set_active(_driver())  # and stays so: without a GPU there is none to go back to
+    triton.runtime.driver.set_active(_driver())  # not restored: without a GPU there is no other driver
     with (
         patch.object(devices, "arch_of", lambda device: "sm_90"),
         patch.object(kernel_call, "multiprocessors", lambda device: MULTIPROCESSORS),
@@ -44,7 +44,7 @@ def launching_nothing() -> Iterator[None]:
 
 @functools.cache
 def _driver() -> Any:
-    """A driver of Triton's, but for what it would ask torch.cuda; loaded once, as a process has one libcuda.so.1."""
+    """Triton's driver without its calls of torch.cuda; loaded once, because a process has one libcuda.so.1."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise NotImplementedError("C compiler: got none, but Triton's launchers are built by one")
@@ -53,7 +53,7 @@ def _driver() -> Any:
     headers = Path(triton.__file__).parent / "backends/nvidia/include"
     options = ["-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([compiler, *options, str(SOURCE), "-o", str(library)], check=True)
-    Path(folder, "libcuda.so").symlink_to(library)  # what a linker looks for
+    Path(folder, "libcuda.so").symlink_to(library)  # the name that a linker looks for
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from triton.backends.nvidia import driver
 

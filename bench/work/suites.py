@@ -1,9 +1,9 @@
-"""The work lists, by name: what ``python -m bench run`` measures.
+"""The suites of ``python -m bench run``, by name.
 
 ``forward`` and ``backward`` (both passes, and the backward alone) over head_dim, seqlen, causal or not, grouped or not,
 and dtype, at a constant number of tokens; ``rope``, ``padding``, ``bias`` and ``window``, one feature each; ``decode``,
-one query against a cache; ``training`` and ``generate``, a whole GPT; ``launch``, what a call costs the host. The
-priority of a piece of work is the number of ways in which it differs from what people ask first.
+one query against a cache; ``training`` and ``generate``, a whole GPT; ``launch``, the host time of a call. The
+priority of a piece of work is the number of ways in which it differs from the most usual one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bench.work.model import ModelSize, ModelWork
 from bench.work.work import Place, Work
 from fusedattn.testing.cases import Case
 
-GROUP = 4  # query heads to a KV head, where queries are grouped
+GROUP = 4  # query heads per KV head, if queries are grouped
 K = 1024
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the work is; `width` is nheads * head_dim, lengths are in tokens. The first of each is what counts."""
+    """The size of the work; `width` is nheads * head_dim, lengths are in tokens. The first of each has priority."""
 
     width: int
     tokens: int
@@ -37,16 +37,16 @@ class Scale:
     head_dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     windows: tuple[int, ...]
-    batches: tuple[int, ...]  # of decode
+    batches: tuple[int, ...]  # for decode
     caches: tuple[int, ...]
     most_cached: int  # batch * cache
-    models: tuple[tuple[ModelSize, tuple[int, ...]], ...]  # and the seqlens they train on; the first generates too
+    models: tuple[tuple[ModelSize, tuple[int, ...]], ...]  # with their training seqlens; the first also generates
     prompt: int
     n_new: int
     launch_seqlens: tuple[int, ...]
-    headline: tuple[int, ...]  # the seqlens that are asked for first
+    headline: tuple[int, ...]  # the seqlens with priority
     compiled: bool = True
-    most: int | None = None  # of a suite
+    most: int | None = None  # pieces of work per suite
 
 
 GPU = Scale(
@@ -107,14 +107,14 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "both")
 
 
 def scale_for(device: torch.device, *, quick: bool) -> Scale:
-    """Of a GPU, of a CPU, or the smallest."""
+    """The scale for a GPU, for a CPU, or the smallest one."""
     if quick:
         return QUICK
     return GPU if device.type == "cuda" else CPU
 
 
 def works(names: list[str], scale: Scale) -> list[Work]:
-    """All work of these suites, the most important first; among equals, in the order of the suites."""
+    """All work of these suites, the most important first; equal ones in the order of the suites."""
     suites = [sorted(SUITES[name](scale), key=lambda work: work.priority) for name in names]
     return sorted((work for suite in suites for work in suite[: scale.most]), key=lambda work: work.priority)
 
@@ -201,7 +201,7 @@ def _bias(scale: Scale) -> Iterator[Work]:
         ("ALiBi", {"alibi": True}, 0.0),
     )
     for direction, (name, fields, padded), seqlen in itertools.product(DIRECTIONS, kinds, scale.seqlens):
-        if seqlen <= 8 * K:  # beyond it a bias that is written out is larger than all else together
+        if seqlen <= 8 * K:  # beyond this, a written-out bias is larger than all other tensors together
             case = _case(scale, seqlen, causal="bottom_right", **fields)
             place = Place("bias", name, PASSES[direction], "seqlen", seqlen)
             priority = 1 + (seqlen not in scale.headline)
@@ -257,7 +257,7 @@ def _launch(scale: Scale) -> Iterator[Work]:
             dtype=scale.dtypes[0], causal="bottom_right",
         )  # fmt: skip
         yield LaunchWork(Place("launch", "forward, causal", panel, "seqlen", seqlen), 1, case, how, wait)
-    if scale is not QUICK:  # which compiles nothing
+    if scale is not QUICK:  # QUICK compiles nothing
         yield from _host()
 
 

@@ -1,4 +1,4 @@
-"""One thing to be timed: which contestants do it, what must be correct first, and where it stands in a figure."""
+"""A piece of work to time: its contestants, the checks that must pass first, and its place in a figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_PASS = f"{OWN}, one pass"  # deterministic=False
 
 
 def is_own(name: str) -> bool:
-    """Whether a contestant is this package: ``"fusedattn"``, or that in some form, ``"fusedattn, compiled"``."""
+    """Whether a contestant is this package: ``"fusedattn"``, or a form of it such as ``"fusedattn, compiled"``."""
     return name.partition(",")[0] == OWN
 
 
@@ -28,12 +28,12 @@ class Contestant:
     """One way of doing a piece of work."""
 
     set_up: SetUp
-    answer: Callable[[], Tensor]  # what must be the same for all
+    answer: Callable[[], Tensor]  # a result that must be the same for all
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a result stands: in a suite, a page (a figure, a heading), a panel of it, at a value of x."""
+    """The place of a result: a suite, a page (a figure, a heading), a panel of it, and a value of x."""
 
     suite: str
     page: str
@@ -61,22 +61,22 @@ class Work(ABC):
     @property
     @abstractmethod
     def unit(self) -> str:
-        """Of the rate: ``"TFLOP/s"``, ``"GB/s"``, ``"tokens/s"`` or ``"calls/s"``."""
+        """The unit of the rate: ``"TFLOP/s"``, ``"GB/s"``, ``"tokens/s"`` or ``"calls/s"``."""
 
     @property
     @abstractmethod
     def amount(self) -> float:
-        """What one run does, in these units times seconds."""
+        """The amount of work of one run, in this unit times seconds."""
 
     @property
     def repeats(self) -> int:
-        """How many runs one timed sample is."""
+        """The number of runs in one timed sample."""
         return 1
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype of the computation."""
 
     @abstractmethod
     def cases(self) -> list[Case]:
@@ -84,17 +84,17 @@ class Work(ABC):
 
     @abstractmethod
     def contestants(self, device: torch.device, functions: Mapping[str, Peer]) -> dict[str, Callable[[], Contestant]]:
-        """By name, what prepares a contestant; it raises where that cannot do this work. The first is our own.
+        """Functions by name that prepare a contestant, or raise if it cannot do this work. The first is our own.
 
         Args:
-            device: where to work.
-            functions: attention functions to measure beside ours, where the work is attention alone.
+            device: the device to run on.
+            functions: other attention functions to measure, if the work is attention alone.
         """
 
     def surroundings(self, device: torch.device) -> AbstractContextManager[None]:
-        """What it is prepared and timed in."""
+        """A context in which the work is prepared and timed."""
         return nullcontext()
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """What times it."""
+        """The stopwatch for this work."""
         return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch(device)

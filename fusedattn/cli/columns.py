@@ -1,4 +1,4 @@
-"""Plain text in columns, a line at a time."""
+"""Plain text in columns, line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """``cells`` side by side, each padded to its width: to the left, or to the right where the width is negative."""
+    """``cells`` in one line, each padded to its width: aligned left, or right if the width is negative."""
     padded = (
         cell.ljust(width) if width >= 0 else cell.rjust(-width) for cell, width in zip(cells, widths, strict=True)
     )

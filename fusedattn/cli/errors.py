@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """What the user can put right: a wrong option, a missing file, a missing package."""
+    """An error that the user can fix: a wrong option, a missing file, a missing package."""

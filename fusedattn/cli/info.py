@@ -19,7 +19,7 @@ BACKENDS: tuple[Backend, ...] = ("triton", "torch")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; exit status 0."""
+    """Print the facts; return exit status 0."""
     if options.shape is None and (options.bias or options.softcap is not None or options.dropout):
         raise CommandError("--bias, --softcap and --dropout describe a case: give its --shape too")
     device = machine.choose_device(options.device)
@@ -52,7 +52,7 @@ def _print_case(options: argparse.Namespace, device: torch.device) -> None:
     batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, head_dim = options.shape
     dtype: torch.dtype = getattr(torch, options.dtype)
     row = torch.empty(head_dim, dtype=dtype, device=device)
-    q = row.expand(batch, nheads_q, seqlen_q, head_dim)  # any shape in the memory of one row
+    q = row.expand(batch, nheads_q, seqlen_q, head_dim)  # any shape takes the memory of one row
     k = row.expand(batch, nheads_kv, seqlen_k, head_dim)
     bias = row[0].expand(batch, nheads_q, seqlen_q, seqlen_k) if options.bias else None
     try:

@@ -1,9 +1,8 @@
-"""Triton's interpreter in less than half of the time, with the same results and the same checks; and that of Triton 3.6
-with every NumPy.
+"""Patch Triton's interpreter to take less than half the time, with the same results and checks; make that of Triton
+3.6 work with every NumPy.
 
-It replaces the functions of ``triton.language`` by its own when a kernel starts, and does so again in every device
-function that the kernel calls; it makes a table of dtypes for every value; and it looks for overflow by ten operations
-of its own for each of the kernel's.
+Unpatched, it replaces the functions of ``triton.language`` when a kernel starts and again in every device function that
+the kernel calls, makes a table of dtypes for every value, and checks each operation for overflow by ten of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 from fusedattn import support
 
-# Of Triton, that have been seen to work like this; others are left as they are.
+# Versions of Triton that are known to work like this; others are not patched.
 VERSIONS = ("3.7.", "3.9.")
 
 
 @functools.cache
 def quicken() -> None:
-    """Change the interpreter of this process, once; NumPy must be installed."""
+    """Patch the interpreter of this process, once; NumPy must be installed."""
     import triton
     from triton.runtime import interpreter
 
@@ -37,26 +36,26 @@ def quicken() -> None:
 
 
 def _make_numbers_of_arrays(interpreter: ModuleType) -> None:
-    """A scalar is an array of one element there, of which NumPy makes no number any more from 2.4 on."""
+    """Convert scalars, which are arrays of one element in 3.6, to indices; NumPy 2.4 and later does not do so."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())  # the scope takes it back
+        tensor.__index__ = lambda self: int(self.handle.data.item())  # the scope restores it
 
     interpreter._patch_lang_tensor = patch_with_index  # type: ignore[attr-defined]
 
 
 def _patch_once_a_launch(interpreter: ModuleType) -> None:
-    """Device functions find replaced what the kernel, or one of them before, has had replaced in this launch."""
+    """Replace the functions of each module once in a launch, not again for every device function."""
     import triton.language as tl
 
     launch, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    replaced: set[frozenset[str]] = set()  # for which languages, in this launch
+    replaced: set[frozenset[str]] = set()  # sets of modules, in this launch
 
     @functools.cache
     def languages(fn: Callable[..., Any]) -> frozenset[str]:
-        """The modules whose functions are replaced for `fn`: those that it can see."""
+        """The modules whose functions are replaced for `fn`: those among its globals."""
         seen = (value for value in fn.__globals__.values() if inspect.ismodule(value))
         return frozenset(module.__name__ for module in seen if module in (tl, tl.core))
 
@@ -79,7 +78,7 @@ def _patch_once_a_launch(interpreter: ModuleType) -> None:
 
 
 def _look_up_dtypes_once(interpreter: ModuleType) -> None:
-    """The NumPy dtype of a type depends on the name of its elements' alone."""
+    """Cache the NumPy dtype of a type by the name of its element type, which alone decides it."""
     look_up = interpreter._get_np_dtype
     found: dict[str, Any] = {}
 
@@ -93,7 +92,7 @@ def _look_up_dtypes_once(interpreter: ModuleType) -> None:
 
 
 def _look_for_overflow_at_once() -> None:
-    """By NumPy rather than by the interpreter's own operations, in int64 like these."""
+    """Check for overflow by NumPy instead of the interpreter's own operations, also in int64."""
     import numpy as np
     from triton.language.semantic import TritonSemantic
 

@@ -1,4 +1,4 @@
-"""The machine a command runs on: its device, its versions, and what is missing from it."""
+"""The machine that a command runs on: its device, its versions, and missing requirements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusedattn.support import Backend
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of ``--device``; by default the current GPU, or the CPU where there is none."""
+    """The device of ``--device``; by default the current GPU, or the CPU if there is none."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(name or ("cuda" if n_gpus else "cpu"))
@@ -32,25 +32,25 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_how_triton_runs(device: torch.device) -> None:
-    """Interpreted on a CPU, compiled for a GPU; to be called before the kernels are first imported."""
+    """Make Triton interpret on a CPU and compile for a GPU; call this before the kernels are first imported."""
     os.environ["TRITON_INTERPRET"] = "1" if device.type == "cpu" else "0"
     if device.type == "cpu" and all(importlib.util.find_spec(package) for package in ("triton", "numpy")):
         quicken()
 
 
 def triton_problems(device: torch.device) -> list[str]:
-    """Why the Triton kernels cannot run on ``device`` at all; call :func:`choose_how_triton_runs` before."""
+    """Reasons why no Triton kernel can run on ``device``; call :func:`choose_how_triton_runs` first."""
     x = torch.empty(1, 1, 1, 16, device=device)
     return not_supported_reasons(x, x, x, backend="triton")
 
 
 def no_triton(problems: list[str]) -> str:
-    """The problems as one line."""
+    """An error message with the problems, in one line."""
     return "the Triton kernels cannot run here: " + "; ".join(problems)
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that matter, ``"not installed"`` where one is missing."""
+    """The versions of Python and the packages in use; ``"not installed"`` for a missing one."""
     found = {"fusedattn": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "numpy"):
         found[package] = "not installed"
@@ -67,7 +67,7 @@ def _version(package: str) -> str:
 
 
 def describe(device: torch.device) -> str:
-    """One line for people."""
+    """A description of the device in one line."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -76,7 +76,7 @@ def describe(device: torch.device) -> str:
 
 
 def how_it_runs(backend: Backend, device: torch.device) -> str:
-    """One phrase for people."""
+    """A phrase that says how the backend runs."""
     if backend == "torch":
         return "backend torch"
     return "Triton kernels, compiled" if device.type == "cuda" else "Triton kernels, interpreted"

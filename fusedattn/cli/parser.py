@@ -1,4 +1,4 @@
-"""Options and help texts. A command's module, and what it imports, loads only when that command runs."""
+"""Options and help texts. The module of a command, with its imports, loads only when that command runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ examples:
   python -m fusedattn demo            a GPT with fused attention learns real text
   python -m fusedattn check           the error of the kernels on this machine
   python -m fusedattn info --shape 2,32,8,4096,4096,128 --dtype bfloat16
-                                      which backend runs it, and why not the other
+                                      which backends run it, and why others do not
 
 exit status: 0 success; 1 an error outside its budget; 2 wrong usage;
 130 interrupted
@@ -27,8 +27,8 @@ exit status: 0 success; 1 an error outside its budget; 2 wrong usage;
 
 _DEMO = """\
 Fuse the reference GPT; show that its loss, logits and every gradient agree with
-the original's; train it on real text; sample from it; measure its time and
-memory against the original's at growing sequence lengths.
+the original; train it on real text; sample from it; compare its time and memory
+with the original at growing sequence lengths.
 
 Without a GPU the model trains on the torch backend, and the Triton kernels are
 compared through Triton's interpreter; that takes a few minutes.
@@ -38,30 +38,30 @@ _DEMO_EXAMPLES = """\
 examples:
   python -m fusedattn demo               on the source of Python's own library
   python -m fusedattn demo --text book.txt --steps 1000
-  python -m fusedattn demo --quick       just to see it work
+  python -m fusedattn demo --quick       a quick look
 """
 
 _CHECK = """\
 Measure the error of attention against float64, feature by feature. In the
 output, lse and each gradient it may be at most 1.5 times (largest), 1.1 times
 (mean) and 1.5 times (worst row) that of eager PyTorch in the same dtype; one
-unit in the last place is always granted.
+unit in the last place is always allowed.
 
 With --against, another function solves the same problems beside the kernels:
   torch.sdpa-math, torch.sdpa-flash, torch.sdpa-efficient, torch.sdpa-cudnn
                    one backend of F.scaled_dot_product_attention
   flex             FlexAttention: compiled, on a CPU eager
   package.module:function
-                   any function of your own, called as fusedattn.attention is
-                   with (q, k, v, mask=, rope=, scale=, return_lse=) and, where
-                   a case has it, bias=, softcap=, score_mod=, sinks=,
-                   dropout_p= and dropout_seed=
-What such a function cannot do it says by raising NotImplementedError, or by not
-having the argument; the table gives the reason. It is measured only: the exit
-status is about the kernels.
+                   your own function, called like fusedattn.attention with
+                   (q, k, v, mask=, rope=, scale=, return_lse=) and, if a case
+                   has it, bias=, softcap=, score_mod=, sinks=, dropout_p= and
+                   dropout_seed=
+Such a function raises NotImplementedError, or lacks the argument, for a case
+that it cannot run; the table gives the reason. It does not affect the exit
+status.
 
-Without a GPU the kernels run through Triton's interpreter; that takes from two
-to seven minutes, and a third of it with --quick.
+Without a GPU the kernels run through Triton's interpreter; that takes two to
+seven minutes, or a third of that with --quick.
 """
 
 _CHECK_EXAMPLES = """\
@@ -75,8 +75,8 @@ ratio that is not finite is null.
 """
 
 _INFO = """\
-Show versions, the GPU and the default backend. With --shape, say which backends
-run that attention: with the launch configuration, or every reason why not.
+Show versions, the GPU and the default backend. With --shape, show which
+backends run that attention: the launch configuration, or every reason why not.
 """
 
 _INFO_EXAMPLES = """\
@@ -88,10 +88,10 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; ``options.run(options)`` runs the command that was chosen and returns the exit status."""
+    """The parser; ``options.run(options)`` runs the chosen command and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fusedattn",
-        description="Fused scaled-dot-product attention for PyTorch: see it, check it, ask about it.",
+        description="Fused scaled-dot-product attention for PyTorch: demonstrate it, check it, show what runs here.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -110,10 +110,10 @@ def _add_demo(commands: _Commands) -> None:
         "--steps", metavar="N", type=_positive, help=f"training steps (default: {CPU.steps}, on a GPU {GPU.steps})"
     )
     parser.add_argument(
-        "--out", metavar="DIR", default="fusedattn-demo", help="where the figure goes (default: %(default)s)"
+        "--out", metavar="DIR", default="fusedattn-demo", help="folder for the figure (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", metavar="N", type=_seed, default=0, help="of the model and the text (default: %(default)s)"
+        "--seed", metavar="N", type=_seed, default=0, help="seed of the model and the text (default: %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     _add_device(parser)
@@ -129,17 +129,15 @@ def _add_demo(commands: _Commands) -> None:
 def _add_check(commands: _Commands) -> None:
     parser = _add(commands, "check", "measure the error of the kernels on this machine", _CHECK, _CHECK_EXAMPLES)
     parser.add_argument("--feature", metavar="SUBSTRING", default="", help="only cases with this in their name")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="repeat it for several (default: all three)")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="may be repeated (default: all three)")
     parser.add_argument(
-        "--backend", choices=("triton", "torch"), default="triton", help="what to measure (default: %(default)s)"
+        "--backend", choices=("triton", "torch"), default="triton", help="backend to measure (default: %(default)s)"
     )
     parser.add_argument(
-        "--against", metavar="FUNCTION", action="append", default=[], help="compare with it; repeat it for several"
+        "--against", metavar="FUNCTION", action="append", default=[], help="function to compare with; may be repeated"
     )
-    parser.add_argument(
-        "--seed", metavar="N", type=_seed, default=0, help="of the numbers in the inputs (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="each case in one dtype, in turn, rather than in all")
+    parser.add_argument("--seed", metavar="N", type=_seed, default=0, help="seed of the inputs (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="run each case in one dtype, taken in turn")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     _add_device(parser)
 

@@ -1,4 +1,4 @@
-"""Progress and time left of a command, on the error output when that is a terminal."""
+"""Progress and remaining time of a command, on the error output if that is a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CLEARED = "\r\033[K"
 
 
 def shown(items: Iterable[T], total: int) -> Iterator[T]:
-    """The items; while the next one is computed, a line shows how many are done and about how long the rest takes.
+    """Yield the items; while the next one is computed, a line shows how many are done and the estimated time left.
 
-    The line is erased before an item is handed out, and never shown when the error output is not a terminal.
+    The line is erased before an item is yielded, and not shown if the error output is not a terminal.
     """
     if not sys.stderr.isatty():
         yield from items

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.console import Console
 
-LEAST = 16  # characters of a column that may be wrapped
+LEAST = 16  # characters; the minimum width of a column that may be wrapped
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column, by rich's names, for those who may have to do without rich."""
+    """A column with the field names of rich, for modules that must import without rich."""
 
     header: str
     justify: Literal["left", "right"] = "left"
@@ -26,9 +26,9 @@ class Column:
 def print_table(
     console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ruled: bool = False
 ) -> None:
-    """Print a table, or in a narrow terminal several of them, one below the other, each with the first column.
+    """Print a table; in a narrow terminal, split it into tables below each other, each with the first column.
 
-    Columns with ``no_wrap`` keep their width. The headers are in bold above a line if `ruled`, else dim.
+    Columns with ``no_wrap`` keep their width. The headers are bold above a line if `ruled`, else dim.
     """
     from rich import box
     from rich import table as rich_table
@@ -51,7 +51,7 @@ def print_table(
 
 
 def _parts(width: int, widths: Sequence[int], gap: int) -> Iterator[list[int]]:
-    """The columns of each table: the first one, and as many of the others, in their order, as fit beside it."""
+    """The columns of each table: the first, and as many of the others, in order, as fit beside it."""
     part, used = [0], widths[0]
     for i, its_width in enumerate(widths[1:], 1):
         if len(part) > 1 and used + gap + its_width > width:

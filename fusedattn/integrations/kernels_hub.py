@@ -324,7 +324,7 @@ def _rewritten(source: str, module: str, is_package: bool) -> tuple[str, list[st
     for line, column, old, new in sorted(edits, reverse=True):
         before, after = lines[line - 1][:column], lines[line - 1][column:]
         if not after.startswith(old.encode()):
-            raise NotImplementedError(f"{module}, line {line}: {old} is written in a way that is not understood")
+            raise NotImplementedError(f"{module}, line {line}: {old} has a form that the export cannot rewrite")
         lines[line - 1] = before + new.encode() + after[len(old.encode()) :]
     if any(new.startswith("add_op_namespace_prefix") for *_, new in edits):
         last = max(node.end_lineno or 0 for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))

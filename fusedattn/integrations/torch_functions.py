@@ -144,7 +144,7 @@ class SdpaReplacement(TorchFunctionMode):
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
                 "function: got a generator or coroutine function, allowed are functions that have finished when they "
-                "return; enter the context inside of it"
+                "return; enter the context inside it"
             )
 
         @functools.wraps(function)

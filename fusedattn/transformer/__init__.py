@@ -1,7 +1,7 @@
 """The reference Transformer: textbook models in eager PyTorch.
 
-Every attention layer here computes its attention in a :class:`ScaledDotProductAttention`, and
-nowhere else; ``fusedattn.fuse(model)`` replaces exactly those.
+Every attention layer here computes its attention in a :class:`ScaledDotProductAttention` only;
+``fusedattn.fuse(model)`` replaces exactly these modules.
 """
 
 from fusedattn.transformer.attention import (

@@ -48,8 +48,8 @@ def scaled_dot_product_attention(
         output 0 and weights 0, and gives no gradient.
 
     Raises:
-        ValueError: shapes of q, k, v, mask or rope that do not fit together.
-        TypeError: a mask that is neither a Mask nor a bool tensor.
+        ValueError: the shapes of q, k, v, mask or rope do not fit together.
+        TypeError: the mask is neither a Mask nor a bool tensor.
     """
     if q.dim() == k.dim() == v.dim() == 3:
         if isinstance(mask, Tensor) and mask.dim() == 3:
@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scores = q @ k.mT  # (batch, heads, seqlen_q, seqlen_k)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    # The lowest number rather than -inf: a row that sees nothing stays finite until it is zeroed.
+    # The lowest number instead of -inf: a row that sees nothing stays finite until it is set to 0.
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1).masked_fill(hidden, 0.0).to(v.dtype)
     return F.dropout(weights, dropout_p) @ v, weights
@@ -89,15 +89,15 @@ def scaled_dot_product_attention(
 class ScaledDotProductAttention(nn.Module):
     """:func:`scaled_dot_product_attention` as a module without parameters.
 
-    The layers of this package compute attention through an instance of this class and never
-    otherwise, so that a fused implementation can take its place.
+    The layers of this package compute attention only through an instance of this class, so that a
+    fused implementation can take its place.
 
     Args:
         dropout: probability of dropping a weight in training, in [0, 1).
         scale: by default ``1 / sqrt(head_dim)``.
 
     Raises:
-        ValueError: ``dropout`` outside [0, 1).
+        ValueError: ``dropout`` is outside [0, 1).
     """
 
     def __init__(self, dropout: float = 0.0, scale: float | None = None) -> None:
@@ -141,12 +141,12 @@ class MultiHeadAttention(nn.Module):
 
     Args:
         d_model: width of queries, keys, values and output.
-        n_heads: heads of width ``d_model / n_heads``.
+        n_heads: number of heads, each of width ``d_model / n_heads``.
         dropout: dropout on the attention weights, in training.
         n_kv_heads: fewer heads for keys and values: grouped-query attention (Ainslie et al., 2023),
             with 1 multi-query attention (Shazeer, 2019). By default ``n_heads``.
         rope: rotates queries and keys; one module may serve many layers.
-        bias: whether the four projections have one.
+        bias: whether the four projections have a bias.
 
     Raises:
         ValueError: ``n_heads`` does not divide ``d_model``, ``n_kv_heads`` does not divide
@@ -202,16 +202,16 @@ class MultiHeadAttention(nn.Module):
             mask: a Mask, or bool broadcastable to ``(batch, n_heads, seqlen_q, seqlen_k)``, True =
                 attend. With a cache, ``seqlen_k`` counts the cached keys too.
             need_weights: also return the weights.
-            cache: the new keys and values are appended to it, and the queries, which stand at its
-                end, attend to all it then holds.
+            cache: the new keys and values are appended to it; the queries, which stand at its end,
+                attend to all keys in it.
 
         Returns:
             ``(batch, seqlen_q, d_model)``, with ``need_weights`` a pair of that and the weights
-            ``(batch, n_heads, seqlen_q, seqlen_k)`` before dropout. Where a query may attend to
-            nothing, the heads are 0 and the output is the bias of ``out_proj``.
+            ``(batch, n_heads, seqlen_q, seqlen_k)`` before dropout. If a query may attend to
+            nothing, its heads are 0 and its output is the bias of ``out_proj``.
 
         Raises:
-            ValueError: an input not ``(batch, seqlen, d_model)``, or shapes that do not fit.
+            ValueError: an input is not ``(batch, seqlen, d_model)``, or the shapes do not fit.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -231,8 +231,8 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention whose heads share one projection, scaled by ``1 / sqrt(d_model)``.
 
-    The variant of many tutorials. Each head ``i`` owns the slice ``x_i`` of width ``head_dim`` of
-    the input, and all heads use the same three ``head_dim x head_dim`` matrices::
+    Many tutorials use this variant. Head ``i`` gets the slice ``x_i`` of width ``head_dim`` of the
+    input, and all heads use the same three ``head_dim x head_dim`` matrices::
 
         head_i = softmax((x_i W_q) (x_i W_k)^T / sqrt(d_model)) (x_i W_v)
         output = Concat(head_1, ..., head_h) W_o + b_o
@@ -242,7 +242,7 @@ class SelfAttention(nn.Module):
 
     Args:
         d_model: width of the input and output.
-        heads: heads of width ``d_model / heads``.
+        heads: number of heads, each of width ``d_model / heads``.
 
     Raises:
         ValueError: ``heads`` does not divide ``d_model``.
@@ -260,7 +260,7 @@ class SelfAttention(nn.Module):
         self.attention = ScaledDotProductAttention(scale=1.0 / math.sqrt(d_model))
 
     def forward(self, values: Tensor, keys: Tensor, query: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
-        """Attend from ``query`` to ``keys``; mind the order of the arguments.
+        """Attend from ``query`` to ``keys``; note the order of the arguments.
 
         Args:
             values, keys: ``(batch, seqlen_k, d_model)``.
@@ -272,7 +272,7 @@ class SelfAttention(nn.Module):
             ``(batch, seqlen_q, d_model)``.
 
         Raises:
-            ValueError: an input not ``(batch, seqlen, d_model)``, or shapes that do not fit.
+            ValueError: an input is not ``(batch, seqlen, d_model)``, or the shapes do not fit.
         """
         for name, x in (("values", values), ("keys", keys), ("query", query)):
             _check_input(x, name, self.d_model)

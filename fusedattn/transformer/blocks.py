@@ -26,7 +26,7 @@ class Residual(nn.Module):
         norm: ``"pre"`` or ``"post"``.
 
     Raises:
-        ValueError: another ``norm``.
+        ValueError: ``norm`` is neither.
     """
 
     def __init__(self, d_model: int, dropout: float = 0.0, norm: str = "pre") -> None:
@@ -47,7 +47,7 @@ class Residual(nn.Module):
 class TransformerBlock(nn.Module):
     """Self-attention, then feed-forward, each in a :class:`Residual`.
 
-    With a causal mask it is the block of a decoder-only model, without one that of an encoder.
+    With a causal mask it is the block of a decoder-only model, without one the layer of an encoder.
 
     Args:
         d_model: width of the input and output.
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
         n_kv_heads, rope: as in :class:`MultiHeadAttention`.
 
     Raises:
-        ValueError: an argument outside what is named here.
+        ValueError: an argument has none of these values.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class TransformerBlock(nn.Module):
 
 
 class EncoderLayer(TransformerBlock):
-    """The layer of an encoder: a :class:`TransformerBlock` whose mask hides nothing but padding."""
+    """The layer of an encoder: a :class:`TransformerBlock` whose mask hides only padding."""
 
 
 class DecoderLayer(TransformerBlock):
     """Masked self-attention, cross-attention to the encoder's output, feed-forward.
 
-    Vaswani et al., 2017, section 3.1; each sub-layer in a :class:`Residual`. The look-ahead mask is
-    part of the layer. Arguments are those of :class:`TransformerBlock`; ``rope`` serves the
-    self-attention only, since source and target count positions of their own.
+    Vaswani et al., 2017, section 3.1; each sub-layer is in a :class:`Residual`. The look-ahead mask
+    is part of the layer. Arguments are those of :class:`TransformerBlock`; ``rope`` applies to the
+    self-attention only, because source and target count positions separately.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DecoderLayer(TransformerBlock):
 
         Args:
             memory: the encoder's output, ``(batch, seqlen_src, d_model)``.
-            mask: over the targets, further to the look-ahead mask; bool tensors broadcast to
+            mask: over the targets, besides the look-ahead mask; bool tensors broadcast to
                 ``(batch, n_heads, seqlen_tgt, seqlen_tgt)``, True = attend.
             memory_mask: over the source; bool tensors broadcast to
                 ``(batch, n_heads, seqlen_tgt, seqlen_src)``.

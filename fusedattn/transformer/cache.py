@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of the tokens one attention layer has seen, before rotation.
+    """Keys and values, before rotation, of the tokens that one attention layer has seen.
 
-    The memory, ``(batch, n_kv_heads, max_len, head_dim)``, is allocated once, by the first
-    :meth:`append`, with the batch, heads, dtype and device of what is appended. A cache is meant
-    for ``torch.no_grad()``: autograd refuses a backward through memory that was written again.
+    The first :meth:`append` allocates the memory, ``(batch, n_kv_heads, max_len, head_dim)``, with
+    the batch, heads, dtype and device of its keys and values. A cache is meant for
+    ``torch.no_grad()``: autograd refuses a backward through memory that was written again.
 
     Args:
-        max_len: how many tokens fit.
+        max_len: the capacity in tokens.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -62,8 +62,8 @@ class KVCache:
     """One :class:`LayerCache` per layer of a model.
 
     Args:
-        n_layers: how many layers the model has.
-        max_len: how many tokens fit.
+        n_layers: the number of layers of the model.
+        max_len: the capacity in tokens.
 
     Raises:
         ValueError: either is not positive.
@@ -76,5 +76,5 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many tokens the cache holds."""
+        """The number of tokens in the cache."""
         return self.layers[0].length

@@ -14,11 +14,11 @@ from fusedattn.masks import Mask
 class TokenEmbedding(nn.Embedding):
     """``E[ids] * sqrt(d_model)`` (Vaswani et al., 2017, section 3.4), or plain ``E[ids]``.
 
-    The factor brings rows of standard deviation ``1/sqrt(d_model)`` to the size of the sinusoidal
+    The factor scales rows of standard deviation ``1/sqrt(d_model)`` to the size of the sinusoidal
     positions that are added to them.
 
     Args:
-        vocab_size: how many tokens there are.
+        vocab_size: the number of tokens.
         d_model: width of a vector.
         scaled: whether to multiply by ``sqrt(d_model)``.
     """
@@ -42,11 +42,11 @@ class TokenEmbedding(nn.Embedding):
 
 
 def token_mask(mask: Mask | Tensor | None, batch: int, seqlen_k: int) -> Mask:
-    """What a model over tokens takes as its mask, as a :class:`Mask`.
+    """Convert the mask argument of a model over tokens to a :class:`Mask`.
 
-    A bool tensor of shape ``(batch, seqlen_k)`` tells real tokens (True) from padding; any other
-    bool tensor (True = attend) must broadcast to ``(batch, n_heads, seqlen_q, seqlen_k)``. Where
-    ``(batch, seqlen_k)`` could be either, it is padding: write ``m[None]`` for the other meaning.
+    A bool tensor of shape ``(batch, seqlen_k)`` marks real tokens (True) and padding; any other
+    bool tensor (True = attend) must broadcast to ``(batch, n_heads, seqlen_q, seqlen_k)``. A tensor
+    ``(batch, seqlen_k)`` that could be either is padding: pass ``m[None]`` for the other meaning.
     """
     if isinstance(mask, Tensor) and tuple(mask.shape) == (batch, seqlen_k):
         return masks.padding(mask)

@@ -15,9 +15,9 @@ class Encoder(nn.Module):
     """Embedding, sinusoidal positions, and a stack of :class:`EncoderLayer`.
 
     Args:
-        vocab_size: how many tokens there are.
-        d_model, n_heads, d_ff, dropout, norm, activation: of each layer.
-        n_layers: how many layers.
+        vocab_size: the number of tokens.
+        d_model, n_heads, d_ff, dropout, norm, activation: as for :class:`EncoderLayer`.
+        n_layers: the number of layers.
         max_len: the longest input.
     """
 
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
         Args:
             memory: the encoder's output, ``(batch, seqlen_src, d_model)``.
-            mask: over the targets, further to the look-ahead mask; as in :meth:`Encoder.forward`.
+            mask: over the targets, besides the look-ahead mask; as in :meth:`Encoder.forward`.
             memory_mask: over the source, likewise: bool ``(batch, seqlen_src)`` is padding.
 
         Raises:
@@ -114,13 +114,13 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """Encoder-decoder: the distribution of each target token, given the source and earlier targets.
 
-    Vaswani et al., "Attention Is All You Need", 2017, with LayerNorm before the sub-layers unless
-    ``norm="post"``, and without its sharing of embeddings and output matrix (the vocabularies may
-    differ).
+    Vaswani et al., "Attention Is All You Need", 2017, with two differences: LayerNorm comes before
+    the sub-layers unless ``norm="post"``, and embeddings and output matrix are not shared (the
+    vocabularies may differ).
 
     Args:
         src_vocab_size, tgt_vocab_size: sizes of the vocabularies.
-        d_model, n_heads, n_layers, d_ff, dropout, norm, activation: of both stacks.
+        d_model, n_heads, n_layers, d_ff, dropout, norm, activation: for both stacks.
         max_len: the longest source and target.
     """
 
@@ -189,9 +189,9 @@ class TransformerEncoder(nn.Module):
     """Encoder-only model after BERT (Devlin et al., 2019): learned positions, post-norm, gelu.
 
     Args:
-        vocab_size: how many tokens there are.
-        d_model, n_heads, d_ff, dropout, norm, activation: of each layer.
-        n_layers: how many layers.
+        vocab_size: the number of tokens.
+        d_model, n_heads, d_ff, dropout, norm, activation: as for :class:`EncoderLayer`.
+        n_layers: the number of layers.
         max_len: the longest input.
     """
 
@@ -247,5 +247,5 @@ class TransformerEncoder(nn.Module):
 
 
 def _final_norm(d_model: int, norm: str) -> nn.Module:
-    """Pre-norm leaves the sum of a stack unnormalised; post-norm does not."""
+    """A LayerNorm for pre-norm, which leaves the sum of a stack unnormalised; identity for post-norm."""
     return nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()

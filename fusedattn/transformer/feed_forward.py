@@ -24,7 +24,7 @@ class FeedForward(nn.Module):
         activation: ``"relu"``, ``"gelu"`` (exact; Hendrycks and Gimpel, 2016) or ``"silu"``.
 
     Raises:
-        ValueError: another ``activation``.
+        ValueError: ``activation`` is unknown.
     """
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0, activation: str = "relu") -> None:
@@ -44,8 +44,8 @@ class FeedForward(nn.Module):
 class SwiGLU(nn.Module):
     """``W_down (silu(W_gate x) * W_up x)``, without biases (Shazeer, "GLU Variants", 2020, eq. 6).
 
-    It has three matrices where :class:`FeedForward` has two: ``2/3`` of the ``d_ff`` makes the same
-    number of parameters.
+    It has three matrices and :class:`FeedForward` two: with ``2/3`` of the ``d_ff`` both have the
+    same number of parameters.
 
     Args:
         d_model: width of the input and output.

@@ -29,15 +29,15 @@ class GPTModel(nn.Module):
     residual stream from N(0, 0.02^2 / (2 n_layers)), biases from 0.
 
     Args:
-        vocab_size: how many tokens there are.
-        d_model, n_heads, d_ff, dropout, n_kv_heads, norm, activation: of each block.
-        n_layers: how many blocks.
+        vocab_size: the number of tokens.
+        d_model, n_heads, d_ff, dropout, n_kv_heads, norm, activation: as for a block.
+        n_layers: the number of blocks.
         max_len: the longest sequence.
         positions: ``"sinusoidal"`` (with embeddings scaled by ``sqrt(d_model)``), ``"learned"``
             (GPT-2) or ``"rotary"`` (all features of each head, in every block).
 
     Raises:
-        ValueError: an argument outside what is named here; an odd head_dim with ``"rotary"``.
+        ValueError: an argument has none of these values, or head_dim is odd with ``"rotary"``.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class GPTModel(nn.Module):
 
         Args:
             ids: ``(batch, seqlen)``.
-            mask: further to the causal mask: a Mask; bool ``(batch, seqlen)``, True = a real token;
+            mask: besides the causal mask: a Mask; bool ``(batch, seqlen)``, True = a real token;
                 or bool broadcastable to ``(batch, n_heads, seqlen, seqlen)``, True = attend. With a
                 cache, keys are those of the cached tokens and then those of ``ids``.
-            cache: from :meth:`make_cache`; ``ids`` continue the tokens it holds, and are added.
+            cache: from :meth:`make_cache`; ``ids`` continue its tokens and are added to it.
 
         Raises:
-            ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache for
-                another number of layers.
+            ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache with a
+                different number of layers.
         """
         x = self.embedding(ids)
         batch, seqlen = ids.shape
@@ -116,7 +116,7 @@ class GPTModel(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def make_cache(self, max_len: int | None = None) -> KVCache:
-        """An empty cache for ``max_len`` tokens, by default as many as the model takes."""
+        """An empty cache for ``max_len`` tokens; by default for the ``max_len`` of the model."""
         return KVCache(len(self.blocks), self.max_len if max_len is None else max_len)
 
     @torch.no_grad()
@@ -134,19 +134,19 @@ class GPTModel(nn.Module):
 
         Args:
             ids: the prompts, ``(batch, seqlen)`` with ``seqlen >= 1``, not changed.
-            max_new_tokens: how many tokens to add.
+            max_new_tokens: the number of tokens to add.
             temperature: the next token is drawn from ``softmax(logits / temperature)``; 0 takes the
                 likeliest.
             top_k: draw from the ``top_k`` likeliest tokens only (Fan et al., 2018).
-            use_cache: keep keys and values instead of computing them anew for each token.
+            use_cache: keep keys and values instead of recomputing them for each token.
             generator: the source of randomness, on the device of the model.
 
         Returns:
             ``(batch, seqlen + max_new_tokens)``, beginning with ``ids``.
 
         Raises:
-            ValueError: the result would be longer than ``max_len``; an empty prompt; a negative
-                ``max_new_tokens`` or ``temperature``; ``top_k`` outside ``1 .. vocab_size``.
+            ValueError: the result would be longer than ``max_len``, the prompt is empty, a number
+                is negative, or ``top_k`` is outside ``1 .. vocab_size``.
         """
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, allowed is (batch, seqlen) with seqlen >= 1")

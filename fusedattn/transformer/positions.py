@@ -1,4 +1,4 @@
-"""What tells a Transformer the order of its tokens: sinusoids, learned vectors, rotations."""
+"""Position encodings of a Transformer: sinusoids, learned vectors, rotations."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class RotaryPositionalEmbedding(nn.Module):
     """Holds the tables of :class:`fusedattn.Rope` (Su et al., 2021) and moves them with the model.
 
     ``cos`` and ``sin``, float32 ``(max_len, rotary_dim / 2)``, stay float32 when the model is cast:
-    in half precision neighbouring positions would collapse. They are not in the state dict.
+    in half precision neighbouring positions would coincide. They are not in the state dict.
 
     Args:
-        rotary_dim: even; how many features of each head rotate.
+        rotary_dim: the number of features of each head that rotate; even.
         max_len: positions ``0 .. max_len - 1`` exist.
         theta: base of the frequencies.
         interleaved: pair features ``(2i, 2i + 1)`` rather than ``(i, i + rotary_dim / 2)``.
@@ -98,7 +98,7 @@ class RotaryPositionalEmbedding(nn.Module):
         self.register_buffer("sin", rope.sin, persistent=False)
 
     def tables(self, positions_q: Tensor | None = None, positions_k: Tensor | None = None) -> Rope:
-        """The tables as the value that attention takes.
+        """The tables as a :class:`fusedattn.Rope` for attention.
 
         Args:
             positions_q, positions_k: int ``(seqlen,)`` or ``(batch, seqlen)``; by default keys
@@ -113,7 +113,7 @@ class RotaryPositionalEmbedding(nn.Module):
             positions: int ``(seqlen,)`` or ``(batch, seqlen)``; by default ``0 .. seqlen - 1``.
 
         Raises:
-            ValueError: shapes that do not fit, or a position outside ``0 .. max_len - 1``.
+            ValueError: the shapes do not fit, or a position is outside ``0 .. max_len - 1``.
         """
         if x.dim() != 4:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed is (batch, heads, seqlen, head_dim)")
@@ -131,7 +131,7 @@ class RotaryPositionalEmbedding(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryPositionalEmbedding:
-        # A cast has rounded the tables, and leaving the meta device has lost them: write them anew.
+        # A cast rounds the tables, and leaving the meta device loses them: recompute them.
         was_meta = self.cos.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta or self.cos.dtype != torch.float32:

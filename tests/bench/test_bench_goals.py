@@ -112,7 +112,7 @@ def test_smaller_work_of_the_same_name_is_not_what_the_goals_are_about() -> None
 def test_goals_are_of_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.run.interpreting", lambda: False)
     assert main(["run", "--goals", "--list", "--device", "cpu"]) == 2
-    assert "the goals are of a GPU" in capsys.readouterr().err
+    assert "the goals are for a GPU" in capsys.readouterr().err
     monkeypatch.setattr(suites, "scale_for", lambda *_, quick: suites.GPU)
     assert main(["run", "--goals", "--list", "--device", "cpu", "--suite", "decode"]) == 0
     assert capsys.readouterr().out == "1 decode, grouped queries 4:1, batch 32, cached tokens 4096\n"

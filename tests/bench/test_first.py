@@ -278,4 +278,4 @@ def test_a_folder_of_other_sources_is_refused(tmp_path: Path) -> None:
     call = start(tmp_path)
     out, _ = call.communicate(timeout=120)
     assert call.returncode == 2
-    assert "whose results are of another sources" in out
+    assert "whose results differ in sources" in out

@@ -417,7 +417,7 @@ def test_what_is_asked_for() -> None:
     assert set(command.ARCHS) == set(configs.TABLE)
 
 
-@pytest.mark.parametrize(("interpret", "message"), [("1", "the interpreter compiles nothing"), ("0", "asked of a GPU")])
+@pytest.mark.parametrize(("interpret", "message"), [("1", "the interpreter compiles nothing"), ("0", "needs a GPU")])
 def test_nothing_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys, interpret: str, message: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     assert command.main(["tune", "--device", "cpu"]) == 2

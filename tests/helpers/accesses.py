@@ -1,10 +1,10 @@
-"""Every address that an interpreted kernel touches, checked: what compute-sanitizer is on a GPU.
+"""Check every address that an interpreted kernel touches, as compute-sanitizer does on a GPU.
 
 Inside :func:`checked_accesses` a launch fails unless each load reads elements of one tensor argument that the kernel
 does not write, each store writes elements of one output, and each element of an output is written exactly once, or
-added to by atomics. So no program depends on another one of its launch. An element is one of the tensor as it was
-passed: the rest of its storage is out of bounds. Lanes that are masked off may have any address. Tensors inside tuples
-are called by their place in them, as in ``results.out.ptr``.
+added to by atomics. So no program depends on another one of its launch. The elements are those of the tensor as it was
+passed: the rest of its storage is out of bounds. Masked lanes may have any address. Tensors inside tuples are named by
+their fields, as in ``results.out.ptr``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 RESULTS = {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rounding_residual.ptr"}
-# Which a split leaves out that has no keys.
+# Outputs that a split without keys does not write.
 UNLESS_NOTHING = {"partials.weighted", "partials.rounded_sum", "partials.kept_sum"}
 
-# What each kernel writes; its other tensors are read.
+# The outputs of each kernel; its other tensors are inputs.
 OUTPUTS = {
     "attention_fwd": RESULTS | {"partials.row_max", "partials.row_sum"} | UNLESS_NOTHING,
     "attention_fwd_specialized": RESULTS,
@@ -41,14 +41,14 @@ OUTPUTS = {
     "_key_range": {"key_range_ptr"},
 }
 
-# Outputs that are 0 before, where distances that no key has stay so, and sums are added to; and those of splits.
+# Outputs that are 0 before the launch and get sums added (distances that no key has stay 0); and those of splits.
 WRITTEN_IN_PART = {
     ("attention_bwd_dkdv", "total.ptr"),
     *((kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]),
     *(("attention_fwd", name) for name in UNLESS_NOTHING),
 }
 
-# Larger outputs are written only in part, by tests that run some of the programs; their writes are not counted.
+# Writes to larger outputs are not counted: tests run only some of their programs.
 COUNTED = 2**22
 
 
@@ -67,19 +67,19 @@ def tensors_in(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _has_rows_behind(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-    """Whether sequences are packed into tensors that are longer than all of them, whose end no program writes."""
+    """Whether packed tensors are longer than all sequences together, so that no program writes their end."""
     stops = {name.rsplit(".", 1)[-1]: x for name, x in tensors.items() if name.endswith(("cu_q_ptr", "cu_k_ptr"))}
     lengths = {"cu_q_ptr": arguments.get("seqlen_q"), "cu_k_ptr": arguments.get("seqlen_k")}
     return any(int(x[-1]) < lengths[name] for name, x in stops.items())
 
 
 class Argument:
-    """A tensor argument of a launch, and how often each of its elements was written."""
+    """A tensor argument of a launch, with the number of writes to each element."""
 
     def __init__(self, name: str, x: Tensor, is_output: bool, in_part: bool = False) -> None:
         self.name, self.is_output, self.in_part = name, is_output, in_part
         self.start, self.itemsize = x.data_ptr(), x.element_size()
-        # (size, stride in bytes), outermost first; what is expanded has only one element.
+        # (size, stride in bytes), outermost first; an expanded dimension has only one element.
         sizes = ((n, stride * self.itemsize) for n, stride in zip(x.shape, x.stride(), strict=True))
         self.dims = sorted(((n, stride) for n, stride in sizes if n > 1 and stride > 0), key=lambda dim: -dim[1])
         extent = self.itemsize
@@ -91,7 +91,7 @@ class Argument:
         self.writes = np.zeros(numel, np.int32) if is_output and numel <= COUNTED else None
 
     def index(self, addresses: np.ndarray) -> np.ndarray | None:
-        """Which elements stand at the addresses, or None if one is not the address of an element."""
+        """The indices of the elements at the addresses, or None if one is not the address of an element."""
         rest = addresses.astype(np.int64) - self.start
         index = np.zeros_like(rest)
         inside = rest >= 0
@@ -104,7 +104,7 @@ class Argument:
 
 @dataclass
 class Accesses:
-    """Stands in for the interpreter's memory, of one launch at a time."""
+    """A stand-in for the interpreter's memory, for one launch at a time."""
 
     memory: Any
     kernel: str = ""
@@ -112,7 +112,7 @@ class Accesses:
     launched: list[str] = field(default_factory=list)
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
-        # That of a tensor descriptor comes as a memoryview.
+        # The mask of a tensor descriptor is a memoryview.
         self._find(addresses[np.asarray(mask, bool)], np.dtype(dtype).itemsize, is_output=False)
         return self.memory.load(addresses, mask, other, dtype)
 
@@ -163,7 +163,7 @@ class Accesses:
 
 @contextmanager
 def checked_accesses() -> Iterator[Accesses]:
-    """Check what the interpreter's launches read and write; `launched` of the result names the kernels."""
+    """Check the reads and writes of the interpreter's launches; `launched` of the result names the kernels."""
     from triton.runtime import interpreter
 
     accesses = Accesses(interpreter._interpreter)

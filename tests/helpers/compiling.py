@@ -1,4 +1,4 @@
-"""Python where kernels are compiled, not interpreted."""
+"""A Python process in which kernels are compiled, not interpreted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def compiling(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python where kernels are compiled, not interpreted."""
+    """Run Python with kernels compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -1,10 +1,10 @@
-"""Everything the contract of ``attention()`` says about one problem, checked on the kernels and the torch backend.
+"""Check the whole contract of ``attention()`` on one problem, for the kernels and the torch backend.
 
-What a NaN or an infinity may reach follows from what is computed from what (decision 0003). One in a key or value
-reaches the queries that see it and, through their gradients, the keys that these see. One in a query or in the
-gradient of its output reaches the gradients of the keys that the query sees, and may reach those of other keys of its
-head: eager PyTorch, too, multiplies it there by a weight of 0. One in a bias reaches the queries to whose visible
-scores it is added, one in a sink those of its head; a bias of -inf is a number like others, which hides its pairs.
+The results that a NaN or an infinity may reach follow from the dependences of the computation (decision 0003). One in a
+key or value reaches the queries that see it and, through their gradients, the keys that these see. One in a query or in
+the gradient of its output reaches the gradients of the keys that the query sees, and may reach those of other keys of
+its head: eager PyTorch also multiplies it there by a weight of 0. One in a bias reaches the queries to whose visible
+scores it is added, one in a sink those of its head. A bias of -inf counts as finite; it hides its pairs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.helpers.hostile import FuzzProblem
 
 
 def check(problem: FuzzProblem) -> bool:
-    """Raise AssertionError, with the command that reproduces it, unless both backends do what they promise.
+    """Raise AssertionError, with the command that reproduces it, unless both backends keep the contract.
 
     Returns:
-        Whether the numbers could be compared with the truth: False where they overflow on the way.
+        Whether the numbers could be compared with the truth: False if intermediate numbers overflow.
     """
     try:
         return _check(problem)
@@ -48,11 +48,11 @@ def check(problem: FuzzProblem) -> bool:
 
 def _check(problem: FuzzProblem) -> bool:
     fits = _check_function(triton_attention, problem, DEVICE, 1.0)
-    # The torch backend promises less: not the strides, a wider budget, the same numbers only from the same kernel of
-    # torch's; denormals, overflow and a NaN in dout or dlse are left to that kernel.
+    # The torch backend promises less: no strides, a wider budget, the same numbers only from the same kernel of torch;
+    # denormals, overflow and a NaN in dout or dlse are left to that kernel.
     limit, poison = TORCH_LIMIT[problem.case.dtype], tuple(p for p in problem.poison if p[0] not in ("dout", "dlse"))
     tamer = replace(problem, magnitudes={}, poison=poison)
-    for function in (torch_attention, torch_attention_beside_lse):  # asked for lse, it takes another way
+    for function in (torch_attention, torch_attention_beside_lse):  # with lse, another code path runs
         try:
             _check_function(function, tamer, "cpu", limit, strides=False)
         except AssertionError as error:
@@ -72,13 +72,13 @@ def _check_function(
     for name, x in inputs.tensors().items():
         assert torch.equal(_memory(x), before[name]), f"{name} was modified, or the memory around it"
     _assert_made_alike(results, inputs, strides)
-    # The second run, of some of the gradients; without lse and without gradients.
+    # Further runs: with some of the gradients; without lse and without gradients.
     found = [results]
     same_kernel = inputs.q.shape[3] == inputs.v.shape[3] and all(name != "q" for name, *_ in problem.poison)
     if strides or (same_kernel and not {"bias", "relative", "slopes"} & set(inputs.leaves)):
         assert_equal(again, {name: results[name] for name in again})
         assert_equal({"out without lse": alone}, {"out without lse": results["out"]})
-    else:  # torch runs other kernels where a bias, values of another width, or a NaN in a query get no gradient
+    else:  # torch runs other kernels if a bias, values of another width, or a NaN in a query get no gradient
         found += [{**results, **again}, {**results, "out": alone}]
 
     reach = Reach.of(inputs, problem.dlse)
@@ -89,7 +89,7 @@ def _check_function(
     clean = _clean(inputs if problem.dlse else testing.without_lse_gradient(inputs))
     truth, eager = testing.golden(clean), testing.baseline(clean)
     fits = _fits(clean, truth, eager)
-    left_out = {name: _like(rows, name) for name, rows in reach.may.items()}  # what a NaN or infinity may reach
+    left_out = {name: _like(rows, name) for name, rows in reach.may.items()}  # rows that a NaN or infinity may reach
     for results in found:
         _assert_nothing_is_lost(results, inputs, reach, problem, fits)
         if fits:
@@ -103,7 +103,7 @@ def _run(function: Callable[..., Any], inputs: Inputs, needed: list[str], with_d
     leaves = {name: x.detach().requires_grad_(name in needed) for name, x in inputs.leaves.items()}
     x = inputs.with_leaves(leaves)
     out, lse = function(q=x.q, k=x.k, v=x.v, **x.options, return_lse=True)
-    with_dlse = with_dlse and lse.requires_grad  # eager: not where only v does
+    with_dlse = with_dlse and lse.requires_grad  # eager: lse does not if only v does
     outputs, douts = ((out, lse), (inputs.dout, inputs.dlse)) if with_dlse else ((out,), (inputs.dout,))
     grads = torch.autograd.grad(outputs, [leaves[name] for name in needed], douts)
     gradients = {f"d{name}": grad for name, grad in zip(needed, grads, strict=True)}
@@ -112,7 +112,7 @@ def _run(function: Callable[..., Any], inputs: Inputs, needed: list[str], with_d
 
 @contextmanager
 def _uninitialised_is_nan() -> Iterator[None]:
-    """Memory that is allocated and not filled starts as NaN, and integers as their largest."""
+    """Inside, uninitialised memory holds NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -128,7 +128,7 @@ def _memory(x: Tensor) -> Tensor:
 
 
 def _assert_made_alike(results: Results, inputs: Inputs, strides: bool) -> None:
-    """Shapes, dtypes and, with `strides`, these; every result has memory of its own."""
+    """Check shapes, dtypes and, with `strides`, strides; and that no results share memory."""
     rows, head_dim_v = inputs.q.shape[:3], inputs.v.shape[3]
     out_like = inputs.q if inputs.q.shape[3] == head_dim_v else inputs.q.new_empty(*rows, head_dim_v)
     for name, y in (("out", out_like), *((f"d{name}", x) for name, x in inputs.leaves.items())):
@@ -149,7 +149,7 @@ def _assert_made_alike(results: Results, inputs: Inputs, strides: bool) -> None:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Those that matter: of dimensions with more than one element."""
+    """The strides of dimensions with more than one element."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
@@ -163,12 +163,12 @@ def _is_dense(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What must be exactly 0, because all of its pairs are hidden.
+    """The results that must be exactly 0, because all of their pairs are hidden.
 
     Attributes:
         queries: ``(batch, nheads_q, seqlen_q)``.
         keys: ``(batch, nheads_kv, seqlen_k)``.
-        added: of the gradients of what else the scores are made of, where it is there, in their shapes.
+        added: for each gradient of a bias, sink or learned tensor, a mask in its shape.
     """
 
     queries: Tensor
@@ -177,19 +177,19 @@ class Hidden:
 
     @classmethod
     def of(cls, pairs: Tensor, inputs: Inputs) -> Hidden:
-        """Where these are all pairs that count."""
+        """The hidden results if `pairs` are all visible pairs."""
         keys = per_key(pairs.any(-2), inputs)
         return cls(~pairs.any(-1), ~keys, {name: ~x for name, x in _in_sums(inputs, pairs).items()})
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a NaN or an infinity of the inputs must show in the results, and where it may.
+    """The places where a NaN or an infinity of the inputs must show in the results, and where it may.
 
     Attributes:
-        hidden: what the mask hides.
-        weightless: what the mask or a bias of -inf hides.
-        must, may: for each result, its rows; of what is not in rows of head_dim, its elements.
+        hidden: results that the mask hides.
+        weightless: results that the mask or a bias of -inf hides.
+        must, may: for each result, its rows; its elements if it has no rows of head_dim.
     """
 
     hidden: Hidden
@@ -199,7 +199,7 @@ class Reach:
 
     @classmethod
     def of(cls, inputs: Inputs, with_dlse: bool) -> Reach:
-        """Of these inputs; `with_dlse` if a gradient comes back to lse."""
+        """The reach for these inputs; `with_dlse` if lse gets a gradient."""
         pairs = inputs.visible()
         bias = torch.zeros_like(pairs, dtype=torch.float64)
         if inputs.bias is not None:
@@ -216,7 +216,7 @@ class Reach:
 
 
 def _in_sums(inputs: Inputs, pairs: Tensor) -> dict[str, Tensor]:
-    """Which gradients of what scores are made of have a term from one of these pairs, be it 0."""
+    """Masks of the elements, in gradients of biases, sinks and learned tensors, with a term from one of these pairs."""
     found = {name: x != 0 for name, x in testing.through_bias(inputs, pairs.double()).items()}
     by_head = pairs.any(-1).any(-1)  # (batch, nheads_q)
     if "slopes" in inputs.leaves:
@@ -228,7 +228,7 @@ def _in_sums(inputs: Inputs, pairs: Tensor) -> dict[str, Tensor]:
 
 
 def per_key(x: Tensor, inputs: Inputs) -> Tensor:
-    """``(batch, nheads_q, ...)`` -> ``(batch, nheads_kv, ...)``: of any query head of a group."""
+    """``(batch, nheads_q, ...)`` -> ``(batch, nheads_kv, ...)``: True if True for any query head of a group."""
     nheads_kv = inputs.k.shape[1]
     return x.unflatten(1, (nheads_kv, x.shape[1] // nheads_kv)).any(2)
 
@@ -238,7 +238,7 @@ def _reached(
 ) -> dict[str, Tensor]:
     """The rows of each result that depend on a NaN or an infinity through `pairs`, of which dropout keeps `kept`.
 
-    `added` are the pairs with such a bias. `everywhere`: also what may be reached by a product with 0.
+    `added` are the pairs with such a bias. `everywhere` includes rows reached by a product with 0.
     """
     group = inputs.q.shape[1] // inputs.k.shape[1]
     sees = pairs.any(-1)
@@ -279,7 +279,7 @@ def _reached(
 
 
 ADDED = ("bias", "relative", "sinks")
-ROWS = ("out", "dq", "dk", "dv")  # what is judged by rows of head_dim
+ROWS = ("out", "dq", "dk", "dv")  # results that are judged by rows of head_dim
 
 
 def _like(rows: Tensor, name: str) -> Tensor:
@@ -287,7 +287,7 @@ def _like(rows: Tensor, name: str) -> Tensor:
 
 
 def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reach: Reach) -> None:
-    """Queries that see nothing, keys that nobody sees, and what is added to no visible score."""
+    """Check the results of queries that see nothing, unseen keys, and biases added to no visible score."""
     empty = hidden.queries & ~reach.may["out"]
     zeros = {"out": empty, "dq": hidden.queries & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
     for name, rows in {**zeros, **hidden.added}.items():
@@ -309,7 +309,7 @@ def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reac
 
 
 def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, problem: FuzzProblem, fits: bool) -> None:
-    """A NaN shows wherever it must; an infinity is never as if it were not there."""
+    """Check that a NaN shows wherever it must, and that no infinity is ignored."""
     nan = {name: x.isnan().any(-1) if name in ROWS else x.isnan() for name, x in results.items()}
     assert not (nan["out"] & ~nan["dq"]).any(), "out is NaN where dq is not"
     infinite = {name for name, value, _ in problem.poison if value in ("inf", "-inf")}
@@ -327,7 +327,7 @@ def _assert_nothing_is_lost(results: Results, inputs: Inputs, reach: Reach, prob
 
 
 def _clean(inputs: Inputs) -> Inputs:
-    """With 0 for each NaN and infinity; a bias of -inf hides its pairs and stays."""
+    """The inputs with 0 for each NaN and infinity; a bias of -inf stays, because it hides its pairs."""
     leaves = {
         name: x.nan_to_num(0.0, 0.0, -math.inf if name in ("bias", "relative") else 0.0)
         for name, x in inputs.leaves.items()
@@ -337,12 +337,12 @@ def _clean(inputs: Inputs) -> Inputs:
 
 
 def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:
-    """Whether neither the results nor the sums on the way to them overflow, here or in eager PyTorch, and the results
-    follow from the numbers that are given.
+    """Whether neither results nor intermediate sums overflow, here or in eager PyTorch, and the results are determined
+    by the inputs.
     """
-    # A large bias or sink decides alone, in the softmax, and is in no sum behind it.
+    # A large bias or sink decides the softmax alone, and is in no sum after it.
     leaves = {name: x.clamp(-1e3, 1e3) if name in ADDED else x for name, x in clean.leaves.items()}
-    # Kernels multiply dq and dk by the scale after they have added them up.
+    # Kernels multiply dq and dk by the scale after summing.
     sums = sum_of_terms(clean.with_leaves(leaves), least_scale=1.0)
     largest = max((x.max().item() for x in sums.values() if x.numel()), default=0.0)
     if not largest <= torch.finfo(clean.q.dtype).max / 16:
@@ -353,16 +353,16 @@ def _fits(clean: Inputs, truth: Results, eager: Results) -> bool:
 
 
 def residual_is_lost(inputs: Inputs, truth: Results) -> bool:
-    """Whether out is too small for what its rounding takes to be kept, so that delta misses it (decision 0005)."""
+    """Whether out is too small to keep its rounding error, which delta then misses (decision 0005)."""
     if inputs.q.dtype != torch.bfloat16 or truth["out"].numel() == 0:
         return False
     return 0.0 < truth["out"].abs().max().item() < torch.finfo(torch.bfloat16).tiny
 
 
 def rounding_decides(inputs: Inputs) -> bool:
-    """Whether a quarter of some query's weight moves to another key where a rotation is rounded to 16 bits.
+    """Whether a quarter of some query's weight moves to another key if a rotation is rounded to 16 bits.
 
-    It is rounded once, says the contract; of scores of 10,000, that may choose the largest.
+    The contract says that it is rounded once; with scores of 10,000, that may decide which is the largest.
     """
     if inputs.rope is None or inputs.q.dtype.itemsize > 2:
         return False

@@ -1,4 +1,4 @@
-"""Inputs that lie among values that must not matter, and which kernels they must launch."""
+"""Inputs surrounded by values that must not matter, and the kernels that they must launch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.helpers.guarded import Guarded, embed
 
 
 def smaller(case: Case) -> Case:
-    """With half the heads, and no longer than a few tiles, the last of them ragged."""
+    """The case with half the heads and at most a few tiles, the last of them partial."""
     heads = {"nheads_q": case.nheads_q // 2, "nheads_kv": max(1, case.nheads_kv // 2)}
     return replace(case, seqlen_q=min(case.seqlen_q, 41), seqlen_k=min(case.seqlen_k, 43), **heads)
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """The inputs of a case, each among values that must not matter."""
+    """The inputs of a case, each surrounded by values that must not matter."""
 
     inputs: testing.Inputs
     guards: list[Guarded]
@@ -38,7 +38,7 @@ ORDERS = {"q": (0, 1, 2), "k": (0, 2, 1), "v": (2, 0, 1), "dout": (1, 0, 2)}
 
 
 def each_tensor(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``x`` with every tensor of it changed: of a mask, a bias, tables, and arguments of functions."""
+    """``x``, a mask, a bias, tables or arguments of functions, with every tensor in it changed."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, tuple):
@@ -64,7 +64,7 @@ def embedded(inputs: testing.Inputs, *, poisoned: bool = True) -> Embedded:
 
 
 def run(inputs: testing.Inputs, function: Callable[..., Any] = triton_attention) -> testing.Results:
-    """As testing.run, but the gradients that come in are passed as they are."""
+    """As testing.run, but the incoming gradients are passed unchanged."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.leaves.items()}
     x = inputs.with_leaves(leaves)
     out, lse = function(x.q, x.k, x.v, **x.options, return_lse=True)
@@ -74,7 +74,7 @@ def run(inputs: testing.Inputs, function: Callable[..., Any] = triton_attention)
 
 
 def kernels_of(inputs: testing.Inputs) -> set[str]:
-    """What must have been launched."""
+    """The kernels that must have been launched."""
     found = {"attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"}
     found |= {"attention_bwd_rows"} if inputs.q.dtype.itemsize == 2 else {"attention_bwd_exact_rows"}
     found |= {"_rope"} if inputs.rope is not None else set()
@@ -86,7 +86,7 @@ def kernels_of(inputs: testing.Inputs) -> set[str]:
 
 
 def splits_keys(inputs: testing.Inputs) -> bool:
-    """Whether keys are split; of the cases here, none with a window has few queries."""
+    """Whether keys are split; no case here has both a window and few queries."""
     from fusedattn.kernels import configs
 
     few = configs.INTERPRETER_FEW_QUERIES

@@ -1,4 +1,4 @@
-"""What the functions of flash_attn mean, written out in its layouts, and how results and waits are judged."""
+"""The functions of flash_attn, written out in its layouts, and checks of results and waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attend(
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out ``(batch, seqlen_q, nheads, head_dim)``, as q, k and v are, and lse ``(batch, nheads, seqlen_q)``."""
+    """out ``(batch, seqlen_q, nheads, head_dim)``, laid out like q, k and v, and lse ``(batch, nheads, seqlen_q)``."""
     (_, seqlen_q, nheads, head_dim), (seqlen_k, nheads_k) = q.shape, k.shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=2) for x in (k, v))
@@ -73,7 +73,7 @@ def attend_packed(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Features of x ``(..., seqlen, nheads, head_dim)`` turned as complex numbers; positions ``(..., seqlen)``."""
+    """Rotate x ``(..., seqlen, nheads, head_dim)`` by complex multiplication; positions ``(..., seqlen)``."""
     half = cos.shape[1]
     angle = torch.complex(cos.double(), sin.double())[positions][..., None, :]
     turned, rest = x[..., : 2 * half].double(), x[..., 2 * half :]
@@ -102,7 +102,7 @@ def assert_right(
     truth: Callable[..., tuple[Tensor, Tensor]],
     leaves: Mapping[str, Tensor],
 ) -> None:
-    """Fail where results of a function differ from the truth: in float64 at all, else by more than eager's budget."""
+    """Fail if results of a function differ from the truth: in float64 at all, else by more than eager's budget."""
     actual = results(function, leaves)
     expected = results(truth, {name: x.double() for name, x in leaves.items()})
     if leaves["q"].dtype == torch.float64:
@@ -113,7 +113,7 @@ def assert_right(
 
 
 def place_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Device and dtype at which functions that take no backend use that one."""
+    """Device and dtype with which functions without an argument `backend` use that one."""
     if backend == "torch":
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         return {"device": "cpu", "dtype": torch.float64}
@@ -121,7 +121,7 @@ def place_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 class NoWait(TorchDispatchMode):
-    """Fails where something reads a number, or asks for a shape that depends on numbers."""
+    """Fail if an operator reads a value, or has a shape that depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket._qualified_op_name

@@ -1,4 +1,4 @@
-"""Tensors in the middle of larger storages whose other bytes are known, so that whoever reads or writes them shows."""
+"""Tensors inside larger storages whose other bytes are known, so that reads and writes outside show."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.conftest import every_allocation
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# What no kernel computes: NaNs that any arithmetic would make quiet ones, and integers out of every range. A bool that
-# would be seen.
+# Values that no kernel computes: signalling NaNs, which arithmetic would make quiet, and integers out of every range. A
+# bool that would be noticed.
 SENTINELS: dict[torch.dtype, int] = {
     torch.float16: 0x7DA5,
     torch.bfloat16: 0x7FA5,
@@ -34,14 +34,14 @@ class Guarded:
     def __init__(
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, filler: int
     ) -> None:
-        # Beyond both ends lies as much as a tile of 128 rows could reach.
+        # Guards at both ends are as long as a tile of 128 rows.
         guard = 128 * max([64, *(s for s in strides if s < 2**12)]) + 1
         extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         self.filler = filler
         self.bits = torch.full((guard + extent + guard,), filler, dtype=_BITS[dtype.itemsize], device=device)
         self.inside = torch.zeros(self.bits.shape, dtype=torch.bool, device=device)
         self.inside.as_strided(shape, strides, guard).fill_(True)
-        # Not a view in the eyes of autograd: an op may return it.
+        # Not a view for autograd, so that an op may return it.
         storage = self.bits.view(dtype).untyped_storage()
         self.tensor = torch.tensor([], dtype=dtype, device=device).set_(storage, guard, shape, strides)
 
@@ -59,8 +59,8 @@ def embed(x: Tensor, order: Sequence[int] | None = None, *, poisoned: bool = Tru
 
     Args:
         x: the values.
-        order: its dimensions but the last, outermost first; the last is contiguous.
-        poisoned: fill the rest of the storage with the sentinel, rather than with zeros.
+        order: its dimensions except the last, outermost first; the last is contiguous.
+        poisoned: fill the rest of the storage with the sentinel instead of zeros.
     """
     strides = [1] * x.dim()
     size = x.shape[-1] if x.dim() > 0 else 1
@@ -73,14 +73,14 @@ def embed(x: Tensor, order: Sequence[int] | None = None, *, poisoned: bool = Tru
 
 
 class Allocations:
-    """What was allocated inside :func:`guarded_allocations`: by the op itself, and copies of what it was given."""
+    """Tensors allocated inside :func:`guarded_allocations`: by the op itself, and copies of its inputs."""
 
     def __init__(self) -> None:
         self.new: list[Guarded] = []
         self.copies: list[Guarded] = []
 
     def check(self, *, in_part: bool = False) -> None:
-        """Fail where something outside was written, or something inside was not, unless that is `in_part`."""
+        """Fail if an element outside was written, or one inside was not (unless `in_part`)."""
         for x in (*self.new, *self.copies):
             x.assert_untouched_outside()
         for x in () if in_part else self.new:
@@ -89,7 +89,7 @@ class Allocations:
 
 @contextmanager
 def guarded_allocations() -> Iterator[Allocations]:
-    """What is allocated uninitialised is :class:`Guarded`; what is like a tensor with gaps has the same gaps."""
+    """Inside, uninitialised tensors are :class:`Guarded`; one made like a tensor with gaps has the same gaps."""
     allocations = Allocations()
 
     def guard(x: Tensor, strides: Sequence[int], to: list[Guarded]) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention problems as plain data, hostile ones too: a :class:`FuzzProblem` prints as the call that makes it.
 
-What a :class:`fusedattn.testing.Case` cannot say is added here: where tensors lie in memory, how large their values
-are, which rows see how many keys, and where there is a NaN or an infinity.
+It adds to a :class:`fusedattn.testing.Case` the layout of tensors in memory, the size of their values, the number of
+keys that rows see, and places of NaN and infinity.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fusedattn.testing import Case, Inputs
 
 Constants = TypeVar("Constants")
 
-GUARD = 64  # elements that hold NaN, at least, before and behind every tensor
+GUARD = 64  # at least this many NaN before and behind every tensor
 
-# Of a dtype: what is no number, and the largest and the lowest one.
+# Special values by dtype: NaN, infinities, and the largest and the lowest number.
 VALUES: dict[str, Callable[[torch.dtype], float]] = {
     "nan": lambda _: math.nan,
     "inf": lambda _: math.inf,
@@ -35,20 +35,20 @@ VALUES: dict[str, Callable[[torch.dtype], float]] = {
 
 @dataclass(frozen=True, repr=False)
 class FuzzProblem:
-    """A case, and what is hostile about it; the same inputs on every device.
+    """A case with hostile properties; the same inputs on every device.
 
     Attributes:
-        layouts: for q, k, v, dout and a full bias, a name of :data:`LAYOUTS`; contiguous without.
-        storage_offset: where each tensor begins in its memory, in elements beyond a multiple of 64.
-        broadcast: for the tensors of masks and biases in :data:`BROADCAST`, dimensions that are one long.
+        layouts: for q, k, v, dout and a full bias, a name of :data:`LAYOUTS`; default contiguous.
+        storage_offset: the start of each tensor in its storage, in elements beyond a multiple of 64.
+        broadcast: for the tensors of masks and biases in :data:`BROADCAST`, the dimensions of size 1.
         strided_constants: masks, tables, positions, biases and sinks are every second element of every second row.
-        magnitudes: factors of tensors, which are q, k, v, dout, dlse, bias, relative and sinks.
-        rows: of each query, only one key stays visible; or every third query sees nothing, or none anything.
-        poison: triples of a tensor, a name of :data:`VALUES`, and which of its rows get it: those that are hidden (keys
-            that no query sees, queries that see no key, what is added to hidden scores), one element of one row, some
-            elements, some rows, or all.
-        dlse: whether a gradient comes back to lse, or to out alone.
-        needed: which tensors need a gradient, by their first letters, in a second run that must agree with the first.
+        magnitudes: factors for the tensors q, k, v, dout, dlse, bias, relative and sinks.
+        rows: each query sees one key; every third query sees nothing; or no query sees anything.
+        poison: triples of a tensor, a name of :data:`VALUES`, and the elements that get it: hidden ones (keys that no
+            query sees, queries that see no key, biases of hidden scores), one element of one row, some elements, some
+            rows, or all.
+        dlse: whether lse gets a gradient, or out alone.
+        needed: first letters of the tensors that get a gradient in a second run, which must agree with the first.
     """
 
     case: Case
@@ -78,7 +78,7 @@ class FuzzProblem:
         generator = torch.Generator().manual_seed(self.case.seed)
         x = {**inputs.leaves, "dout": inputs.dout, "dlse": inputs.dlse}
         for name, factor in self.magnitudes.items():
-            if name in x:  # what hides a pair stays -inf
+            if name in x:  # a bias of -inf, which hides a pair, stays
                 x[name] = torch.where(x[name].isinf(), x[name], (x[name].double() * factor).to(x[name].dtype))
         mask = inputs.mask if self.rows is None else inputs.mask & masks.boolean(self._allowed(generator))
         inputs = replace(inputs, mask=mask)
@@ -114,7 +114,7 @@ class FuzzProblem:
         return allowed
 
 
-# Where the tensors lie that are broadcast, and in which of their dimensions they may be.
+# Tensors that may be broadcast: the path of attributes, and the number of leading dimensions that may be 1.
 BROADCAST = {
     "boolean": (("mask", "allowed"), 4),
     "layout": (("mask", "layout", "blocks"), 4),
@@ -125,12 +125,12 @@ BROADCAST = {
 
 
 def broadcast_tensors(case: Case) -> list[str]:
-    """The names in :data:`BROADCAST` of what a case has."""
+    """The names in :data:`BROADCAST` of tensors that a case has."""
     return [name for name in BROADCAST if (case.alibi == "per_batch" if name == "slopes" else getattr(case, name))]
 
 
 def _with_ones(owner: Any, path: tuple[str, ...], dims: tuple[int, ...]) -> Any:
-    """`owner` with a tensor of it that has only its first element in `dims`."""
+    """`owner` with the tensor at `path` reduced to its first element in `dims`."""
     if path:
         return replace(owner, **{path[0]: _with_ones(getattr(owner, path[0]), path[1:], dims)})
     for dim in dims:
@@ -140,13 +140,13 @@ def _with_ones(owner: Any, path: tuple[str, ...], dims: tuple[int, ...]) -> Any:
 
 
 def _filled(x: Tensor, value: str, where: Tensor) -> Tensor:
-    """``x`` with one of :data:`VALUES` there; a finite one leaves what is not finite as it was."""
+    """``x`` with one of :data:`VALUES` at `where`; a finite value does not replace NaN or infinity."""
     filling = VALUES[value](x.dtype)
     return x.masked_fill(where & x.isfinite() if math.isfinite(filling) else where, filling)
 
 
 def _poisoned(x: Tensor, name: str, where: str, inputs: Inputs, generator: torch.Generator) -> Tensor:
-    """Which elements of ``x`` are replaced, broadcastable to it."""
+    """A mask of the elements of ``x`` to replace, broadcastable to it."""
     if where == "hidden":
         return _hidden(x, name, inputs)
     if where == "all":
@@ -164,7 +164,7 @@ def _poisoned(x: Tensor, name: str, where: str, inputs: Inputs, generator: torch
 
 
 def _hidden(x: Tensor, name: str, inputs: Inputs) -> Tensor:
-    """Which elements of ``x`` nothing visible depends on, broadcastable to it."""
+    """A mask of the elements of ``x`` that no visible pair uses, broadcastable to it."""
     pairs = inputs.visible()
     if name == "sinks":
         return torch.zeros_like(x, dtype=torch.bool)
@@ -177,12 +177,12 @@ def _hidden(x: Tensor, name: str, inputs: Inputs) -> Tensor:
 
 
 def added_leaves(case: Case) -> list[str]:
-    """The names of what has a gradient in a case besides q, k and v, but for slopes and learned args of functions."""
+    """The names of the leaves of a case besides q, k and v, without slopes and learned args of functions."""
     return [name for name in ("bias", "relative", "sinks") if getattr(case, name)]
 
 
 def _call(x: FuzzProblem | Case) -> str:
-    """The call that makes ``x``, with what differs from the defaults."""
+    """The call that makes ``x``, with the arguments that differ from the defaults."""
     arguments = []
     for f in dataclasses.fields(x):
         value = getattr(x, f.name)
@@ -201,7 +201,7 @@ def _seqlen_first(x: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """As in a projection whose output is q, k and v: (batch, seqlen, 3, nheads, head_dim)."""
+    """The layout of a joint projection of q, k and v: (batch, seqlen, 3, nheads, head_dim)."""
     y = x.transpose(1, 2)
     return torch.stack((torch.full_like(y, math.nan), y, torch.full_like(y, math.nan)), dim=2)[:, :, 1].transpose(1, 2)
 
@@ -215,7 +215,7 @@ def _every_other(x: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor) -> Tensor:
-    """Rows that overlap: each is the one before, shifted by one."""
+    """Rows that overlap: each is the previous one, shifted by one element."""
     seqlen, head_dim = x.shape[2:]
     if x.numel() == 0:
         return x
@@ -232,8 +232,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "over_batch": lambda x: x[:1].expand(x.shape),
     "over_heads": lambda x: x[:, :1].expand(x.shape),
     "over_seqlen": lambda x: x[:, :, :1].expand(x.shape),
-    "negated": lambda x: -x,  # a lazy negation of which is then taken
-    "over_everything": lambda x: x[:1, :1, :1, :1].expand(x.shape),  # what out.sum() brings back; dout only
+    "negated": lambda x: -x,  # then a lazy negation of this is taken
+    "over_everything": lambda x: x[:1, :1, :1, :1].expand(x.shape),  # the gradient of out.sum(); dout only
 }
 
 
@@ -249,7 +249,7 @@ def _relocated(x: Tensor, storage_offset: int, device: torch.device | str) -> Te
 
 
 def _strided(x: Tensor) -> Tensor:
-    """``x`` as every second element of every second row of something that is wrong elsewhere."""
+    """``x`` as every second element of every second row of a tensor with wrong values elsewhere."""
     if x.dim() == 0:
         return x
     other = ~x if x.dtype == torch.bool else torch.full_like(x, math.nan if x.is_floating_point() else 2**30)
@@ -260,7 +260,7 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def strided(x: Constants) -> Constants:
-    """The same mask, bias, tables or tensor, strided. What a user's function gets stays: it knows its strides."""
+    """The same mask, bias, tables or tensor, strided. Args of a user's function stay: it knows their strides."""
     if isinstance(x, Tensor):
         return _strided(x)  # type: ignore[return-value]
     if not dataclasses.is_dataclass(x):

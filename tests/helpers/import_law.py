@@ -1,15 +1,15 @@
-"""The import law: what each module may import from fusedattn, and the layers that follow from it."""
+"""The import law: the modules of fusedattn that each module may import, and the layers that follow from it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# What the arguments of attention are made of, with no attention in it.
+# Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
 
-# What each unit may import from fusedattn. A unit is a module of fusedattn or one of its packages, whose own files may
-# import each other; of integrations, testing and backends, each module. "fusedattn" is the public names in
-# fusedattn/__init__.py.
+# The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
+# files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
+# public names in fusedattn/__init__.py.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "integrations.kernels_hub": {"fusedattn"},
@@ -86,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
 
 
 class Layer(NamedTuple):
-    """Modules that stand on one level: none imports from a layer above."""
+    """Modules on one level: none imports from a layer above."""
 
     name: str
     what: str

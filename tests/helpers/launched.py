@@ -1,10 +1,10 @@
-"""What reaches the compiled kernels, without compiling any: each launch as Triton would specialise it.
+"""Collect the arguments of compiled kernels without compiling: each launch as Triton would specialise it.
 
     python -m tests.helpers.launched
 
 runs calls as Triton launches them and as they are replayed, with other tensors, and compares kernels, grids and
-arguments, in which addresses go by the names of what lies there. Prints how many calls were replayed. Kernels must not
-be interpreted, so a test runs it in a process of its own.
+arguments; addresses are replaced by the names of their tensors. Prints how many calls were replayed. Kernels must not
+be interpreted, so a test runs this in a separate process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fusedattn.testing import Case, Inputs, make_inputs
 
 @dataclass
 class Launches:
-    """Stands for Triton's compiler and launcher.
+    """A stand-in for Triton's compiler and launcher.
 
-    `found` are (what Triton compiles, grid, arguments); `names` are of tensors by their addresses, and `alive` keeps
-    them from being another's.
+    `found` are (compilation, grid, arguments). `names` are those of tensors by their addresses; `alive` keeps the
+    addresses from being reused.
     """
 
     found: list[tuple[Any, ...]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Launches:
     compiled: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, fn: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        """As JITFunction.run."""
+        """Replaces JITFunction.run."""
         *_, binder = fn.device_caches[0]
         bound, specialization, options = binder(*args, debug=False, instrumentation_mode="", **named)
         key = fn.__name__, compute_cache_key({}, specialization, options)
@@ -57,12 +57,12 @@ class Launches:
         return self.compiled[key]
 
     def note(self, compiled: _Stand, grid: Any, arguments: tuple[Any, ...]) -> None:
-        """Tell of a launch."""
+        """Record a launch."""
         self.alive.append(arguments)
         self.found.append((compiled.key, grid, self.named(arguments, compiled.types)))
 
     def named(self, x: Any, of_type: Any) -> Any:
-        """An argument of a Triton type, with names for addresses; a replay's are numbers, which may be any."""
+        """An argument of a Triton type, with names for addresses; arguments of a replay are numbers."""
         if isinstance(x, TensorDescriptor):
             of_base = self.named(x.base.data_ptr(), "*")
             return of_base, tuple(x.shape), tuple(x.strides), tuple(x.block_shape), x.padding
@@ -74,7 +74,7 @@ class Launches:
         return getattr(x, "value", x)
 
     def name(self, **tensors: Tensor | None) -> None:
-        """Call what lies at the addresses of tensors by their names; one that has a name keeps it."""
+        """Name the addresses of tensors; an address that has a name keeps it."""
         self.alive.append(tensors)
         for name, x in tensors.items():
             if x is not None and x.numel():
@@ -82,7 +82,7 @@ class Launches:
 
 
 class _Stand(CompiledKernel):
-    """A compiled kernel that tells of its launches."""
+    """A compiled kernel that records its launches."""
 
     def __init__(self, key: Any, types: tuple[Any, ...], launches: Launches) -> None:
         self.key, self.types, self.launches = key, types, launches
@@ -98,7 +98,7 @@ class _Stand(CompiledKernel):
 
 @contextmanager
 def hopper() -> Iterator[Launches]:
-    """Inside, calls with CPU tensors launch what they would on a Hopper GPU."""
+    """Inside, calls with CPU tensors launch the same kernels as on a Hopper GPU."""
     launches = Launches()
 
     def run(fn: JITFunction, *args: Any, **named: Any) -> Any:
@@ -117,7 +117,7 @@ def hopper() -> Iterator[Launches]:
 
 
 def forget() -> None:
-    """What was kept of calls and of launches."""
+    """Clear the records of calls and of launches."""
     launching._replays.clear()
     for x in gc.get_objects():
         if type(x) is launcher.Constants:
@@ -149,7 +149,7 @@ def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: A
     ):
         returned = attention(x.q, x.k, x.v, **(x.options | options), return_lse=True, backend="triton")
         if backward:
-            for address, name in list(launches.names.items()):  # those of the forward may lie elsewhere now
+            for address, name in list(launches.names.items()):  # tensors of the forward may have moved
                 if name.startswith("scratch"):
                     del launches.names[address]
             torch.autograd.grad(returned, list(leaves.values()), (inputs.dout, inputs.dlse))
@@ -159,7 +159,7 @@ def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: A
 def compare(
     launches: Launches, first: Inputs, then: Inputs, *, backward: bool, like: bool = True, **options: Any
 ) -> bool:
-    """Whether the call of `then`, behind two of `first`, was replayed; it must launch what it launches by itself.
+    """Whether the call of `then`, after two of `first`, was replayed; it must launch the same as without them.
 
     With `like` the two are of one kind.
     """
@@ -200,14 +200,14 @@ def of_one_kind(launches: Launches) -> tuple[int, int]:
 
 
 def partly_compiled(launches: Launches, kernel: str) -> None:
-    """A call that finds a kernel not yet compiled, as beside a thread that compiles it, is not done again in part."""
+    """Check that a call is not partly replayed if one of its kernels is not yet compiled, as in another thread."""
     inputs = make_inputs(PLAIN)
     forget()
     expected = launched(launches, inputs, backward=True)
     for x in gc.get_objects():
         if type(x) is launcher.Constants and x.kernel.__name__ == kernel:
             x.compiled.clear()
-    for _ in range(2):  # the first one is recorded
+    for _ in range(2):  # the first call is recorded
         found = launched(launches, inputs, backward=True)
         if found != expected:
             raise AssertionError(f"{kernel}: launched {len(found)}, of {len(expected)}")
@@ -217,7 +217,7 @@ PLAIN = Case(batch=1, seqlen_q=64, seqlen_k=64, head_dim=64, causal="bottom_righ
 
 
 def of_other_kinds(launches: Launches) -> None:
-    """Whatever differs, nothing of another call is done again: shapes, strides, addresses, options, settings."""
+    """Check that no other call is replayed if shapes, strides, addresses, options or settings differ."""
     first = make_inputs(PLAIN)
     then = make_inputs(replace(PLAIN, seed=7))
     for name, changed in {
@@ -259,7 +259,7 @@ def of_other_kinds(launches: Launches) -> None:
         for backward in (False, True):
             for a, b in ((first, inputs), (inputs, then)):
                 _told(name, partial(compare, launches, a, b, backward=backward, like=False))
-    # The forward of these is of the same kind.
+    # The forwards of these are of the same kind.
     elsewhere = replace(then, dout=_shifted(then.dout))
     _told("dout elsewhere", partial(compare, launches, first, elsewhere, backward=True))
     _told("dout elsewhere", partial(compare, launches, elsewhere, then, backward=True))
@@ -267,7 +267,7 @@ def of_other_kinds(launches: Launches) -> None:
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """The same at an address that is no multiple of 16."""
+    """The same tensor at an address that is not a multiple of 16."""
     return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""Inputs for the layers of the reference Transformer, and torch's modules beside them."""
+"""Inputs for the layers of the reference Transformer, and the equivalent modules of torch."""
 
 from __future__ import annotations
 

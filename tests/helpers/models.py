@@ -1,4 +1,4 @@
-"""Models of transformers, small, and what comes out of them."""
+"""Small models of transformers, and their results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# On a CPU the kernels are interpreted, slowly: most tests there run the other backend, and some both.
+# On a CPU the kernels are interpreted, slowly: most tests run the torch backend there, and some both.
 QUICK = "torch" if DEVICE == "cpu" else "triton"
 
 
@@ -80,7 +80,7 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
 
 @pytest.fixture(autouse=True)
 def _exact_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager attention of transformers rounds its weights to float32 even in a float64 model; not here."""
+    """Keep eager attention of transformers from rounding its weights to float32 in a float64 model."""
     softmax = F.softmax
 
     def exact(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
@@ -90,7 +90,7 @@ def _exact_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def padded(side: str) -> tuple[Tensor, Tensor]:
-    """Token ids, and which of them are real."""
+    """Token ids, and a mask of the real ones."""
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device=DEVICE)
     real = torch.ones(BATCH, LENGTH, dtype=torch.long, device=DEVICE)
     if side == "left":
@@ -101,7 +101,7 @@ def padded(side: str) -> tuple[Tensor, Tensor]:
 
 
 def arguments(model: Any, ids: Tensor, real: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """What a model is called with, and which of its outputs have a meaning."""
+    """The arguments of a model, and a mask of its meaningful outputs."""
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
     if not model.config.is_encoder_decoder:
         return given, real.bool()
@@ -110,7 +110,7 @@ def arguments(model: Any, ids: Tensor, real: Tensor) -> tuple[dict[str, Any], Te
 
 
 def outcome(model: Any, given: dict[str, Any], meant: Tensor) -> dict[str, Tensor]:
-    """The output where it has a meaning, and the gradient of every parameter."""
+    """The meaningful outputs, and the gradient of every parameter."""
     model.zero_grad()
     result = model(**given)
     out = (result.logits if "logits" in result else result.last_hidden_state)[meant]
@@ -120,10 +120,10 @@ def outcome(model: Any, given: dict[str, Any], meant: Tensor) -> dict[str, Tenso
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """In float64: to 1e-9 of the largest gradient there is, as some are 0 by mathematics (that of a key's bias)."""
+    """Compare in float64, relative to the largest gradient: some (of a key's bias) are 0 by mathematics."""
     assert got.keys() == expected.keys()
     largest = max(x.abs().max().item() for name, x in expected.items() if name != "output")
     for name, x in expected.items():
         scale = x.abs().max().item() if name == "output" else largest
-        # Norms round to float32 in between, which makes steps of 1e-7 of a difference in the last bit.
+        # Norms round to float32 in between, which turns a difference in the last bit into steps of 1e-7.
         torch.testing.assert_close(got[name], x, rtol=0, atol=1e-6 * scale)

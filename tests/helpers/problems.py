@@ -1,4 +1,4 @@
-"""Problems that drawn ones have too seldom, and problems that have failed."""
+"""Problems that random ones rarely contain, and problems that have failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ SMALL = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=21, head_di
 HALF = replace(SMALL, dtype=torch.bfloat16)
 
 
-# What drawn problems have too seldom, and what has failed.
 PROBLEMS = {
     "a query that is NaN": FuzzProblem(replace(SMALL, seqlen_k=5), poison=(("q", "nan", "one element"),)),
     "only a NaN visible": FuzzProblem(

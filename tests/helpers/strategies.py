@@ -1,4 +1,4 @@
-"""What hypothesis draws: attention cases, and problems with everything that is hostile about them."""
+"""Strategies of hypothesis: attention cases, and problems with hostile properties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedattn.testing import Case
 from tests.conftest import DTYPES
 from tests.helpers.hostile import BROADCAST, LAYOUTS, FuzzProblem, added_leaves, broadcast_tensors
 
-# What only some problems have: a Case without them is the default one.
+# Optional features, with the defaults of a Case.
 FEATURES: dict[str, object] = {
     name: getattr(Case(), name)
     for name in (
@@ -19,7 +19,7 @@ FEATURES: dict[str, object] = {
         "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
     )
 }  # fmt: skip
-# Of these, those that know where a query or a key stands, or in which batch or head.
+# Features that depend on the position of a query or key, or on its batch or head.
 PLACED = {name: FEATURES[name] for name in FEATURES if name not in ("head_dim_v", "bias_dtype", "softcap", "sinks")}
 
 LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 13, 16, 17, 29, 31, 32, 33, 37, 47, 61])
@@ -85,7 +85,7 @@ HEADS = [(1, 1), (2, 1), (2, 1), (1, 2), (1, 3), (2, 2)]
 HEAD_DIMS = [1, 2, 3, 8, 11, 16, 17, 24, 40, 64, 67, 128]
 HOSTILE_LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([0, 1, 2, 3, 16, 17, 31, 32, 33, 48, 61, 64, 97]))
 FACTORS = [1e-40, 1e-30, 1e-6, 1e2, 1e4, 1e30, 0.0]
-FACTORS_FLOAT16 = [1e-6, 1e-3, 1e2, 1e3, 0.0]  # what makes neither all of them 0 nor an infinity
+FACTORS_FLOAT16 = [1e-6, 1e-3, 1e2, 1e3, 0.0]  # factors that neither flush everything to 0 nor overflow
 
 
 @st.composite
@@ -100,7 +100,7 @@ def problems(draw: st.DrawFn) -> FuzzProblem:
         st.sampled_from(["nan", "nan", "inf", "-inf"]),
         st.sampled_from(["hidden", "one element", "some rows"]),
     )
-    # One of them: two may add up to an infinity.
+    # Only one: two may add up to an infinity.
     extremes = st.tuples(
         st.sampled_from(added or ["k"]),
         st.sampled_from(["lowest", "lowest", "highest"]),
@@ -128,13 +128,13 @@ def problems(draw: st.DrawFn) -> FuzzProblem:
 
 
 def _some(choices: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict]:
-    """Half of the time none of the `choices`, else any number of them."""
+    """None of the `choices` half of the time, else any number of them."""
     return st.one_of(st.just({}), st.fixed_dictionaries({}, optional=choices))
 
 
 @st.composite
 def hostile_cases(draw: st.DrawFn) -> Case:
-    """:func:`cases` with more heads, features and lengths, zero among them, and sizes kept within reason."""
+    """:func:`cases` with more heads, features and lengths, including zero, and sizes that stay small."""
     nheads_kv, group = draw(st.sampled_from(HEADS))
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     case = draw(
@@ -156,7 +156,7 @@ def hostile_cases(draw: st.DrawFn) -> Case:
         changes |= {"padding": None, "empty_batch": False}
     if case.batch == 0:
         changes["empty_batch"] = False
-    # The interpreter's time is that of the tiles.
+    # The interpreter's time grows with the number of tiles.
     tiles = (1 + case.seqlen_q // 16) * (1 + case.seqlen_k // 16)
     if case.batch * case.nheads_q * tiles > 16:
         changes |= {"batch": min(case.batch, 1), "nheads_q": group if group * tiles <= 16 else 1, "nheads_kv": 1}

@@ -1,9 +1,9 @@
-"""Which kernels the timings of a GPU launch, and the checks ahead of them, as Triton tells them apart.
+"""Collect the kernels that timings on a GPU launch, and those of the checks before them, as Triton identifies them.
 
     python -m tests.helpers.timed_kernels
 
-Nothing is compiled, and no tensor has any memory, so that problems may have their size. Prints as JSON how many kernels
-are timed, how many are checked, and those that are timed but not in the check of the work that launches them.
+Nothing is compiled, and no tensor has memory, so that problems have their full size. Prints as JSON how many kernels
+are timed, how many are checked, and those that are timed but missing in the check of their work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fusedattn.testing.cases import Case
 CPU = torch.device("cpu")
 NO_ERROR = Ratios(0.0, 0.0, 0.0, 0.0)
 
-Kernels = set[tuple[str, str]]  # by name, and what Triton would find it by once it is compiled
+Kernels = set[tuple[str, str]]  # name, and Triton's key of the compiled kernel
 
 
 @contextmanager
@@ -58,14 +58,14 @@ def collected() -> Iterator[Kernels]:
         enter(FakeTensorMode())
         enter(patch.object(FakeTensor, "data_ptr", lambda self: 0))  # as aligned as an allocation
         for name in ("attention_fwd", "attention_bwd"):
-            # What the operator runs on a GPU, rather than what tells the shapes of its results.
+            # The GPU implementation of the operator instead of its fake.
             enter(patch.object(ops, name, getattr(ops, name)._init_fn))
         yield found
 
 
 @contextmanager
 def by_kernels() -> Iterator[None]:
-    """Inside, whatever is timed or checked runs the kernels, as on a GPU, and no result is compared."""
+    """Inside, timings and checks run the kernels, as on a GPU, and no results are compared."""
     own, by_triton = attention_work.own, partial(attention, backend="triton")
 
     def uncompared(actual: dict[str, Any], *others: Any) -> dict[str, Ratios]:
@@ -85,7 +85,7 @@ def by_kernels() -> Iterator[None]:
             (launch, "attention", by_triton),
             (launch, "CALLS", 1),
             (model_work, "fuse", partial(fuse, backend="triton")),
-            (model_work, "copy", SimpleNamespace(deepcopy=lambda model: model)),  # of no memory it would be another
+            (model_work, "copy", SimpleNamespace(deepcopy=lambda model: model)),  # fake models cannot be copied
             (Gate, "backend", PropertyMock(return_value="triton")),
             (budget, "_judge", lambda actual, inputs, missing: Measurement(inputs, uncompared(actual), missing, {})),
             *((owner, name, value) for owner in (testing, budget) for name, value in of_budget.items()),
@@ -117,9 +117,9 @@ def checked(case: Case) -> Kernels:
 
 
 def works() -> list[Work]:
-    """Of each panel the work of the shortest and of the longest sequences, and models of one layer.
+    """For each panel the work with the shortest and the longest sequences, and models of one layer.
 
-    A backward alone launches nothing that one behind a forward does not, and replayed calls what called ones do.
+    Left out are a backward alone, whose kernels a backward after a forward also launches, and replayed calls.
     """
     panels: dict[tuple[str, str, str], list[Work]] = {}
     for work in suites.works(list(suites.SUITES), suites.GPU):
@@ -139,7 +139,7 @@ def works() -> list[Work]:
 
 
 def main() -> None:
-    """Compare them."""
+    """Compare timed and checked kernels."""
     of_case: dict[Case, Kernels] = {}
     every: Kernels = set()
     unchecked: dict[str, list[str]] = {}

@@ -17,12 +17,12 @@ WIDTH = HEADS * HEAD_DIM
 
 
 def exact(backend: str) -> torch.dtype:
-    """What the backend computes with least rounding."""
+    """The dtype in which the backend rounds least."""
     return torch.float64 if INTERPRETING or backend == "torch" else torch.float32
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Up to rounding; None is None."""
+    """Check equality up to rounding; None equals None."""
     for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

@@ -492,11 +492,11 @@ def test_refuses_a_wrong_repository(repo_id: str, tmp_path: Path) -> None:
         ("import numpy", "import of numpy"),
         ("def f():\n    from numpy.linalg import norm", "import of numpy.linalg"),
         ("import fusedattn.masks", "import of fusedattn.masks"),
-        ("from  fusedattn import masks", "not understood"),
+        ("from  fusedattn import masks", "cannot rewrite"),
         ("import importlib\nimportlib.import_module('fusedattn.masks')", "import_module"),
         ("f = torch.ops.fusedattn.attention_fwd", "got fusedattn"),
         ("library.define('fusedattn::f() -> ()')", "operators"),
-        ("@custom_op('fusedattn::f')\ndef f(): ...", "not understood"),  # in the other quotes
+        ("@custom_op('fusedattn::f')\ndef f(): ...", "cannot rewrite"),  # in the other quotes
     ],
 )
 def test_refuses_to_reach_out(source: str, what: str) -> None:

@@ -469,7 +469,7 @@ def test_errors_of_apply_rope():
 def test_errors_of_fuse():
     with pytest.raises(TypeError, match="model: got str, allowed is"):
         fuse("model")  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="model: got Linear without attention"):
+    with pytest.raises(ValueError, match="model: got Linear without known attention"):
         fuse(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="backend: got 'gpu', allowed are"):
         fuse(fusedattn.integrations.modules.ScaledDotProductAttention(), backend="gpu")  # type: ignore[arg-type]

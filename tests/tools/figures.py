@@ -27,7 +27,7 @@ def with_figures(page: str) -> str:
 
 
 def figures() -> Iterator[tuple[str, str]]:
-    """What was measured, and the figure."""
+    """Pairs of a quantity and its figure."""
     yield from _accuracy(_results("accuracy"))
     yield from _fuzz(_results("fuzz"))
     yield from _mutants(_results("mutants"))
@@ -84,7 +84,7 @@ def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Rewrite the pages; exit status 0."""
+    """Rewrite the pages; return exit status 0."""
     PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     layers = with_block(ARCHITECTURE.read_text(encoding="utf-8"), import_law.table() + "\n")
     ARCHITECTURE.write_text(layers, encoding="utf-8")

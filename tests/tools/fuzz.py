@@ -1,7 +1,7 @@
-"""``python -m tests.tools.fuzz 1000``: that many new problems, checked one by one; those that failed before come first.
+"""``python -m tests.tools.fuzz 1000``: check 1000 new problems one by one, after those that failed before.
 
-Failures are kept in ``.hypothesis/``. The last line sums up what was tried, and ``docs/results/fuzz.json`` (or the file
-named as second argument) has the same as JSON.
+Failures are kept in ``.hypothesis/``. The last line is a summary; ``docs/results/fuzz.json`` (or the file named as
+second argument) has the same as JSON.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.helpers.strategies import problems
 
 RESULTS = "docs/results/fuzz.json"
 DATABASE = ".hypothesis/fuzz"
-RUN = 10  # what hypothesis draws beyond ten examples in one run are variations of these
+RUN = 10  # beyond ten examples in one run, hypothesis draws variations of these
 PROGRESS = 100
-MAX_FAILURES = 5  # to find the smallest problem that fails takes minutes
+MAX_FAILURES = 5  # finding the smallest problem that fails takes minutes
 
 
 def checked(seed: int | None, function: Callable[[FuzzProblem], object], **settings: Any) -> Callable[[], None]:
-    """A test of `function` on drawn problems; the same ones whenever `seed` is."""
+    """A test of `function` on random problems; the same ones for the same `seed`."""
 
     @hypothesis.settings(deadline=None, suppress_health_check=list(HealthCheck), **settings)
     @given(problems())
@@ -44,7 +44,7 @@ def checked(seed: int | None, function: Callable[[FuzzProblem], object], **setti
 
 
 class Tally:
-    """What was tried."""
+    """Counts of the problems tried."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -54,7 +54,7 @@ class Tally:
         self.start = time.monotonic()
 
     def check(self, problem: FuzzProblem) -> None:
-        """As :func:`tests.helpers.contract.check`; what is tried to make a failing problem smaller does not count."""
+        """As :func:`tests.helpers.contract.check`; attempts to make a failing problem smaller do not count."""
         if repr(problem) in self.tried:
             return
         counts = not self.shrinking
@@ -97,7 +97,7 @@ class Tally:
 
 
 def kinds(problem: FuzzProblem) -> set[str]:
-    """What a problem is counted as."""
+    """The kinds that a problem counts as."""
     case = problem.case
     found = {
         "problems": True,

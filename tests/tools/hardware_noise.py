@@ -1,8 +1,8 @@
-"""The arithmetic of a GPU, for interpreted kernels and for the eager PyTorch that they are judged by.
+"""The arithmetic of a GPU, for interpreted kernels and for the eager PyTorch that they are compared with.
 
 The interpreter computes ``exp2`` exactly and rounds a product once. A GPU does neither. Inside :func:`gpu_kernels` and
-:func:`gpu_eager` each operation errs as the device's may, by as much as its documentation allows. The error of an
-operation is drawn from the bits of its operands, so that equal operands have equal results, and every run the same.
+:func:`gpu_eager` each operation has an error as large as the documentation of the device allows. The error is derived
+from the bits of the operands, so that equal operands have equal results, and all runs are the same.
 
 ======================= ============================================================= =====================
 operation               on the device                                                 error
@@ -56,7 +56,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _drawn(most: int, salt: int, *operands: Array) -> Array:
-    """Whole numbers from -most to most, each as often, by the bits of float32 `operands` of one shape."""
+    """Uniform integers from -most to most, derived from the bits of float32 `operands` of one shape."""
     bits = np.full(operands[0].shape, salt, np.uint64)
     for x in operands:  # splitmix64
         bits = (bits ^ x.view(np.uint32)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -78,7 +78,7 @@ def _off(exact: Array, by: Array) -> Array:
 
 
 def _erring(function: Callable[[Array], Array], most: int, salt: int, exact_at: float) -> Callable[[Array], Array]:
-    """A function of float32 that errs by up to `most` units, except where all implementations are exact."""
+    """A function of float32 with errors of up to `most` units, except where all implementations are exact."""
 
     def call(x: Array) -> Array:
         x = _float32(x)
@@ -103,7 +103,7 @@ def ex2(x: Array) -> Array:
 
 
 def tanhf(x: Array) -> Array:
-    """CUDA's, which does not go beyond 1."""
+    """CUDA's tanh, which does not exceed 1."""
     return np.clip(_tanh(x), np.float32(-1.0), np.float32(1.0))
 
 
@@ -115,7 +115,7 @@ def div_full(x: Array, y: Array) -> Array:
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
-    """``x * y + z`` of float32; twice rounded, of which the first time, to float64, all but never matters."""
+    """``x * y + z`` of float32; rounded to float64 first, which almost never matters."""
     with np.errstate(all="ignore"):
         return _float32(x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64))
 
@@ -131,7 +131,7 @@ def sum_by_halves(x: Array, axis: int) -> Array:
 
 
 def chain(a: Array, b: Array, acc: Array) -> Array:
-    """``acc + a @ b`` of float32 values, ``(..., M, K)`` and ``(..., K, N)``: an FMA for each term, in their order."""
+    """``acc + a @ b`` of float32 values, ``(..., M, K)`` and ``(..., K, N)``: one FMA per term, in order."""
     acc = _float32(acc)
     for k in range(a.shape[-1]):
         acc = fma(a[..., :, k, None], b[..., None, k, :], acc)
@@ -139,7 +139,7 @@ def chain(a: Array, b: Array, acc: Array) -> Array:
 
 
 def tensor_core(a: Array, b: Array, acc: Array) -> Array:
-    """``acc + a @ b`` of 16-bit values: products are exact, what is cut off of terms and of sums is below 2^-24."""
+    """``acc + a @ b`` of 16-bit values: products are exact, terms and sums are truncated below 2^-24."""
     acc = acc.astype(np.float64)
     for k in range(0, a.shape[-1], TERMS):
         products = a[..., :, None, k : k + TERMS] * np.swapaxes(b[..., None, k : k + TERMS, :], -1, -2)
@@ -216,7 +216,7 @@ class gpu_eager(TorchDispatchMode):  # noqa: N801
         self.exp = exp
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace what is not exact on a GPU."""
+        """Replace the operators that are not exact on a GPU."""
         replaced = self._replaced(func, args)
         return func(*args, **(kwargs or {})) if replaced is None else replaced
 
@@ -254,11 +254,11 @@ class gpu_eager(TorchDispatchMode):  # noqa: N801
             return exps, total, np.where(np.isfinite(largest), largest, np.float32(0.0))
 
 
-other_expf = _erring(np.exp, EXPF, 7, 0.0)  # errs as often as expf and as much, elsewhere
+other_expf = _erring(np.exp, EXPF, 7, 0.0)  # errors as frequent and as large as those of expf, elsewhere
 
 
 def main() -> None:
-    """Print the share of the error budget that each case uses, by the tensor nearest to it; medians of the draws.
+    """Print the share of the error budget that each case uses in its worst tensor; medians over the draws.
 
     Eager PyTorch is judged in the same way, with other errors of `exp`.
     """
@@ -267,8 +267,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m tests.tools.hardware_noise", description=main.__doc__)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), action="append")
-    parser.add_argument("--case", default="", help="a part of the names")
-    parser.add_argument("--draws", type=int, default=1, help="of the inputs of each case (default: %(default)s)")
+    parser.add_argument("--case", default="", help="only cases with this in their name")
+    parser.add_argument("--draws", type=int, default=1, help="random inputs per case (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quicken()
@@ -277,7 +277,7 @@ def main() -> None:
         return attention(*args, backend="triton", **named)
 
     def used(case: testing.Case) -> tuple[float, float, float]:
-        """Without noise, with noise, and by eager PyTorch."""
+        """The shares without noise, with noise, and of eager PyTorch."""
         inputs, dtype = testing.make_inputs(case), case.dtype
         truth, terms = testing.golden(inputs), testing.bias_terms(inputs)
 

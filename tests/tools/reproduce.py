@@ -1,4 +1,4 @@
-"""``python -m tests.tools.reproduce "FuzzProblem(...)"``: check it, on the GPU or, without one, in the interpreter."""
+"""``python -m tests.tools.reproduce "FuzzProblem(...)"``: check a problem, on the GPU or, without one, interpreted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def problem_of(text: str) -> FuzzProblem:
 
 
 def main() -> int:
-    """0 if the contract holds, 1 if it is broken, with the reason on standard error."""
+    """Return 0 if the contract holds, 1 if it is broken, with the reason on standard error."""
     if len(sys.argv) != 2:
         print('usage: python -m tests.tools.reproduce "FuzzProblem(...)"', file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The kernels under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck and synccheck, on a machine with a GPU.
 
 ``python -m tests.tools.sanitize`` runs a few small cases, forward and backward, under each tool, after a kernel with a
-planted fault that memcheck must find. Exit status: 0 if nothing else was found, 1 if something was, 2 if the GPU or
+planted fault that memcheck must find. Exit status: 0 if nothing else is found, 1 if something is, 2 if the GPU or
 compute-sanitizer is missing.
 """
 
@@ -25,10 +25,10 @@ from fusedattn import attention, testing
 from fusedattn.testing import Case
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-FOUND = 99  # the exit status of compute-sanitizer where it found something; none of Python's own
+FOUND = 99  # the exit status of compute-sanitizer with findings; Python itself does not use it
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
 
-# Each feature at least once; more than one tile of each kind, and a ragged one.
+# Each feature at least once; more than one tile of each kind, and a partial one.
 SUITE = (
     Case("causal, grouped queries", seqlen_q=200, seqlen_k=200, head_dim=64, causal="bottom_right"),
     Case("padding with gaps", seqlen_q=70, seqlen_k=150, head_dim=80, padding="uneven", empty_batch=True),
@@ -41,7 +41,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def candidates() -> Iterator[Path]:
-    """Where compute-sanitizer may lie: on PATH, in a CUDA toolkit, in a wheel of NVIDIA's."""
+    """Paths where compute-sanitizer may be: on PATH, in a CUDA toolkit, in a wheel of NVIDIA's."""
     name = "compute-sanitizer"
     if on_path := shutil.which(name):
         yield Path(on_path)
@@ -72,7 +72,7 @@ def missing(sanitizer: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of one tool came to."""
+    """The result of one run of one tool."""
 
     tool: str
     status: int
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The line in which the tool sums up, if it got that far."""
+        """The summary line of the tool, if it has one."""
         found = SUMMARY.findall(self.output)
         return found[-1] if found else "no summary"
 
@@ -98,12 +98,12 @@ class Report:
 
 def command(sanitizer: Path, tool: str, what: str) -> list[str]:
     """The command that runs the suite (or the planted fault) under a tool."""
-    # The process itself, not ptxas, which Triton starts in another.
+    # Only the process itself, not ptxas, which Triton starts.
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
     options += ["--target-processes", "application-only"]
     if tool == "memcheck":
-        # Room between allocations, so that beyond one is not inside the next; and no word of calls that torch and
-        # Triton make to see what the driver can do.
+        # Gaps between allocations, so that accesses beyond one are not inside the next; and no reports of calls by
+        # which torch and Triton probe the driver.
         options += ["--padding", "65536", "--report-api-errors", "no"]
     if tool == "racecheck":
         options += ["--racecheck-report", "all"]
@@ -111,7 +111,7 @@ def command(sanitizer: Path, tool: str, what: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Each tensor gets memory of its own, so that its bounds, and what was written to it, are known to the tools."""
+    """Variables that give each tensor a separate allocation, so that the tools know its bounds and writes."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -133,7 +133,7 @@ def run_tool(sanitizer: Path, tool: str, what: str) -> Report:
 
 
 def run_suite() -> None:
-    """Forward and backward of every case, in every dtype."""
+    """Run forward and backward of every case, in every dtype."""
     for case in SUITE:
         for dtype in DTYPES:
             inputs = testing.make_inputs(replace(case, dtype=dtype), "cuda")
@@ -144,7 +144,7 @@ def run_suite() -> None:
 
 
 def run_fault() -> None:
-    """Read and write far beyond the end of tensors: 4096 rows, of which the statistics have one."""
+    """Read and write far beyond the end of tensors: 4096 rows, although the statistics have one."""
     from fusedattn.backends.triton import launching
     from fusedattn.backends.triton.operands import constants_of
     from fusedattn.kernels import attention_bwd_rows
@@ -160,7 +160,7 @@ def run_fault() -> None:
 
 
 def check(sanitizer: Path) -> int:
-    """Run everything, print what was found and a table; returns the exit status."""
+    """Run everything, print the findings and a table; return the exit status."""
     fault = run_tool(sanitizer, "memcheck", "fault")
     if not fault.found:
         print(fault.output)
@@ -179,7 +179,7 @@ def check(sanitizer: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """``suite`` and ``fault`` are what the tools run; without arguments, run the tools."""
+    """Run the tools; the arguments ``suite`` and ``fault`` are for the processes that the tools start."""
     if arguments in (["suite"], ["fault"]):
         run_suite() if arguments == ["suite"] else run_fault()
         return 0

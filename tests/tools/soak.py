@@ -1,13 +1,13 @@
-"""The reference GPT trained with fused and with eager attention, from one seed and on the same batches.
+"""Train the reference GPT with fused and with eager attention, from one seed and on the same batches.
 
     python -m tests.tools.soak [--steps 2000] [--mixed-steps 500]
 
-Training amplifies rounding errors until two runs are as far apart as any two can be, so no fixed tolerance says whether
-a fused run is right. What does is eager attention that sums in another order, which is as right as the first: in the
-geometric mean over all windows of steps, the fused run must not depart from eager further than those do. The same model
-is then trained in float16 (with a scaled loss) and in bfloat16, where no gradient may be NaN.
+Training amplifies rounding errors until two runs are as far apart as any two can be, so no fixed tolerance can decide
+whether a fused run is right. The measure is eager attention that sums in another order, which is equally right: in the
+geometric mean over all windows of steps, the fused run must not depart from eager further than these runs do. The same
+model is then trained in float16 (with a scaled loss) and in bfloat16; no gradient may be NaN.
 
-Writes docs/results/soak.json and docs/images/soak.png; exit status 1 where one of these does not hold.
+Writes docs/results/soak.json and docs/images/soak.png; exit status 1 if one of these conditions fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQLEN, BATCH = 8, 32, 1
 LEARNING_RATE = 1e-3
 WINDOW = 100  # steps over which differences of the loss are averaged
-# How far fused may depart from eager, as a multiple of the farthest of the eager runs that sum in another order.
+# The allowed departure of fused from eager, relative to the largest of the eager runs that sum in another order.
 DEPARTURE_LIMIT = 1.5
 
 
@@ -63,14 +63,14 @@ class FeaturesReversed(ScaledDotProductAttention):
 
 
 class BothReversed(KeysReversed, FeaturesReversed):
-    """Both at once."""
+    """Eager attention with both sums reversed."""
 
 
 ORDERS = {"keys reversed": KeysReversed, "features reversed": FeaturesReversed, "both reversed": BothReversed}
 
 
 def make_model(attention: str) -> GPTModel:
-    """The same weights every time; `attention` is ``"eager"``, ``"fused"`` or a key of :data:`ORDERS`."""
+    """A model, always with the same weights; `attention` is ``"eager"``, ``"fused"`` or a key of :data:`ORDERS`."""
     torch.manual_seed(0)
     model = GPTModel(VOCAB, d_model=32, n_heads=2, n_layers=2, d_ff=64, n_kv_heads=1, positions="rotary").to(DEVICE)
     if attention == "fused":
@@ -82,9 +82,9 @@ def make_model(attention: str) -> GPTModel:
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """``(ids, valid)``, ``(BATCH, SEQLEN)`` each: words of a small dictionary at random, then padding.
+    """``(ids, valid)``, ``(BATCH, SEQLEN)`` each: random words of a small dictionary, then padding.
 
-    Words share their tokens, so what follows a token depends on those before it.
+    Words share their tokens, so the next token depends on several tokens before it.
     """
     generator = torch.Generator().manual_seed(1)
     words = [torch.randint(VOCAB, (n,), generator=generator) for n in (3, 4, 5, 6, 7, 8)]
@@ -99,15 +99,15 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass
 class Training:
-    """What a training left behind: the loss of each step, and how often a gradient was not finite."""
+    """The record of a training: the loss of each step, and the number of steps with non-finite gradients."""
 
     losses: list[float] = field(default_factory=list)
-    nan_gradients: int = 0  # a NaN: never right
-    overflows: int = 0  # an infinity, which a scaled float16 loss is allowed to cause now and then
+    nan_gradients: int = 0  # a NaN is always a fault
+    overflows: int = 0  # an infinity, which a scaled float16 loss may cause now and then
 
 
 def train(attention: str, steps: int, dtype: torch.dtype = torch.float32) -> Training:
-    """AdamW; with a 16-bit `dtype` under autocast, and in float16 with a scaled loss."""
+    """Train with AdamW; with a 16-bit `dtype` under autocast, and in float16 with a scaled loss."""
     model, result = make_model(attention), Training()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16, init_scale=2.0**14)
@@ -135,12 +135,12 @@ def departure(losses: list[float], from_losses: list[float]) -> list[float]:
 
 
 def departure_over_noise(departures: dict[str, list[float]]) -> list[float]:
-    """Of fused, in each window, over the farthest of the runs in another order."""
+    """The departure of fused in each window, relative to the largest of the runs in another order."""
     return [fused / max(departures[name][i] for name in ORDERS) for i, fused in enumerate(departures["fused"])]
 
 
 def soak(steps: int, mixed_steps: int) -> tuple[dict[str, Any], dict[str, Training]]:
-    """Run everything; the figures, and the float32 trainings by attention."""
+    """Run everything; returns the figures, and the float32 trainings by attention."""
     runs = {}
     for attention in ("eager", *ORDERS, "fused"):
         start = time.perf_counter()
@@ -181,7 +181,7 @@ def final(run: Training) -> float:
 
 
 def faults(figures: dict[str, Any]) -> list[str]:
-    """What does not hold."""
+    """The conditions that fail, as sentences."""
     found = []
     ratio = figures["departure_over_noise"]["geometric_mean"]
     if not ratio <= DEPARTURE_LIMIT:
@@ -195,7 +195,7 @@ def faults(figures: dict[str, Any]) -> list[str]:
 
 
 def draw(runs: dict[str, Training], path: Path) -> None:
-    """Loss of the fused and the eager run; and how far each run departs from eager."""
+    """Plot the loss of the fused and the eager run, and the departure of each run from eager."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"--steps: got {options.steps}, allowed are {5 * WINDOW} and more: rounding errors must have grown"
         )
-    torch.set_num_threads(1)  # the model is small; and the order of sums must not depend on the machine's load
+    torch.set_num_threads(1)  # the model is small, and the order of sums must not depend on the machine's load
     figures, runs = soak(options.steps, options.mixed_steps)
     (ROOT / "docs/results/soak.json").write_text(json.dumps(figures, indent=1) + "\n")
     draw(runs, ROOT / "docs/images/soak.png")

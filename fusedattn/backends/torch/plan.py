@@ -201,7 +201,7 @@ def _cost(groups: Iterable[Group], nheads: int) -> float:
 
 
 def _ranges(valid: Tensor | None, shape: ScoresShape) -> list[tuple[range, Hidden]]:
-    """For each batch, the range from its first to its last key that is not padding, and what is hidden inside."""
+    """For each batch, the range from its first to its last key that is not padding, and the hidden pairs inside."""
     found: list[tuple[range, Hidden]] = []
     if valid is None:
         return [(range(shape.seqlen_k), "nothing")] * shape.batch

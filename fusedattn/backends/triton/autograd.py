@@ -200,7 +200,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         if forward_ad._current_level >= 0:  # the op would silently return no tangent
             raise NotImplementedError(
                 "attention: got forward-mode differentiation inside torch.compile, allowed there with backend 'triton' "
-                "are gradients; leave the call outside of what is compiled, or use backend='torch'"
+                "is reverse mode; move the call out of the compiled code, or use backend='torch'"
             )
         out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
         return out, lse

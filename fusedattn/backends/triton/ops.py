@@ -186,7 +186,7 @@ def gradients(
 
 
 def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients, with None for those that are not needed but were computed with others or are empty."""
+    """The gradients, with None in place of unneeded ones, which are empty or were computed along with others."""
     return [x if needs else None for x, needs in zip(found, needed, strict=True)]
 
 

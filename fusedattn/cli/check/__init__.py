@@ -1,3 +1,3 @@
 """`fusedattn check`: the error budget of this installation."""
 
-DTYPES = ("float32", "float16", "bfloat16")  # that it measures, unless told which
+DTYPES = ("float32", "float16", "bfloat16")  # the default

@@ -26,16 +26,16 @@ from fusedattn.testing import Case, Inputs, Ratios
 from fusedattn.testing.peers import Peer
 
 EXPLANATION = f"""\
-Error against float64 over that of eager PyTorch in the same dtype; shown is the
-tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst
+Error against float64 relative to that of eager PyTorch in the same dtype, for
+the tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst
 row {testing.MAX_FACTOR}, and always one unit in the last place (row "-": a row that needs it).
 """
 
-BY_CHANCE = 1.5  # eager PyTorch uses less than this share of its own budget where only its rounding differs
+BY_CHANCE = 1.5  # eager PyTorch itself, with a different rounding only, uses less than this share of its budget
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0 if every case is within the budget, 1 if not; functions of ``--against`` do not count."""
+    """Return exit status 0 if every case is within the budget, else 1; functions of ``--against`` do not count."""
     device = machine.choose_device(options.device)
     machine.choose_how_triton_runs(device)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
@@ -48,12 +48,12 @@ def run(options: argparse.Namespace) -> int:
             options.feature, {word.strip(",") for name in names for word in name.split()}, 3, 0.5
         )
         hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
-        raise CommandError(f"--feature: got {options.feature!r}, which is in no name of the {len(names)} cases{hint}")
+        raise CommandError(f"--feature: got {options.feature!r}, which is in none of the {len(names)} names{hint}")
     if machine.versions()["triton"] == "not installed":
         cases = _without_triton(cases)
     others = comparison.find(options.against)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # the cases are small, and threads that wait for each other cost more than they do
+        torch.set_num_threads(1)  # the cases are small: waiting for threads costs more than they save
     work = _work(cases, options.dtype or DTYPES, quick=options.quick)
     rounds = progress.shown(_rounds(work, options.backend, device, others), len(work))
     if options.json:
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _without_triton(cases: list[Case]) -> list[Case]:
-    """Those that can be made; the others are named."""
+    """The cases that need no Triton; prints the names of the others."""
     left_out = ", ".join(repr(case.name) for case in cases if case.needs_triton)
     if left_out:
         print(f"left out, because their functions need Triton, which is not installed: {left_out}", file=sys.stderr)
@@ -93,7 +93,7 @@ def _rounds(
         outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
         try:
             ratios = _measure(inputs, backend)
-        except Exception as error:  # a kernel that does not run is a result too, and the others still count
+        except Exception as error:  # a kernel that fails is a result too, and the other cases still count
             own = failed(case.name, dtype, error)
         else:
             own = Outcome(case.name, dtype, ratios, lse_gradient=bool(inputs.dlse.any()))
@@ -101,13 +101,13 @@ def _rounds(
 
 
 def measure(case: Case, backend: Backend, device: torch.device) -> dict[str, Ratios]:
-    """What each tensor of a case uses of its budget."""
+    """The share of its budget that each tensor of a case uses."""
     return _measure(_make_inputs(case, backend, device), backend)
 
 
 def _make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
     inputs = testing.make_inputs(case, device)
-    # The lse of the torch backend is the reference's own, so that only what comes without it is worth measuring.
+    # The lse of the torch backend is the reference's own, so only results without its gradient are worth measuring.
     return inputs if backend == "triton" else testing.without_lse_gradient(inputs)
 
 
@@ -160,5 +160,5 @@ def _print_table(outcomes: Iterable[Outcome], cases: list[Case]) -> int:
     print(f"\n{len(done) - n_failed} of {len(done)} within the budget")
     print(f"most used: {percent(ratios.used)}, by {tensor} of '{worst.case}' in {worst.dtype}")
     if 1.0 < ratios.used < BY_CHANCE:
-        print("Other numbers (--seed 1, --seed 2, ...) tell a fault, which stays, from chance, which does not.")
+        print("Try other inputs (--seed 1, --seed 2, ...): a fault stays, a chance result does not.")
     return 1 if n_failed else 0

@@ -14,19 +14,19 @@ from fusedattn.testing import Inputs, peers
 from fusedattn.testing.peers import Peer
 
 OWN = "fusedattn"
-CLOSE = 1.05  # mean errors nearer than this are not told apart
+CLOSE = 1.05  # mean errors within this ratio count as equal
 LABEL, CELL = 8, 17  # widths; a table of three peers has 80 columns at most
 
 EXPLANATION = f"""\
-Error against float64 over that of eager PyTorch in the same dtype: the largest,
-the mean, and the share of the budget that is used, which counts the worst row
-too. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst row {testing.MAX_FACTOR},
+Error against float64 relative to that of eager PyTorch in the same dtype: the
+largest, the mean, and the share of the budget that is used, which includes the
+worst row. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst row {testing.MAX_FACTOR},
 and always one unit in the last place.
   *  the most accurate: the smallest mean error, and all within {CLOSE - 1:.0%} of it
   !  beyond the budget
-Of the others this is a measurement; the exit status is about {OWN} alone.
-Where one of them has no gradient through lse, the gradients of all are those
-of out.
+Only {OWN} decides the exit status; the others are measured for comparison.
+If one of them has no gradient through lse, the gradients of all are those of
+out alone.
 """
 
 
@@ -36,7 +36,7 @@ def find(names: Iterable[str]) -> dict[str, Peer]:
     for name in names:
         try:
             full_name, function = peers.find(name)
-        except Exception as error:  # importing a module of the user's can raise anything
+        except Exception as error:  # importing a user's module can raise anything
             what = str(error) if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             what = what if repr(name) in what else f"got {name!r}: {what}"
             raise CommandError(f"--against: {what}") from error
@@ -45,7 +45,7 @@ def find(names: Iterable[str]) -> dict[str, Peer]:
 
 
 def measure(functions: dict[str, Peer], inputs: Inputs, case: str, dtype: str) -> tuple[dict[str, Outcome], Inputs]:
-    """Each function on one problem, and that problem: gradients through out alone if one has none through lse."""
+    """Outcomes of the functions on one problem, and the problem: without a gradient of lse if one function has none."""
     outcomes = {name: _measure(function, inputs, case, dtype) for name, function in functions.items()}
     if any("dq" in outcome.ratios and not outcome.lse_gradient for outcome in outcomes.values()):
         inputs = testing.without_lse_gradient(inputs)
@@ -58,7 +58,7 @@ def measure(functions: dict[str, Peer], inputs: Inputs, case: str, dtype: str) -
 def _measure(function: Peer, inputs: Inputs, case: str, dtype: str) -> Outcome:
     try:
         found = testing.measure(function, inputs)
-    except Exception as error:  # what a function cannot do is a result too
+    except Exception as error:  # a failure is a result too
         return failed(case, dtype, error)
     lse_gradient = bool(found.inputs.dlse.any())
     return Outcome(case, dtype, found.ratios, None, found.missing, found.notes, lse_gradient)
@@ -74,12 +74,12 @@ class Table:
         self.done: list[dict[str, Outcome]] = []
 
     def print_head(self) -> None:
-        """The names of the functions over those of the numbers."""
+        """Print the names of the functions, and below them the names of the numbers."""
         print(self._line("", self.labels))
         print(self._line("", [self._cell("max", "mean", "used")] * len(self.names)))
 
     def print_block(self, outcomes: dict[str, Outcome]) -> None:
-        """One case in one dtype; reasons in full where they first occur."""
+        """Print one case in one dtype; a reason is printed in full the first time."""
         own = outcomes[OWN]
         print(f"{own.case}, {own.dtype}")
         new: list[str] = []
@@ -111,7 +111,7 @@ class Table:
         return f"  {'error' if outcome.error else 'none'} [{self.reasons[reason]}]"
 
     def print_summary(self) -> None:
-        """The median mean error of each tensor, and how many cases keep the budget."""
+        """Print the median mean error of each tensor, and the number of cases within the budget."""
         print("median over the cases of the mean error (eager PyTorch = 1)")
         print(self._line("", self.labels))
         for tensor in _tensors(self.done):
@@ -135,7 +135,7 @@ class Table:
 
 
 def _tensors(rounds: Iterable[dict[str, Outcome]]) -> list[str]:
-    """Those of every problem, and what else these problems have."""
+    """The tensors of every problem, and the further ones of these problems."""
     there = {tensor for outcomes in rounds for o in outcomes.values() for tensor in (*o.ratios, *o.missing)}
     return [tensor for tensor in testing.ALL_TENSORS if tensor in there or tensor in testing.TENSORS]
 
@@ -145,7 +145,7 @@ def _label(tensor: str) -> str:
 
 
 def _kept(outcomes: list[Outcome]) -> str:
-    """How many cases keep the budget; incomplete ones, and those that ended with an error, counted apart."""
+    """The number of cases within the budget; incomplete cases and errors are counted separately."""
     parts = [f"{sum(bool(o.ratios) and o.ok for o in outcomes)} of {len(outcomes)} within the budget"]
     for what, n in (
         ("beyond it", sum(bool(o.ratios) and not o.ok for o in outcomes)),

@@ -21,7 +21,7 @@ NUMBERS = ("max", "mean", "row", "used")
 
 
 def report(rounds: Sequence[dict[str, Outcome]], backend: Backend, device: torch.device) -> dict[str, object]:
-    """All of it; ``results``, ``features``, ``tensors`` and ``ok`` are of the fused kernels.
+    """The whole report; ``results``, ``features``, ``tensors`` and ``ok`` belong to the fused kernels.
 
     A round has the outcome of each function for one case and dtype.
     """
@@ -40,13 +40,13 @@ def report(rounds: Sequence[dict[str, Outcome]], backend: Backend, device: torch
 
 
 def dumps(report: dict[str, object]) -> str:
-    """As text, a row on a line."""
+    """The report as text, one row per line."""
     text = json.dumps(report, indent=1, allow_nan=False)
     return re.sub(r"\{[^{}]*\}", lambda row: re.sub(r"\n\s*", " ", row[0]), text)
 
 
 def _of_one(outcomes: list[Outcome]) -> dict[str, list[Row]]:
-    """Of one function: the ratios of each tensor, the worst of each case, the worst of each tensor."""
+    """The rows of one function: the ratios of each tensor, the worst of each case, the worst of each tensor."""
     return {
         "results": [row for outcome in outcomes for row in _rows(outcome)],
         "features": [_worst_of_case(outcome) for outcome in outcomes],
@@ -94,7 +94,7 @@ def _worst_of_tensors(outcomes: list[Outcome]) -> Iterable[Row]:
 
 
 def _numbers(ratios: Iterable[Ratios]) -> Row:
-    """The largest of each number, in four digits; None where there is none or it is not finite."""
+    """The largest of each number, in four digits; None if there is none or it is not finite."""
     ratios = list(ratios)
     largest = {name: max((getattr(r, name) for r in ratios), default=math.inf) for name in NUMBERS}
     return {name: float(f"{x:.4g}") if math.isfinite(x) else None for name, x in largest.items()}

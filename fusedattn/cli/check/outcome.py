@@ -1,4 +1,4 @@
-"""What ``check`` found for one function, one case and one dtype, and how its numbers are written."""
+"""The result of ``check`` for one function, case and dtype, and the format of its numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The ratios of each tensor, and why others are missing; or the error that the case ended with."""
+    """The ratios of each tensor, and the reasons for missing ones; or the error that ended the case."""
 
     case: str
     dtype: str
@@ -25,11 +25,11 @@ class Outcome:
     error: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    lse_gradient: bool = True  # whether the gradients are those of out and lse, rather than of out alone
+    lse_gradient: bool = True  # whether gradients flow through lse too, rather than through out alone
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor that there is keeps the budget."""
+        """Whether every measured tensor is within the budget."""
         return self.error is None and all(r.ok for r in self.ratios.values())
 
     @property

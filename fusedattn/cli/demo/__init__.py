@@ -1,1 +1,1 @@
-"""`fusedattn demo`: train the reference GPT, fused and eager, and show the difference."""
+"""`fusedattn demo`: train the reference GPT with fused attention, and compare it with the eager model."""

@@ -1,4 +1,4 @@
-"""``demo``: fuse a model, see that nothing changed, train it, sample from it, measure it."""
+"""``demo``: fuse a model, check that its results are the same, train it, sample from it, measure it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0 if the fused model agrees with the reference, 1 if not."""
+    """Return exit status 0 if the fused model agrees with the reference, else 1."""
     missing = [package for package in ("rich", "matplotlib") if importlib.util.find_spec(package) is None]
     if missing:
         raise CommandError(f"{' and '.join(missing)} not installed: pip install 'fusedattn[demo]'")

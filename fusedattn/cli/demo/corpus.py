@@ -16,14 +16,13 @@ from fusedattn.cli.errors import CommandError
 MAX_BYTES = 4 * 2**20
 HELD_OUT = 0.1
 
-# Of the standard library: neither its tests nor what was installed beside it.
+# Folders to skip in the standard library: its tests, and installed packages.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and, for each, the one that follows; both int64 ``(batch, seqlen)``. With `valid`, only the tokens where
-    it is True are real."""
+    """Tokens and the next token of each, both int64 ``(batch, seqlen)``; only tokens with `valid` True are real."""
 
     ids: Tensor
     targets: Tensor
@@ -32,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on, and the last tenth of the text, which is never trained on."""
+    """The bytes to train on, and the held-out bytes: the last tenth of the text."""
 
     train: Tensor  # uint8
     held_out: Tensor  # uint8
@@ -63,13 +62,13 @@ def read_corpus(path: str | None, seqlen: int) -> Corpus:
 
 
 def random_batch(tokens: Tensor, batch: int, seqlen: int, generator: torch.Generator, device: torch.device) -> Batch:
-    """Windows that start anywhere."""
+    """A batch of windows with random starts."""
     starts = torch.randint(0, len(tokens) - seqlen, (batch, 1), generator=generator)
     return _windows(tokens, starts, seqlen, device)
 
 
 def spread_batches(tokens: Tensor, n: int, batch: int, seqlen: int, device: torch.device) -> Iterator[Batch]:
-    """Up to ``n`` batches of windows spread evenly over the text, always the same."""
+    """Up to ``n`` batches of windows, always the same ones, spread evenly over the text."""
     last = len(tokens) - seqlen - 1
     starts = torch.linspace(0, last, min(n * batch, last // seqlen + 1), dtype=torch.float64).long()
     for some in starts[:, None].split(batch):
@@ -88,7 +87,7 @@ def _library_files(folder: str) -> Iterator[str]:
 
 
 def _files(folder: str, skip: set[str] | None = None) -> Iterator[str]:
-    """Regular files below a folder, in one order on every machine; nothing hidden."""
+    """Regular files below a folder, without hidden ones, in the same order on every machine."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in (skip or ()))
         for name in sorted(names):
@@ -98,7 +97,7 @@ def _files(folder: str, skip: set[str] | None = None) -> Iterator[str]:
 
 
 def _read(paths: Iterator[str] | list[str]) -> tuple[bytes, int]:
-    """Their contents, up to MAX_BYTES, and how many there were; binary files are passed over."""
+    """The contents of files, up to MAX_BYTES, and the number of files; binary files are skipped."""
     parts: list[bytes] = []
     left = MAX_BYTES
     for path in paths:

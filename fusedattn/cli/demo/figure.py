@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FUSED, REFERENCE, HELD_OUT = "#0b6e6e", "#d1743c", "#2b2b2b"
 
-# For every figure of the project.
+# The style of every figure of the project.
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -30,7 +30,7 @@ STYLE: Any = {
 
 
 def draw(path: Path, title: str, losses: Sequence[float], held_out: float, comparisons: Sequence[Comparison]) -> None:
-    """Write it as a PNG."""
+    """Write the figure as a PNG."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,8 +69,8 @@ def _draw_loss(axes: Axes, losses: Sequence[float], held_out: float) -> None:
 
 
 def _smooth(values: Sequence[float], reach: int = 8) -> list[float]:
-    """Averages over `reach` neighbours on either side; over fewer on both at the start, where the loss is steep, and
-    over those that there are at the end.
+    """Averages over `reach` neighbours on either side; over fewer on both sides at the start, because the loss is steep
+    there, and over the available ones at the end.
     """
     smoothed = []
     for i in range(len(values)):

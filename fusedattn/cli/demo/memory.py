@@ -1,4 +1,4 @@
-"""The most memory held during a step, beyond what was held before it."""
+"""The peak memory of a step, beyond the memory held before it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-# mallopt: from this size on, memory comes from the system and goes back to it at once (glibc, malloc.h).
+# mallopt: blocks of at least this size come from the system and return to it at once (glibc, malloc.h).
 M_MMAP_THRESHOLD = -3
 LARGEST_THRESHOLD = 32 * 2**20
 
 
 @dataclass
 class Peak:
-    """Filled in at the end of the block that is measured; None where it cannot be known."""
+    """The measured peak, set at the end of the block; None if it cannot be known."""
 
     bytes: int | None = None
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the block: what torch allocates on a GPU; what the process holds on a CPU, on Linux with glibc."""
+    """Measure a block: torch's allocations on a GPU; the memory of the process on a CPU, on Linux with glibc."""
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -40,10 +40,10 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 
 
 def _reset_high_water_mark() -> ctypes.CDLL | None:
-    """The C library, or None where the mark cannot be read or reset."""
+    """Reset the peak of the process; returns the C library, or None if the peak cannot be read or reset."""
     try:
         libc = ctypes.CDLL(None)
-        # Freed memory that the process keeps would hide what is allocated in it, and raise the peak itself.
+        # Freed memory that the process keeps would hide allocations made in it, and would itself raise the peak.
         libc.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
         libc.malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:
@@ -54,7 +54,7 @@ def _reset_high_water_mark() -> ctypes.CDLL | None:
 
 
 def _status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         (line,) = (line for line in file if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024

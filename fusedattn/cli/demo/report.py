@@ -1,4 +1,4 @@
-"""How the demo shows its results in a terminal, and, as plain lines, where there is none."""
+"""Show the demo's results: in a terminal, or as plain lines without one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-NARROW = 64  # characters, too few for a bar beside the figures of a step
+NARROW = 64  # characters; too few for a bar beside the numbers of a step
 
 
 def is_live(console: Console) -> bool:
-    """Whether lines that have been printed can still change."""
+    """Whether printed lines can still change."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def headline(console: Console, title: str) -> None:
-    """The start of a stage."""
+    """Print the title of a stage."""
     from rich.text import Text
 
     console.print()
@@ -34,13 +34,13 @@ def headline(console: Console, title: str) -> None:
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """A spinner beside `what`, which leaves nothing behind; none where there is no terminal."""
+    """Show a spinner beside `what` and erase it afterwards; without a terminal, show nothing."""
     with console.status(what) if is_live(console) else contextlib.nullcontext():
         yield
 
 
 def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
-    """One row a kind of tensor."""
+    """Print one row per kind of tensor."""
     titles = ["tensors", "max error\nreference", "max error\nfused", f"max\n≤ {testing.MAX_FACTOR}"]
     titles += [f"mean\n≤ {testing.MEAN_FACTOR}", "budget\nused"]
     columns = [
@@ -65,7 +65,7 @@ def show_agreement(console: Console, kinds: Sequence[Kind]) -> None:
 
 
 def show_training(console: Console, steps: Iterable[Step], total: int) -> list[float]:
-    """Progress while it runs; returns the losses."""
+    """Show progress while training runs; returns the losses."""
     return _bar(console, steps, total) if is_live(console) else _lines(console, steps, total)
 
 
@@ -102,7 +102,7 @@ def _progress(step: Step, total: int) -> str:
 
 
 def show_sample(console: Console, prompt: str, continuation: str) -> None:
-    """The prompt and what the model made of it."""
+    """Print the prompt and its continuation by the model."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -112,7 +112,7 @@ def show_sample(console: Console, prompt: str, continuation: str) -> None:
 
 
 def show_costs(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """One row a sequence length."""
+    """Print one row per sequence length."""
     titles = ["sequence\nlength", "reference\nms", "fused\nms", "reference\n/ fused"]
     titles += ["reference\nMiB", "fused\nMiB", "reference\n/ fused"]
     rows = [

@@ -1,4 +1,4 @@
-"""The sizes of the demo: what fits a laptop's CPU in minutes, what fits a GPU, and what is just enough to look at."""
+"""The sizes of the demo: for a laptop's CPU in minutes, for a GPU, and for a quick look."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Settings:
     steps: int
     learning_rate: float
     sample: int  # tokens to generate
-    lengths: tuple[int, ...]  # of the timed sequences
+    lengths: tuple[int, ...]  # lengths of the timed sequences
     agreements: tuple[Agreement, ...]
     backend: str
     autocast: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""How many CPU threads a small model is trained with fastest: on a busy machine, often one."""
+"""Choose the number of CPU threads that trains a small model fastest: on a busy machine, often one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 4
 
 
 def choose_threads(step: Callable[[], object]) -> int:
-    """Try a few numbers of threads on ``step``, and leave torch at the fastest."""
+    """Time ``step`` with a few numbers of threads, and set torch to the fastest."""
     available = torch.get_num_threads()
     seconds = {n: _seconds(step, n) for n in sorted({1, min(4, available), available})}
     fastest = min(seconds, key=lambda n: seconds[n])

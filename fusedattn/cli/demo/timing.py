@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step, reference against fused, as sequences grow."""
+"""Time and peak memory of a training step, reference and fused, at growing sequence lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REPEATS, MIN_REPEATS, ENOUGH_SECONDS = 9, 3, 4.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Of forward and backward of one model at batch 1; None where it could not be measured."""
+    """The cost of forward and backward of one model at batch 1; None if it could not be measured."""
 
     seconds: float | None  # None: out of memory
     peak_bytes: int | None  # beyond the model and its inputs
@@ -52,7 +52,7 @@ def measure(
     lengths: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> Iterator[Comparison]:
-    """One comparison a length: the medians of runs that take turns."""
+    """One comparison per length: the medians of interleaved runs."""
     device = reference.embedding.weight.device
     models = (reference, fused)
     for seqlen in lengths:
@@ -60,7 +60,7 @@ def measure(
             return
         batch = next(spread_batches(text.train, 1, 1, seqlen, device))
         if seqlen == lengths[0]:
-            for model in models:  # what only the first step loads is in no measurement
+            for model in models:  # a first step, so that its one-time loads are not measured
                 _timed_step(model, batch, dtype)
         peaks = [_try(model, batch, dtype) for model in models]
         times: tuple[list[float], list[float]] = ([], [])
@@ -78,7 +78,7 @@ def measure(
 
 
 def _try(model: GPTModel, batch: Batch, dtype: torch.dtype | None) -> Peak | None:
-    """A step under the eye of the memory meter; None if it runs out of memory."""
+    """The peak memory of a step; None if it runs out of memory."""
     device = batch.ids.device
     with contextlib.suppress(torch.OutOfMemoryError):
         with peak_memory(device) as peak:

@@ -17,7 +17,7 @@ from fusedattn.cli.demo.corpus import Batch, Corpus
 from fusedattn.cli.demo.settings import Settings
 from fusedattn.transformer import GPTModel
 
-WARMUP = 0.1  # of the steps
+WARMUP = 0.1  # share of the steps
 PROMPT = 64  # bytes
 
 
@@ -31,7 +31,7 @@ class Step:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
-    """``torch.autocast``, or nothing where ``dtype`` is None."""
+    """``torch.autocast``, or nothing if ``dtype`` is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -41,7 +41,7 @@ def loss_of(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def train(model: GPTModel, text: Corpus, settings: Settings, steps: int, generator: torch.Generator) -> Iterator[Step]:
-    """AdamW with a linear warm-up and a cosine decay; yields after every step."""
+    """Train by AdamW with a linear warm-up and a cosine decay; yields after every step."""
     device = model.embedding.weight.device
     optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
@@ -66,7 +66,7 @@ def train(model: GPTModel, text: Corpus, settings: Settings, steps: int, generat
 
 
 def _factor(step: int, steps: int) -> float:
-    """Of the learning rate: linear up, then a cosine down to a tenth."""
+    """The factor of the learning rate: linear up, then a cosine down to a tenth."""
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -76,7 +76,7 @@ def _factor(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: GPTModel, text: Corpus, settings: Settings, n_batches: int = 8) -> float:
-    """Mean loss, nats per byte, over text that was not trained on."""
+    """Mean loss, nats per byte, over the held-out text."""
     device = model.embedding.weight.device
     model.eval()
     total, n_tokens = 0.0, 0
@@ -88,7 +88,7 @@ def held_out_loss(model: GPTModel, text: Corpus, settings: Settings, n_batches: 
 
 
 def sample(model: GPTModel, text: Corpus, settings: Settings, generator: torch.Generator) -> tuple[str, str]:
-    """A piece of held-out text, and how the model goes on."""
+    """A piece of held-out text, and its continuation by the model."""
     device = model.embedding.weight.device
     held_out = bytes(text.held_out[:4096].tolist())
     start = min(held_out.find(b"\n") + 1, len(text.held_out) - 1)  # the first whole line
@@ -100,6 +100,6 @@ def sample(model: GPTModel, text: Corpus, settings: Settings, generator: torch.G
 
 
 def _readable(text: bytes) -> str:
-    """Text that moves no cursor: control characters become the replacement character."""
+    """The text with control characters, which could move the cursor, replaced by the replacement character."""
     decoded = text.decode(errors="replace").replace("\r\n", "\n").expandtabs(4)
     return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in decoded)

@@ -1,14 +1,14 @@
-"""Does the fused model agree with the reference: loss, logits and every gradient, within the error budget?
+"""Check that the fused model agrees with the reference: loss, logits and every gradient, within the error budget.
 
-The truth is the reference model in float64; the fused model's errors may be as large as the budget of
-:mod:`fusedattn.testing` allows over those of the reference model in the same dtype.
+The truth is the reference model in float64. The budget of :mod:`fusedattn.testing` limits the fused model's errors
+relative to those of the reference model in the same dtype.
 
-That budget is made for the tensors of one attention. Through a whole model both errors are mostly the rounding of
-other layers, and in one small tensor (a bias) the ratio of two such errors is chance: judged alone, one tensor in ten
-would exceed the budget, each time another. So tensors of one kind are judged together, each divided by its own size,
-and the ratios are averaged (geometrically) over a few batches. The factors stay what they are, and a fault stays
-visible: it is orders of magnitude above rounding, and the row criterion holds every row of every tensor, relative to
-its own size, to the worst row of the reference.
+That budget is made for the tensors of one attention. In a whole model both errors are mostly the rounding of other
+layers, and in one small tensor (a bias) the ratio of two such errors is chance: judged alone, one tensor in ten would
+exceed the budget, a different one each time. So tensors of one kind are judged together, each divided by its own size,
+and the ratios are averaged (geometrically) over a few batches. The factors stay the same, and a fault stays visible:
+it is orders of magnitude above rounding, and the row criterion compares every row of every tensor, relative to its own
+size, with the worst row of the reference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOSS, LOGITS = "loss per token", "logits"
 
 @dataclass(frozen=True)
 class Kind:
-    """The tensors of one kind: how many, the largest error of each model relative to the size of its tensor, and
+    """The tensors of one kind: their number, the largest error of each model relative to the size of its tensor, and
     :class:`fusedattn.testing.Ratios`, averaged over batches."""
 
     name: str
@@ -47,7 +47,7 @@ class Kind:
 
     @property
     def used(self) -> float:
-        """The share of the budget that is used (1 = all), with one unit in the last place granted."""
+        """The share of the budget that is used (1 = all), with one unit in the last place allowed."""
         r = self.ratios
         by_ratios = max(r.max / testing.MAX_FACTOR, r.mean / testing.MEAN_FACTOR, r.row / testing.MAX_FACTOR)
         return min(by_ratios, r.used)
@@ -92,7 +92,7 @@ def compare(fused: GPTModel, golden: GPTModel, reference: GPTModel, batches: Ite
 
 
 def _judge(kind: str, names: list[str], *results: dict[str, Tensor]) -> Kind:
-    """The named tensors of (actual, golden, baseline) as one, with the rows of all of them."""
+    """The named tensors of (actual, golden, baseline) joined into one, with the rows of all of them."""
     width = min(results[0][name].shape[-1] for name in names)
     sizes = {name: _size(results[1][name]) for name in names}
     actual, golden, baseline = (
@@ -116,7 +116,7 @@ def _average(kinds: list[Kind]) -> Kind:
 
 
 def _results(model: GPTModel, batch: Batch) -> dict[str, Tensor]:
-    """Loss of each token, logits, and the gradient of every parameter of the mean loss; each with rows."""
+    """The loss of each token, the logits, and the gradient of the mean loss for every parameter; each with rows."""
     logits = model(batch.ids, batch.valid)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none").view_as(batch.ids)
     if batch.valid is not None:
@@ -147,7 +147,7 @@ def _kind(name: str) -> str:
 
 
 def _padded(batch: Batch, generator: torch.Generator) -> Batch:
-    """The same batch with the right end of every sequence but the first declared padding."""
+    """The same batch with the right end of every sequence but the first marked as padding."""
     n, seqlen = batch.ids.shape
     lengths = torch.randint(seqlen // 4, seqlen + 1, (n, 1), generator=generator)
     lengths[0] = seqlen

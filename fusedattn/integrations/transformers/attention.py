@@ -164,7 +164,7 @@ def _mask_and_bias(x: Tensor | PreparedMask | None, query: Tensor, key: Tensor) 
         if any(size not in (1, length) for size, length in zip(x.shape[2:], _lengths(query, key), strict=True)):
             raise NotImplementedError(
                 f"attention_mask: got one of (seqlen_q, seqlen_k) {x.shape[2:]} for an attention of "
-                f"{_lengths(query, key)}, to which this model would have fitted a tensor"
+                f"{_lengths(query, key)}, allowed are equal ones; this model would have fitted a tensor to them"
             )
         x = x.dense()
     if not isinstance(x, Tensor):

@@ -74,7 +74,7 @@ class PreparedMask:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _SUMS:
             raise NotImplementedError(
-                "attention_mask: this model adds it to its scores, which a bool mask is not made for; choose another "
+                "attention_mask: this model adds it to its scores, which is wrong for a bool mask; choose another "
                 "attn_implementation than 'fusedattn'"
             )
         args, kwargs = torch.utils._pytree.tree_map_only(PreparedMask, PreparedMask.dense, (args, kwargs or {}))

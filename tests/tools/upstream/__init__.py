@@ -1,1 +1,1 @@
-"""Test suites of PyTorch and FlashAttention, run against the drop-ins of this package."""
+"""Run the test suites of PyTorch and FlashAttention against the drop-ins of this package."""

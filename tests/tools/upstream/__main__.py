@@ -1,13 +1,13 @@
-"""The tests of PyTorch and FlashAttention, with the attention of this package in place of theirs, on the CPU.
+"""Run the tests of PyTorch and FlashAttention with the attention of this package in place of theirs, on the CPU.
 
     python -m tests.tools.upstream --pytorch PATH --flash-attention PATH [--sample 24] [--only NAME]
 
-The paths are checkouts; nothing of them is part of this repository. PyTorch's tests run twice, without and with the
-replacement, and those that fail without do not count. A test that passes without a call that this package served counts
-as not reached. Of FlashAttention's, `--sample` cases of each test run, with sequences of up to 256 tokens. They import
-einops, and PyTorch's expecttest.
+The paths are checkouts, which are not part of this repository. PyTorch's tests run twice, without and with the
+replacement; tests that fail without it do not count. A test that passes but makes no call that this package served
+counts as not reached. From FlashAttention, `--sample` cases of each test run, with sequences of up to 256 tokens. Its
+tests import einops; PyTorch's import expecttest.
 
-Writes docs/results/upstream.json; exit status 1 where a suite could not be collected.
+Writes docs/results/upstream.json; exit status 1 if a suite could not be collected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def run(suite: Suite, checkout: Path, replacement: str, sample: int) -> Results:
-    """One process of pytest; by test, what came of it. Empty where nothing could be collected."""
+    """Run one process of pytest; the outcomes by test, empty if no test could be collected."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.jsonl"
         tests = checkout / suite.path
@@ -65,7 +65,7 @@ def run(suite: Suite, checkout: Path, replacement: str, sample: int) -> Results:
 
 
 def compared(results: Results, baseline: Results) -> dict[str, Any]:
-    """The counts of a suite; and each test that does not pass, though it does without the replacement."""
+    """The counts of a suite, and each test that passes only without the replacement."""
     count: Counter[str] = Counter()
     differs: list[dict[str, Any]] = []
     fails_without: list[str] = []
@@ -86,7 +86,7 @@ def compared(results: Results, baseline: Results) -> dict[str, Any]:
 
 
 def version_of(checkout: Path) -> str:
-    """What the checkout calls itself."""
+    """The version that the checkout names."""
     file = checkout / "version.txt"
     if file.exists():
         return file.read_text().strip()
@@ -99,10 +99,10 @@ def version_of(checkout: Path) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print a line for each suite, and write the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.upstream", description=__doc__.splitlines()[0])
-    parser.add_argument("--pytorch", type=Path, help="a checkout of PyTorch, of the version of torch that is installed")
+    parser.add_argument("--pytorch", type=Path, help="a checkout of PyTorch, of the version of the installed torch")
     parser.add_argument("--flash-attention", type=Path, help="a checkout of FlashAttention 2.8")
     parser.add_argument("--sample", type=int, default=24, help="cases of each test of FlashAttention, 0 for all")
-    parser.add_argument("--only", default="", help="run suites that contain this in their name")
+    parser.add_argument("--only", default="", help="run only suites with this in their name")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     options = parser.parse_args(arguments)
     checkouts = {"pytorch": options.pytorch, "flash-attention": options.flash_attention}

@@ -1,6 +1,6 @@
-"""A plugin of pytest: each test runs under a replacement, and what came of it is written as a line of JSON.
+"""A plugin of pytest: run each test under a replacement, and write its outcome as a line of JSON.
 
-The environment says which: UPSTREAM_REPLACEMENT, UPSTREAM_OUT (the file), UPSTREAM_CHECKOUT and UPSTREAM_SAMPLE.
+Environment variables: UPSTREAM_REPLACEMENT, UPSTREAM_OUT (the file), UPSTREAM_CHECKOUT and UPSTREAM_SAMPLE.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def _error(error: pytest.ExceptionInfo[BaseException]) -> dict[str, Any]:
-    """Its kind and message; refused is what this package says that it cannot do."""
+    """The kind and message of an error; it is refused if this package says that it cannot run the call."""
     raised_in = str(error.traceback[-1].path)
     refused = error.errisinstance(NotImplementedError) and raised_in.startswith(PACKAGE)
     message = " ".join(str(error.value).split())[:300]

@@ -1,4 +1,4 @@
-"""What the suites run under. Each counts the calls that this package has served."""
+"""Replacements that the suites run under. Each counts the calls that this package has served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODULES = (
 
 
 class Served:
-    """How many calls have returned a result of this package."""
+    """The number of calls that have returned a result of this package."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -44,7 +44,7 @@ class Served:
 
 @contextmanager
 def nothing(served: Served) -> Iterator[None]:
-    """The suite as it is, to compare with."""
+    """No replacement, for comparison."""
     yield
 
 
@@ -60,7 +60,7 @@ def sdpa(served: Served) -> Iterator[None]:
 
 @contextmanager
 def fused_modules(served: Served) -> Iterator[None]:
-    """Modules of ``torch.nn`` are fused when they are called first, as a user fuses a model that is built."""
+    """Modules of ``torch.nn`` are fused at their first call, as a user fuses a finished model."""
 
     def fusing(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -82,7 +82,7 @@ def fused_modules(served: Served) -> Iterator[None]:
 
 @contextmanager
 def functions_of_flash_attn(served: Served) -> Iterator[None]:
-    """The functions of ``flash_attn`` are this package's already; in the modules of the tests they now count."""
+    """Count calls in the test modules; the functions of ``flash_attn`` are already this package's."""
     originals = [
         function
         for module in (flash_attn, rotary)

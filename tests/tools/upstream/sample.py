@@ -1,4 +1,4 @@
-"""A sample of the cases of FlashAttention's tests that is the same every time."""
+"""A fixed sample of the cases of FlashAttention's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Case = TypeVar("Case")
 
 
 def limited(parametrize: Callable[..., Any], longest: int = LONGEST) -> Callable[..., Any]:
-    """``pytest.mark.parametrize`` without lengths beyond `longest`; all of them where none is shorter."""
+    """``pytest.mark.parametrize`` without lengths beyond `longest`, or with all of them if none is shorter."""
 
     def of_short(names: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         values = list(values)
@@ -31,7 +31,7 @@ def _longest(value: Any) -> int:
 
 
 def sampled(items: list[pytest.Item], per_function: int) -> list[pytest.Item]:
-    """As many of the cases of each test, at even distances."""
+    """`per_function` cases of each test, at even distances."""
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_function[item.nodeid.partition("[")[0]].append(item)
@@ -39,7 +39,7 @@ def sampled(items: list[pytest.Item], per_function: int) -> list[pytest.Item]:
 
 
 def _spread(cases: list[Case], n: int) -> list[Case]:
-    """At distances that share no divisor with the number of cases, so that all values of each parameter are met."""
+    """`n` cases at distances that share no divisor with their number, so that all values of each parameter occur."""
     if len(cases) <= n:
         return cases
     step = int(len(cases) * 0.6180339887)  # far from all small fractions

@@ -1,4 +1,4 @@
-"""Which files of which checkout are run, and under which replacement."""
+"""The files of the checkouts to run, each with its replacement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Suite:
 
     Attributes:
         project: "pytorch" or "flash-attention", whose checkout has the file.
-        path: of the file in the checkout.
+        path: the path of the file in the checkout.
         replacement: a key of :data:`tests.tools.upstream.replacements.REPLACEMENTS`.
-        keywords: which tests of the file, as pytest's ``-k`` takes it.
+        keywords: the tests of the file to run, in the syntax of pytest's ``-k``.
     """
 
     project: str
