@@ -29,7 +29,7 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from fusedattn import attention, prepare, reference, testing
-from fusedattn.cli.interpreter import quicken
+from fusedattn.cli.interpreter import speed_up
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
 from tests.helpers import quick
@@ -92,7 +92,7 @@ def _checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if INTERPRETING:
-    quicken()
+    speed_up()
 else:
 
     @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[T
     for instruction, before in zip(instructions, states, strict=True):
         if not before:
             continue
-        state = _told(before, instruction, instructions)
+        state = _after_wait(before, instruction, instructions)
         products = {at: product for at in state if (product := product_of(instructions[at]))}
         own = product_of(instruction)
         # Successive products may add to one sum, in the same registers.
@@ -116,20 +116,20 @@ def _running(instructions: list[Instruction]) -> list[State]:
     states[0], changed = {}, [0]
     while changed:
         place = changed.pop()
-        state = _behind(place, states[place] or {}, instructions)
+        state = _after(place, states[place] or {}, instructions)
         for successor in successors[place]:
             known = states[successor]
-            joined = state if known is None else _either(known, state)
+            joined = state if known is None else _merged(known, state)
             if joined != known:
                 states[successor] = joined
                 changed.append(successor)
     return [state or {} for state in states]
 
 
-def _behind(place: int, before: State, instructions: list[Instruction]) -> State:
+def _after(place: int, before: State, instructions: list[Instruction]) -> State:
     """The products that may be running behind an instruction."""
     instruction = instructions[place]
-    state = after = _told(before, instruction, instructions)
+    state = after = _after_wait(before, instruction, instructions)
     if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
         pending = int(instruction.operands.split(",")[1], 16)
         after = {at: x for at, x in state.items() if x.age < pending}
@@ -137,17 +137,17 @@ def _behind(place: int, before: State, instructions: list[Instruction]) -> State
         after = {at: x._replace(later=x.later + 1) for at, x in state.items()} | {place: Running()}
         if re.search(r"\bgsb0\b", instruction.operands):
             after = {at: x._replace(age=x.age + 1) for at, x in after.items()}
-    return _either(state, after) if instruction.predicate else after
+    return _merged(state, after) if instruction.predicate else after
 
 
-def _told(state: State, instruction: Instruction, instructions: list[Instruction]) -> State:
+def _after_wait(state: State, instruction: Instruction, instructions: list[Instruction]) -> State:
     """The state, updated by the scoreboards that an instruction waits for."""
     needs = order_of(instruction.encoding).needs if state else ()
     told = [at for at in state if order_of(instructions[at].encoding).operands in needs]
     return {**state, **{at: state[at]._replace(is_read=True) for at in told}} if told else state
 
 
-def _either(a: State, b: State) -> State:
+def _merged(a: State, b: State) -> State:
     """The products that may be running where two paths meet."""
     if a is b:
         return a

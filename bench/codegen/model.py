@@ -60,7 +60,7 @@ def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, fetched_bytes:
     if ctas < 1 or warps % SCHEDULERS:
         raise ValueError(f"warps, ctas: got {warps}, {ctas}, allowed are multiples of {SCHEDULERS}, and at least 1")
     resources = resources_of(loop, machine, warps, fetched_bytes)
-    clocks = max(_played(loop, machine, warps // SCHEDULERS, ctas), *resources.values())
+    clocks = max(_simulated(loop, machine, warps // SCHEDULERS, ctas), *resources.values())
     return Bound(clocks, resources, clocks * ctas)
 
 
@@ -106,7 +106,7 @@ class _Warp:
         return max(times, default=0.0)
 
 
-def _played(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
+def _simulated(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
     """Simulate one scheduler with `warps` warps of each of `ctas` programs; clocks per iteration and program."""
     steps = loop.steps
     turns = itertools.count()  # if two warps are ready, the one that has waited longer goes first

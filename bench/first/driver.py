@@ -19,7 +19,7 @@ import triton
 from bench import goals
 from bench.first import plan, prebuilt, timings
 from bench.first.plan import TIMINGS
-from bench.first.pool import Kernels, worked_off
+from bench.first.pool import Kernels, run_jobs
 from bench.first.records import Record, Records, read_json, replace, write_json, wrong
 from bench.measuring import environment
 from bench.measuring.timing import Budget
@@ -164,7 +164,7 @@ def _n_done(call: First, part: str) -> int:
 
 def _work_off(call: First, due: list[Any]) -> None:
     options = call.options
-    for record in worked_off(due, call.device, options.jobs, options.silence, call.budget, call.kernels):
+    for record in run_jobs(due, call.device, options.jobs, options.silence, call.budget, call.kernels):
         _add(call, record)
 
 

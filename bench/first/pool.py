@@ -46,7 +46,7 @@ class _Worker:
     heard: float
 
 
-def worked_off(
+def run_jobs(
     jobs: Iterable[Job], device: torch.device, n_processes: int, silence: float, budget: Budget, kernels: Kernels
 ) -> Iterator[Record]:
     """Yield the record of each job, in the order in which they end; jobs beyond the budget are left out.

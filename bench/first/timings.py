@@ -28,7 +28,7 @@ def stubbed(timed: Timed) -> float:
     return 1.0
 
 
-class Telling(Budget):
+class ReportingBudget(Budget):
     """A budget that sends a message at each check: before each contestant is prepared, and while it is timed."""
 
     def __init__(self, seconds: float, tell: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ def measure_all(
     """Send the ceilings, unless they are known, and a row and the gate's verdict for each work."""
     device = prepared(device_name, lambda *kernel: connection.send(("kernel", kernel)))
     allow_compilations()
-    budget = Telling(seconds, lambda: connection.send(("alive", None)))
+    budget = ReportingBudget(seconds, lambda: connection.send(("alive", None)))
     gate, shuffle, peers = Gate(device), random.Random(seed), functions.choose([])
     is_gpu = device.type == "cuda"
     rounds = Rounds() if is_gpu else QUICK

@@ -20,7 +20,7 @@ VERSIONS = ("3.7.", "3.9.")
 
 
 @functools.cache
-def quicken() -> None:
+def speed_up() -> None:
     """Patch the interpreter of this process, once; NumPy must be installed."""
     import triton
     from triton.runtime import interpreter

@@ -11,7 +11,7 @@ import torch
 
 from fusedattn import __version__, not_supported_reasons
 from fusedattn.cli.errors import CommandError
-from fusedattn.cli.interpreter import quicken
+from fusedattn.cli.interpreter import speed_up
 from fusedattn.support import Backend
 
 
@@ -35,7 +35,7 @@ def choose_how_triton_runs(device: torch.device) -> None:
     """Make Triton interpret on a CPU and compile for a GPU; call this before the kernels are first imported."""
     os.environ["TRITON_INTERPRET"] = "1" if device.type == "cpu" else "0"
     if device.type == "cpu" and all(importlib.util.find_spec(package) for package in ("triton", "numpy")):
-        quicken()
+        speed_up()
 
 
 def triton_problems(device: torch.device) -> list[str]:

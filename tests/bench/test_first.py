@@ -144,7 +144,7 @@ class Behaving(Job):
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     """The others' answers come, and those of jobs behind it; nothing hangs for longer than it may."""
     names = ["dies", "hangs", "right 1", "raises", "wrong", "right 2"]
-    found = pool.worked_off([Behaving(name) for name in names], CPU, 2, 5.0, Budget(), Kernels())
+    found = pool.run_jobs([Behaving(name) for name in names], CPU, 2, 5.0, Budget(), Kernels())
     records = {record.name: record for record in found}
     assert {name: record.ok for name, record in records.items()} == {name: "right" in name for name in names}
     assert records["dies"].text == "its process ended with status 7"
@@ -154,7 +154,7 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
 
 def test_a_spent_budget_leaves_the_rest_for_another_call() -> None:
     began = time.monotonic()
-    assert list(pool.worked_off([Behaving("hangs")], CPU, 1, 60.0, Budget(3.0), Kernels())) == []
+    assert list(pool.run_jobs([Behaving("hangs")], CPU, 1, 60.0, Budget(3.0), Kernels())) == []
     assert time.monotonic() - began < 30.0
 
 

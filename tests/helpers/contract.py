@@ -71,7 +71,7 @@ def _check_function(
         alone = function(inputs.q, inputs.k, inputs.v, **inputs.options)
     for name, x in inputs.tensors().items():
         assert torch.equal(_memory(x), before[name]), f"{name} was modified, or the memory around it"
-    _assert_made_alike(results, inputs, strides)
+    _assert_layouts(results, inputs, strides)
     # Further runs: with some of the gradients; without lse and without gradients.
     found = [results]
     same_kernel = inputs.q.shape[3] == inputs.v.shape[3] and all(name != "q" for name, *_ in problem.poison)
@@ -127,7 +127,7 @@ def _memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def _assert_made_alike(results: Results, inputs: Inputs, strides: bool) -> None:
+def _assert_layouts(results: Results, inputs: Inputs, strides: bool) -> None:
     """Check shapes, dtypes and, with `strides`, strides; and that no results share memory."""
     rows, head_dim_v = inputs.q.shape[:3], inputs.v.shape[3]
     out_like = inputs.q if inputs.q.shape[3] == head_dim_v else inputs.q.new_empty(*rows, head_dim_v)

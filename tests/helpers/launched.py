@@ -52,11 +52,11 @@ class Launches:
         bound, specialization, options = binder(*args, debug=False, instrumentation_mode="", **named)
         key = fn.__name__, compute_cache_key({}, specialization, options)
         if key not in self.compiled:
-            self.compiled[key] = _Stand(key, tuple(of_type for of_type, _ in specialization), self)
+            self.compiled[key] = _RecordingKernel(key, tuple(of_type for of_type, _ in specialization), self)
         self.note(self.compiled[key], grid, tuple(bound.values()))
         return self.compiled[key]
 
-    def note(self, compiled: _Stand, grid: Any, arguments: tuple[Any, ...]) -> None:
+    def note(self, compiled: _RecordingKernel, grid: Any, arguments: tuple[Any, ...]) -> None:
         """Record a launch."""
         self.alive.append(arguments)
         self.found.append((compiled.key, grid, self.named(arguments, compiled.types)))
@@ -81,7 +81,7 @@ class Launches:
                 self.names.setdefault(x.data_ptr(), name)
 
 
-class _Stand(CompiledKernel):
+class _RecordingKernel(CompiledKernel):
     """A compiled kernel that records its launches."""
 
     def __init__(self, key: Any, types: tuple[Any, ...], launches: Launches) -> None:

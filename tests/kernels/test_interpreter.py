@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.cli.interpreter import _make_numbers_of_arrays, quicken
+from fusedattn.cli.interpreter import _make_numbers_of_arrays, speed_up
 from fusedattn.support import _release
 from tests.conftest import INTERPRETING
 
@@ -70,7 +70,7 @@ def test_once_is_enough():
     from triton.runtime import interpreter
 
     before = interpreter._patch_lang
-    quicken()
+    speed_up()
     assert interpreter._patch_lang is before
 
 
@@ -82,7 +82,7 @@ def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
-    quicken.__wrapped__()
+    speed_up.__wrapped__()
     assert interpreter._patch_lang is patch_lang
 
 

@@ -163,7 +163,7 @@ DIFFERENTIATED = (
     Fault(AUTOGRAD, "        if changed.packed is None:\n", "        if True:\n", "second order: packed sequences are one", "tests/public/test_second_order.py -k packed"),
     Fault(AUTOGRAD, "    added, relative, sinks, slopes, learned = others\n", "    relative, added, sinks, slopes, learned = others\n", "second order: bias and relative exchanged", SECOND_ORDER),
     Fault(AUTOGRAD, "product(tuple(_or_zeros(tangents[i], inputs[i]) for i in moving))", "product(tuple(torch.zeros_like(inputs[i]) if i else tangents[i] for i in moving))", "jvp: along q only", "tests/public/test_second_order.py -k jvp"),
-    Fault(AUTOGRAD, "_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_pushed(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/public/test_second_order.py -k jvp"),
+    Fault(AUTOGRAD, "_jvp_by_vjp(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE])", "_jvp_by_vjp(ctx.eager, inputs, tangents[1 : 1 + ops.N_DIFFERENTIABLE])", "jvp: tangents off by one", "tests/public/test_second_order.py -k jvp"),
     Fault(AUTOGRAD, "return tuple(next(found) if needs else nothing for needs in ctx.needed)", "return tuple(-next(found) if needs else nothing for needs in ctx.needed)", "jvp of gradients: sign", SECOND_ORDER),
     Fault(AUTOGRAD, "x.select(dim, i) if isinstance", "x.select(0, i) if isinstance", "vmap: always over the first dimension", "tests/public/test_second_order.py -k vmap"),
     Fault(AUTOGRAD, "x.select(dim, i) if isinstance", "x.select(dim, 0) if isinstance", "vmap: the first call for all", "tests/public/test_second_order.py -k vmap"),

@@ -263,7 +263,7 @@ def main() -> None:
     Eager PyTorch is judged in the same way, with other errors of `exp`.
     """
     from fusedattn import attention, testing
-    from fusedattn.cli.interpreter import quicken
+    from fusedattn.cli.interpreter import speed_up
 
     parser = argparse.ArgumentParser(prog="python -m tests.tools.hardware_noise", description=main.__doc__)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), action="append")
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1, help="random inputs per case (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    quicken()
+    speed_up()
 
     def kernels(*args: Any, **named: Any) -> Any:
         return attention(*args, backend="triton", **named)

@@ -74,7 +74,7 @@ class Group(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def readily(mask: Mask, shape: ScoresShape) -> Mask:
+def with_allowed_pairs(mask: Mask, shape: ScoresShape) -> Mask:
     """The mask in the form that :func:`plan` takes: a layout or function goes into ``allowed``, key masks ``valid``."""
     if mask.layout is None and mask.function is None:
         if mask.allowed is None:
@@ -94,7 +94,7 @@ def is_short(mask: Mask, shape: ScoresShape) -> bool:
 
 
 def plan(mask: Mask, shape: ScoresShape, *, diagonals: bool = True) -> list[Group]:
-    """The cheapest known plan for a mask from :func:`readily`; without `diagonals` no piece is ``"later"``.
+    """The cheapest known plan for a mask from :func:`with_allowed_pairs`; without `diagonals` no piece is ``"later"``.
 
     It has a piece even if nothing is visible.
     """
@@ -124,7 +124,7 @@ def plan(mask: Mask, shape: ScoresShape, *, diagonals: bool = True) -> list[Grou
 
 
 def of_batches(mask: Mask, batches: range) -> Mask:
-    """The part of a mask from :func:`readily` for some of the batches."""
+    """The part of a mask from :func:`with_allowed_pairs` for some of the batches."""
 
     def own(x: Tensor) -> Tensor:
         return x[batches.start : batches.stop] if x.shape[0] > 1 else x
@@ -251,7 +251,7 @@ def _documents(ids_q: Tensor, ids_k: Tensor, whole: Piece, nheads: int) -> list[
             continue
         found.append(Piece(rows, *spans[name]))
         while len(found) > 1:
-            (a, b), both = found[-2:], _hull(found[-2], found[-1])
+            (a, b), both = found[-2:], _covering(found[-2], found[-1])
             if both.cost(nheads) > a.cost(nheads) + b.cost(nheads):
                 break
             found[-2:] = [both]
@@ -264,7 +264,7 @@ def _runs(ids: Tensor) -> list[tuple[int, range]]:
     return list(zip(ids[starts].tolist(), (range(i, j) for i, j in pairwise([*starts, len(ids)])), strict=True))
 
 
-def _hull(a: Piece, b: Piece) -> Piece:
+def _covering(a: Piece, b: Piece) -> Piece:
     """The smallest piece that holds `a` and `b`, with `b` behind `a`."""
     keys = range(min(a.keys.start, b.keys.start), max(a.keys.stop, b.keys.stop))
     return Piece(range(a.rows.start, b.rows.stop), keys, "pairs")

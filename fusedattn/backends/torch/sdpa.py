@@ -272,7 +272,7 @@ def _in_pieces(
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
     if (added is not None and added.requires_grad) or plan.is_short(mask, shape):
         return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
-    mask = plan.readily(mask, shape)
+    mask = plan.with_allowed_pairs(mask, shape)
     groups = plan.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))

@@ -30,7 +30,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        inputs, kept, tensors = ops.parts_of(ctx.saved_tensors)
+        inputs, kept, tensors = ops.split_saved(ctx.saved_tensors)
         dout = torch.zeros_like(kept[0]) if dout is None else dout
         needed = ctx.needs_input_grad[: ops.N_DIFFERENTIABLE]
         constants = Constants.joined(tensors, ctx.numbers)
@@ -43,7 +43,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return _one_by_one(Attention.apply, info.batch_size, in_dims, args)
+        return _vmap_by_loop(Attention.apply, info.batch_size, in_dims, args)
 
 
 class DirectAttention(_Differentiable):
@@ -81,7 +81,7 @@ class Attention(_Differentiable):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors[: ops.N_DIFFERENTIABLE]
-        return (*_pushed(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
+        return (*_jvp_by_vjp(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
 
 
 # Torch binds the arguments of every call to the signature, and computes the signature each time unless it finds one.
@@ -96,7 +96,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         *tensors, needed, constants, _ = args
-        inputs, kept, _ = ops.parts_of(tensors)
+        inputs, kept, _ = ops.split_saved(tensors)
         with _below_autograd():
             found = ops.gradients(dout, dlse, inputs, kept, needed, constants)
         return tuple(dout.new_empty(0) if x is None else x for x in found)
@@ -120,13 +120,13 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        found = iter(_pushed(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors, tangents[:N_BACKWARD]))
+        found = iter(_jvp_by_vjp(_gradients_of(ctx.eager, ctx.needed), ctx.saved_tensors, tangents[:N_BACKWARD]))
         nothing = ctx.saved_tensors[0].new_zeros(0)  # as the gradients that are not needed
         return tuple(next(found) if needs else nothing for needs in ctx.needed)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return _one_by_one(AttentionBackward.apply, info.batch_size, in_dims, args)
+        return _vmap_by_loop(AttentionBackward.apply, info.batch_size, in_dims, args)
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -160,7 +160,9 @@ def _moving(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tu
     return moving, of_moving
 
 
-def _pushed(function: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Any]) -> tuple[Any, ...]:
+def _jvp_by_vjp(
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], tangents: Sequence[Any]
+) -> tuple[Any, ...]:
     """The Jacobian of a function times tangents, by reverse mode alone."""
     moving, of_moving = _moving(function, inputs)
     results, transposed, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
@@ -173,7 +175,7 @@ def _or_zeros(x: Tensor | None, like: Any) -> Tensor:
     return torch.zeros_like(like) if x is None else x
 
 
-def _one_by_one(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+def _vmap_by_loop(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """The results that torch.vmap needs: one call per index, stacked."""
     calls = [
         function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))

@@ -103,7 +103,7 @@ def _attention_bwd_fake(dout: Tensor, dlse: Tensor | None, *others: Any) -> tupl
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def parts_of(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def split_saved(saved: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Saved tensors in three parts: differentiable inputs, results that the forward keeps, and the constants'."""
     n = N_DIFFERENTIABLE
     return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]
@@ -129,7 +129,7 @@ def _plain_keys(device: torch.device) -> frozenset[int]:
     return known
 
 
-def _is_seen(tensors: Sequence[Tensor | None]) -> bool:
+def _is_observed(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a mode, a profiler or a tensor subclass observes or intercepts operators."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
         return True
@@ -150,7 +150,7 @@ def forward(
     inputs: Sequence[Tensor | None], constants: Constants
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The results of `attention_fwd`; calls the operator only if something observes it."""
-    if _is_seen(inputs):
+    if _is_observed(inputs):
         return attention_fwd(*inputs, *constants.flat())
     from fusedattn.backends.triton import launching
 
@@ -172,7 +172,7 @@ def gradients(
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
     *of_rows, rounding_residual = kept
-    if not _is_seen((dout, dlse, *inputs)):
+    if not _is_observed((dout, dlse, *inputs)):
         from fusedattn.backends.triton import launching
 
         rounding_residual = None if rounding_residual is None or rounding_residual.numel() == 0 else rounding_residual
@@ -200,7 +200,7 @@ def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _op_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    inputs, kept, tensors = parts_of(ctx.saved_tensors)
+    inputs, kept, tensors = split_saved(ctx.saved_tensors)
     needed = ctx.needs_input_grad[:N_DIFFERENTIABLE]
     dout = torch.zeros_like(kept[0]) if dout is None else dout
     found = gradients(dout, dlse, inputs, kept, needed, Constants.of(list(tensors), *ctx.numbers))
