@@ -1,8 +1,8 @@
-"""float32 arithmetic to about half a unit in the last place, where a device's own instructions err by several.
+"""float32 arithmetic with errors of about half a unit in the last place; a device's own instructions err by several.
 
 ``tl.math.exp2`` and ``/`` are ``ex2.approx`` and ``div.full`` on NVIDIA GPUs, which may err by two units. That is
-nothing beside the rounding of 16-bit weights, and as much as all other errors of float32 together. Every function
-here takes float64 too, and computes that as usual.
+negligible beside the rounding of 16-bit weights, but as much as all other float32 errors together. Every function here
+also takes float64, which it computes as usual.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedattn.kernels.primitives import INTERPRETED
 
-# 1.5 * 2^23: added to a number below 2^22, it leaves the nearest whole number in the last bits.
+# 1.5 * 2^23: adding it to a number below 2^22 puts the nearest whole number into the last bits.
 _WHOLE = tl.constexpr(12582912.0)
 
 
@@ -20,7 +20,7 @@ def fused(x, y, z):
     if x.dtype != tl.float32:
         return x * y + z
     elif INTERPRETED:
-        zero = tl.zeros_like(x)  # of which a sum with a number of float64, as the interpreter has them, is float32
+        zero = tl.zeros_like(x)  # added to it, the interpreter's float64 numbers become float32
         return (x.to(tl.float64) * (zero + y).to(tl.float64) + (zero + z).to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(x, y, z)
@@ -28,19 +28,19 @@ def fused(x, y, z):
 
 @triton.jit
 def exp2_of_product(x, y):
-    """``exp2(x * y)``, of x at most about 0; 0 where it is below the normal numbers.
+    """``exp2(x * y)`` for x at most about 0; a result below the normal numbers becomes 0.
 
-    The product is not rounded: at -20, half a unit in its last place are 7 units of the power.
+    The product is not rounded: at -20, half a unit in its last place would be 7 units of the power.
     """
     if x.dtype != tl.float32:
         return tl.math.exp2(x * y)
     else:
-        if INTERPRETED:  # NumPy warns of what becomes of infinity
+        if INTERPRETED:  # NumPy warns about arithmetic with infinity
             hidden = x == float("-inf")
             x = tl.where(hidden, 0.0, x)
         shifted = fused(x, y, _WHOLE)
-        rest = fused(x, y, _WHOLE - shifted)  # of the nearest whole number: -1/2 to 1/2
-        # Minimax for the relative error, which is 2e-9.
+        rest = fused(x, y, _WHOLE - shifted)  # from the nearest whole number: -1/2 to 1/2
+        # Minimax polynomial for the relative error, which is 2e-9.
         power = fused(rest, 1.5326471e-4, 1.3390807e-3)
         power = fused(rest, power, 9.618506e-3)
         power = fused(rest, power, 5.55036e-2)
@@ -57,7 +57,7 @@ def exp2_of_product(x, y):
 
 @triton.jit
 def divide(x, y):
-    """``x / y``, rounded once: for a number a row."""
+    """``x / y``, rounded once: for one number per row."""
     if y.dtype == tl.float32:
         return tl.math.div_rn(x, y)
     else:
@@ -66,11 +66,11 @@ def divide(x, y):
 
 @triton.jit
 def quotient(x, y):
-    """``x / y``, for every element of a tile: a reciprocal, and what the product with it leaves, multiplied again."""
+    """``x / y`` for each element of a tile: x times the reciprocal of y, then corrected by the remainder."""
     if x.dtype == tl.float32:
         reciprocal = 1.0 / y
         near = x * reciprocal
         better = fused(fused(-near, y, x), reciprocal, near)
-        return tl.where(better == better, better, near)  # an infinite quotient leaves no number
+        return tl.where(better == better, better, near)  # the correction of an infinite quotient is NaN
     else:
         return x / y

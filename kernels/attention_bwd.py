@@ -1,17 +1,17 @@
 """Backward of attention, by default without atomics: the result is the same bit for bit on every run.
 
-With the weights ``p`` recomputed tile by tile from the maximum and the sum of each row that the forward kept,
-and ``dlse`` the gradient of the returned lse::
+The weights ``p`` are recomputed tile by tile from the maximum and the sum of each row, which the forward kept. With
+``dlse``, the gradient of the returned lse::
 
     delta = rowsum(p * drop(dout v^T)) - dlse              attention_bwd_rows
     dv = drop(p)^T dout,   ds = p * (drop(dout v^T) - delta) * derivative of the score
     dk = scale * R_k^T (ds^T q)                            attention_bwd_dkdv, one program per tile of keys
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
 
-(Dao, "FlashAttention-2", 2023, algorithm 2; the split in two kernels costs two more products, of seven, and saves the
-atomics.) In nondeterministic calls attention_bwd_dkdv may add up dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive
-rotated, ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
-``(batch, nheads_q, seqlen_q)``. The gradient of a KV head sums over its query heads inside one program.
+(Dao, "FlashAttention-2", 2023, algorithm 2; two kernels take seven products rather than five, and no atomics.) In
+nondeterministic calls attention_bwd_dkdv may accumulate dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive rotated;
+``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
+``(batch, nheads_q, seqlen_q)``. One program sums the gradient of a KV head over its query heads.
 """
 
 from typing import Any, NamedTuple
@@ -60,10 +60,10 @@ from fusedattn.kernels.weights import block_weights, drop
 
 
 class KeyTile(NamedTuple):
-    """What a program of attention_bwd_dkdv holds of its keys while it walks over queries.
+    """The keys of a program of attention_bwd_dkdv, which walks over queries.
 
     k_tile, v_tile    (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    finite            k_tile with 0 for keys that have a NaN or Inf, where dq is added up too
+    finite            k_tile; if dq is accumulated too, with 0 for keys that have a NaN or Inf
     k, v              the Head of each
     keys              (BLOCK_N, 1)
     visible           (BLOCK_N,)
@@ -85,9 +85,9 @@ class KeyTile(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What attention_bwd_dkdv walks over: q and dout, each strided and as a descriptor or None, and their rows.
+    """The queries that attention_bwd_dkdv walks over: q and dout, strided and as a descriptor or None; their rows.
 
-    `offs_m` is ``arange(BLOCK_M)``: made where it is used, it costs 8 bytes of spills at head_dim 128 on sm_90.
+    `offs_m` is ``arange(BLOCK_M)``: computed where it is used, it costs 8 bytes of spills at head_dim 128 on sm_90.
     """
 
     q: Any
@@ -99,7 +99,7 @@ class Queries(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """What a program of attention_bwd_dq holds of its queries while it walks over keys.
+    """The queries of a program of attention_bwd_dq, which walks over keys.
 
     q_tile, dout_tile             (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
     q, dout, k, v                 the Head of each
@@ -126,10 +126,10 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, of_block, tile):
-    """(dk, dv, ds) with one block of queries added to dk and dv; ds is rounded.
+    """Add one block of queries to dk and dv: (dk, dv, ds), with ds rounded.
 
-    The block is transposed: p, dp, pairs and ds are ``(BLOCK_N, BLOCK_M)``; pairs is None where all are visible.
-    `of_block` is its place, and the block.
+    The block is transposed: p, dp, pairs and ds are ``(BLOCK_N, BLOCK_M)``; pairs is None if all are visible.
+    `of_block` is (place, block).
     """
     place, block = of_block
     kept_p = drop(p, call, place, block)
@@ -137,8 +137,7 @@ def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, 
     ds = p * (drop(dp, call, place, block) - delta[None, :]) * derivative
     if pairs is not None:
         ds = tl.where(pairs, ds, 0.0)
-    # ds is computed transposed, rather than transposed here: Triton before 3.7.1 miscompiles
-    # dot(trans(x), ...) on Hopper when x comes from a product.
+    # ds is computed transposed: Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper if x comes from a product.
     ds = round_to(ds, q_tile.dtype)
     dk = dot_add(ds, q_tile, dk, tile.ACC, tile.PRECISION)
     return dk, dv, ds
@@ -146,7 +145,7 @@ def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, 
 
 @triton.jit
 def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile):
-    """NaN for the dq of every query that sees a key with a NaN or Inf, for which add_dq is given zeros."""
+    """Add NaN to dq of every query that sees a key with a NaN or Inf; add_dq gets zeros for such keys."""
     n_blocks = blocks.n_full + blocks.n_boundary
     keys = (start_n + tl.arange(0, tile.BLOCK_N))[:, None]
     nan = tl.full([tile.BOUNDARY, tile.BLOCK_D], float("nan"), tile.ACC)
@@ -163,10 +162,10 @@ def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile)
 
 @triton.jit
 def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
-    """(dk, dv) with all boundary blocks of the `group` heads that share a KV head."""
+    """Add all boundary blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = tl.arange(0, tile.BOUNDARY)
     blocks = own.blocks
-    # A loop alone must not be pipelined, and one before another must be: else wgmma is serialised.
+    # A loop alone must not be pipelined, and a loop before another must be; otherwise wgmma is serialised.
     STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else tile.BOUNDARY_STAGES
     for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
         place = with_head(own.place, head_kv * group + i // blocks.n_boundary)
@@ -206,10 +205,10 @@ def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, g
 
 @triton.jit
 def _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
-    """(dk, dv) with all full blocks of the `group` heads that share a KV head."""
+    """Add all full blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = queries.offs_m
     n_full = own.n_full
-    # Without LICM: docs/decisions/0015. Statistics are addressed from the first row of a block: fewer registers too.
+    # Without LICM: docs/decisions/0015. Addressing statistics from the first row of a block saves registers too.
     for i in tl.range(0, group * n_full, disable_licm=True):
         place = with_head(own.place, head_kv * group + i // n_full)
         start_m = own.first_full + i % n_full * tile.BLOCK_M
@@ -285,7 +284,7 @@ def attention_bwd_dkdv(
     dk = tl.zeros([tile.BLOCK_N, tile.BLOCK_D], tile.ACC)
     dv = tl.zeros([tile.BLOCK_N, tile.BLOCK_DV], tile.ACC)
 
-    # Each loop runs through the query heads of this KV head one after the other: nested loops cost registers.
+    # Each loop covers the query heads of this KV head one after the other: nested loops would cost registers.
     blocks = query_blocks(call.mask, place, bounds, group, start_n, tile.BOUNDARY, tile.BLOCK_N, tile.BLOCK_M)
     first_full = blocks.start + blocks.n_left * tile.BOUNDARY
     n_full = blocks.n_full * tile.BOUNDARY // tile.BLOCK_M
@@ -294,8 +293,8 @@ def attention_bwd_dkdv(
         _, poisoned = split_poison(k_tile, tile.ACC)
         if tl.max(poisoned.to(tl.int32)) != 0:
             _add_nan(total, call, place, bounds, blocks, group, start_n, key_visible & poisoned, tile)
-        # ds is 0 for queries that do not see a key, and its product with a NaN is not. Loaded once more rather than
-        # copied: like that it goes into shared memory as it is, and is transposed on the way out.
+        # ds is 0 for queries that do not see a key, but 0 times NaN is NaN. The tile is loaded again rather than
+        # copied, so that it enters shared memory as it is, and is transposed on the way out.
         finite = load_tile(k_head, start_n, key_visible & ~poisoned, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
     own = KeyTile(
         k_tile, v_tile, finite, k_head, v_head, start_n, keys, key_visible, place, bounds, blocks, first_full, n_full
@@ -313,7 +312,7 @@ def attention_bwd_dkdv(
 
 @triton.jit
 def _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile):
-    """dq with all full blocks."""
+    """Add all full blocks to dq."""
     first_full = own.blocks.start + own.blocks.n_left * tile.BOUNDARY
     stop_full = first_full + own.blocks.n_full * tile.BOUNDARY
     # Without LICM: docs/decisions/0015. The small tiles of float32 have registers for the invariants.
@@ -336,7 +335,7 @@ def _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile):
 
 @triton.jit
 def _masked_keys(own, start_n, call, tile):
-    """(block, key_visible, k_tile, v_tile) of BOUNDARY keys, of which those that no query may see are 0."""
+    """(block, key_visible, k_tile, v_tile) of BOUNDARY keys; a key that no query may see is 0."""
     offs_n = start_n + tl.arange(0, tile.BOUNDARY)
     key_visible = load_key_visible(call.mask, own.place, own.bounds, offs_n)
     k_tile = load_tile(own.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
@@ -346,7 +345,7 @@ def _masked_keys(own, start_n, call, tile):
 
 @triton.jit
 def _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile):
-    """(ds, pairs) of a block of BOUNDARY keys, ``(BLOCK_M, BOUNDARY)``; ds of pairs that are hidden means nothing."""
+    """(ds, pairs) of a block of BOUNDARY keys, ``(BLOCK_M, BOUNDARY)``; ds of hidden pairs is meaningless."""
     start_n = block.start_n
     pairs = visible(call.mask, own.place, own.bounds, block, own.seen[:, None], key_visible[None, :])
     products = dot_tiles(
@@ -366,13 +365,13 @@ def _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile):
 
 @triton.jit
 def _boundary_keys(dq, own, call, numbers, tile):
-    """dq with all boundary blocks."""
+    """Add all boundary blocks to dq."""
     for i in tl.range(0, own.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, own.blocks, call.mask, own.place, own.start_m, tile.BOUNDARY)
         block, key_visible, k_tile, v_tile = _masked_keys(own, start_n, call, tile)
         ds, pairs = _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile)
         ds = tl.where(pairs, ds, 0.0)
-        if is_wide(k_tile.dtype, tile.BLOCK_D, tile.PRECISION):  # read only now: the products were made without it
+        if is_wide(k_tile.dtype, tile.BLOCK_D, tile.PRECISION):  # loaded only now: the products did not use it
             k_tile = load_tile(own.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
         dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
     return dq
@@ -380,7 +379,7 @@ def _boundary_keys(dq, own, call, numbers, tile):
 
 @triton.jit
 def _repaired(own, call, numbers, tile):
-    """dq of all blocks, with zeros for NaN and Inf in keys. For a query that may see such a key, ds is NaN."""
+    """Recompute dq from all blocks, with 0 in place of NaN and Inf in keys; ds is NaN where a query sees such a key."""
     dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tile.ACC)
     for i in tl.range(0, own.blocks.n_full + own.blocks.n_boundary, num_stages=1, disable_licm=True):
         start_n = any_keys(i, own.blocks, call.mask, own.place, own.start_m, tile.BOUNDARY)
@@ -468,9 +467,9 @@ def launch(
     dkdv: tuple[torch.Tensor, torch.Tensor] | None,
     problem: Problem,
 ) -> None:
-    """Fill `dq`, and `dkdv`, where they are given. `q` and `k` come rotated; nothing is empty.
+    """Fill `dq` and `dkdv`, if given. `q` and `k` arrive rotated; no tensor is empty.
 
-    In a nondeterministic call that asks for both, one kernel makes both, if there is a config for it.
+    If a nondeterministic call asks for both and there is a config for it, one kernel computes both.
     """
     configs = problem.configs
     if dq is not None and dkdv is not None and problem.nondeterministic and configs.one_pass is not None:
@@ -495,7 +494,7 @@ def _launch_dkdv(
     config: TileConfig,
     total: torch.Tensor | None = None,
 ) -> None:
-    """Fill `dkdv`; add dq, as kernels/dq_sum.py says, to `total`, if there is one."""
+    """Fill `dkdv`; if `total` is given, add dq to it (kernels/dq_sum.py)."""
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None, None)
     if total is not None:

@@ -1,17 +1,17 @@
-"""Gradients of what is added to the scores, summed over what it is broadcast over.
+"""Gradients of biases that are added to the scores, summed over the dimensions that a bias is broadcast over.
 
 With the gradients ds of the scores::
 
     dbias[pair] = sum of ds over the pairs that share the entry          attention_bwd_dbias
     drelative[query, distance] = sum of ds over the keys at that distance    attention_bwd_drelative
 
-Nothing of the size of the scores is stored, unless bias itself has it; and of a relative bias that all queries share,
-nothing of the size of the queries: its sums are exact ones, to which programs add in any order. q and k arrive rotated.
+No tensor of the size of the scores is stored, unless bias itself has that size. If all queries share a relative bias,
+no tensor has a row for each query: programs add to exact sums, in any order. q and k arrive rotated.
 
-    dbias      (sequences, nheads_q, rows, keys), 1 where broadcast over sequences or heads; over queries, as many rows
-               as PARTS at most, whose sum it is, and likewise over keys; float32, contiguous
-    drelative  (sequences, nheads_q, seqlen_q, 2 * reach + 1), float32, contiguous and 0; or sums of as many numbers as
-               a relative bias has that all queries share
+    dbias      (sequences, nheads_q, rows, keys), float32, contiguous; 1 where broadcast over sequences or heads; if
+               broadcast over queries (keys), at most PARTS rows (keys), to be summed
+    drelative  (sequences, nheads_q, seqlen_q, 2 * reach + 1), float32, contiguous and 0; if all queries share the
+               relative bias, one exact sum for each of its entries
 """
 
 import torch
@@ -65,7 +65,7 @@ def attention_bwd_dbias(
     OVER_KEYS: tl.constexpr,
     tile,
 ):
-    """One program owns a tile of dbias, or one of its parts: every PARTS-th tile of what it sums over."""
+    """One program owns a tile of dbias, or one part of its sum: every PARTS-th tile of queries, or of keys."""
     inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     n_own_m = tl.minimum(n_tiles_m, n_rows) if OVER_QUERIES else n_tiles_m
@@ -73,7 +73,7 @@ def attention_bwd_dbias(
     own, own_head, own_sequence = program_tile(n_own_m * n_own_n, 1 if OVER_HEADS else nheads_q, 1, REVERSED=False)
     own_m = own // n_own_n
     own_n = own % n_own_n
-    # How many sequences, heads and tiles are summed, one after the other.
+    # The numbers of sequences, heads and tiles that this program sums, one after the other.
     heads_each = nheads_q if OVER_HEADS else 1
     sequences_each = n_sequences if OVER_SEQUENCES else 1
     tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1
@@ -133,9 +133,9 @@ def attention_bwd_drelative(
     qk_scale,
     tile,
 ):
-    """One program owns a tile of queries. Each has one key at every distance below `reach`, but many beyond.
+    """One program owns a tile of queries. A query has one key at each distance below `reach`, but many beyond.
 
-    Without `drelative_ptr` it adds to `sums`, of which there are `per_sequence` and `per_head`, or 0 where shared.
+    Without `drelative_ptr` the program adds to `sums`, with strides `per_sequence` and `per_head`, 0 if shared.
     """
     inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
@@ -177,7 +177,7 @@ def attention_bwd_drelative(
         if reach > 0:
             tl.store(row_ptrs, behind, mask=exists)
             tl.store(row_ptrs + 2 * reach, ahead, mask=exists)
-        else:  # of a single column both ends are the same
+        else:  # both ends are the single column
             tl.store(row_ptrs, behind + ahead, mask=exists)
 
 
@@ -190,7 +190,7 @@ def launch_dbias(
     bias: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """The gradient of ``bias``, of four dimensions, in its shape and dtype; nothing is empty."""
+    """The gradient of the four-dimensional ``bias``, in its shape and dtype; no tensor is empty."""
     shape, config = problem.shape, problem.configs.dq
     n_tiles_m = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     n_tiles_n = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
@@ -227,7 +227,7 @@ def launch_drelative(
     relative: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """The gradient of ``relative``, of four dimensions, in its shape and dtype; nothing is empty."""
+    """The gradient of the four-dimensional ``relative``, in its shape and dtype; no tensor is empty."""
     shape, config = problem.shape, problem.configs.dq
     n_sequences, nheads, n_rows, n_columns = relative.shape
     full, sums = None, NO_SUMS

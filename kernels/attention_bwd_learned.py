@@ -1,12 +1,12 @@
-"""Gradients of numbers that the scores are computed from: ALiBi's slopes, and tensors that a user's function reads.
+"""Gradients of learned numbers in the scores: ALiBi's slopes, and tensors that a user's function reads.
 
-Each is a sum over the pairs that read the number, of ds (score_gradient) times a derivative::
+Each gradient sums ds (score_gradient) times a derivative over the pairs that read the number::
 
     dslope[sequence, head] = -sum of ds * |distance|
     darg[entry]            = sum of ds * derivative(score, ...)      over the pairs with index(...) = entry
 
-One program owns a tile of queries and walks over its keys. Where the index depends on the query, the key or neither
-alone, a tile is summed along the rest first; then :mod:`exact_sum` adds it to what other programs add, in any order.
+One program owns a tile of queries and walks over its keys. If the index depends on the query alone, the key alone or
+neither, a tile is first summed along the other dimensions. Then programs add to :mod:`exact_sum`, in any order.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def attention_bwd_learned(
     DERIVATIVE: tl.constexpr,
     tile,
 ):
-    """Of the slopes, where INDEX is None."""
+    """Add the terms of a tile of queries to `sums`; those of the slopes if INDEX is None."""
     inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
@@ -76,9 +76,9 @@ def attention_bwd_learned(
             scores, _ = capped(products, call.score, scale)
             index = INDEX(sequence, head, query, key, call.score.function_args)
             derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
-            # What a hidden pair's derivative is, does not matter.
+            # The derivative of a hidden pair may be any number, or NaN.
             terms = tl.where(pairs, ds * tl.cast(derivative, tile.ACC), 0.0)
-        index += tl.zeros([1, 1], tl.int32)  # it may be a number: the shape says what it depends on
+        index += tl.zeros([1, 1], tl.int32)  # a number gets a shape too, which says what the index depends on
         if index.shape[0] == 1:
             terms = tl.sum(terms, 0, keep_dims=True)
         if index.shape[1] == 1:
@@ -96,9 +96,9 @@ def launch(
     readers: list[tuple[int, int, Any, Any]],
     problem: Problem,
 ) -> torch.Tensor:
-    """The gradient of `learned`, contiguous, in its shape and dtype; nothing is empty.
+    """The gradient of `learned`, contiguous, in its shape and dtype; no tensor is empty.
 
-    `readers` are (first entry, number of entries, index, derivative) of parts of it, without functions for slopes.
+    `readers` has (first entry, number of entries, index, derivative) for each part of it; for slopes, no functions.
     """
     shape, config = problem.shape, problem.configs.dq
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)

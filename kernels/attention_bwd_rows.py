@@ -1,13 +1,13 @@
-"""What each query row contributes to its gradients: one program per tile of rows, before the products of attention_bwd.
+"""Delta and the softmax constants of each query row, which attention_bwd needs: one program per tile of rows.
 
-The weights are recomputed from scores, by ``softmax_weights(scores, qk_scale, shift, factor)``, and::
+Later kernels recompute the weights from scores, by ``softmax_weights(scores, qk_scale, shift, factor)``, and::
 
     delta = rowsum(p * drop(dout v^T)) - dlse = rowsum(dout * out) - dlse
 
-For 16-bit inputs the right-hand side needs no matrix product. For float32 and float64 ones the left-hand side is worth
-two: with p and dp as the later kernels compute them, what all values have in common cancels to the last digit in
-``dp - delta``. It is summed as a difference from the right-hand side. A row that saw nothing has shift inf, hence
-weights 0, and delta 0.
+For 16-bit inputs the right-hand side is used, which needs no matrix product. For float32 and float64, the left-hand
+side is worth two products: with p and dp as the later kernels compute them, the part that all values share cancels to
+the last digit in ``dp - delta``. It is summed as a difference from the right-hand side. A row that saw nothing has
+shift inf, hence weights 0, and delta 0.
 """
 
 from dataclasses import dataclass
@@ -67,10 +67,10 @@ def attention_bwd_rows(
 ):
     """For 16-bit inputs: delta from out, and one number, ``qk_scale * row_max + log2(row_sum)``, as shift.
 
-    Rounding that number moves the exponent of every weight of the row the same way, which does not matter where
-    weights are rounded to 16 bits, unless scores are of any size: then there is a `reciprocal_ptr` for
-    ``1 / row_sum``, and row_max itself is the shift. Rounding out does matter: with a `rounding_residual`, delta is
-    taken from out as it was before.
+    Rounding that number moves the exponents of all weights of the row equally, which does not matter if weights are
+    rounded to 16 bits and scores are bounded. If scores may have any size, row_max itself is the shift, and
+    `reciprocal_ptr` gets ``1 / row_sum``. Rounding out does matter: with a `rounding_residual`, delta is computed from
+    out before rounding.
     """
     tile, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
@@ -102,7 +102,7 @@ def attention_bwd_rows(
 
 @triton.jit
 def _delta_of_out(out, dout, start_m, seen, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
-    """``rowsum(dout * out)`` of a tile of two :class:`~fusedattn.kernels.primitives.Head`, some features at a time."""
+    """``rowsum(dout * out)`` of a tile, in pieces; both are a :class:`~fusedattn.kernels.primitives.Head`."""
     BLOCK_M: tl.constexpr = seen.shape[0]
     WIDTH: tl.constexpr = 32 if BLOCK_DV > 32 else BLOCK_DV
     delta = tl.zeros([BLOCK_M], ACC)
@@ -144,7 +144,7 @@ def attention_bwd_exact_rows(
 ):
     """For float32 and float64: delta from the weights themselves, shift ``row_max`` and factor ``1 / row_sum``.
 
-    q and k come rotated. All blocks are taken for boundary blocks: the products are far dearer than the mask.
+    q and k arrive rotated. All blocks are treated as boundary blocks: the products cost far more than the mask.
     """
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
@@ -164,12 +164,12 @@ def attention_bwd_exact_rows(
     q_head = head_of(q, place.batch, head, place.first_q)
     dout_head = head_of(dout, place.batch, head, place.first_q)
     out_head = head_of(out, place.batch, head, place.first_q)
-    # Summed are differences from delta as out gives it: what values have in common would round them away.
+    # The loop sums differences from this delta. Without it, the part that all values share would round them away.
     near = _delta_of_out(out_head, dout_head, start_m, seen, tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC)
     if sinks_ptr is not None:  # the scores are then in natural units
         sink = tl.load(sinks_ptr + head).to(tile.ACC)
         sum_of_weights = 1.0 - exp_scaled(sink, shift, qk_scale, tile.EXACT) * factor
-        near /= tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)  # else it is itself not exact
+        near /= tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)  # a smaller sum is not exact itself
     delta = tl.zeros([tile.BLOCK_M], tile.ACC)
 
     bounds = bounds_of(call.mask, place, numbers)
@@ -203,7 +203,7 @@ def attention_bwd_exact_rows(
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """What the forward keeps of each row, contiguous ``(batch, nheads_q, seqlen_q)``, and the gradient of lse."""
+    """The row statistics of the forward, contiguous ``(batch, nheads_q, seqlen_q)``, and the gradient of lse."""
 
     row_max: torch.Tensor
     row_sum: torch.Tensor
@@ -211,9 +211,9 @@ class ForwardRows:
 
 
 class BackwardRows(NamedTuple):
-    """What the later kernels read of each row, contiguous ``(batch, nheads_q, seqlen_q)``.
+    """The row statistics that the later kernels read, contiguous ``(batch, nheads_q, seqlen_q)``.
 
-    `shift` and `factor`, which is None unless EXACT, give the weights: :func:`~fusedattn.kernels.softmax.load_softmax`.
+    `shift` and `factor` (None unless EXACT) give the weights: :func:`~fusedattn.kernels.softmax.load_softmax`.
     """
 
     shift: Any
@@ -231,7 +231,7 @@ def launch(
     forward_rows: ForwardRows,
     problem: Problem,
 ) -> BackwardRows:
-    """The rows of an attention; q and k come rotated, and `rounding_residual` makes 16-bit `out` more precise."""
+    """The :class:`BackwardRows` of a call; q and k arrive rotated, and `rounding_residual` refines 16-bit `out`."""
     return (
         _launch_exact(q, k, v, out, dout, forward_rows, problem)
         if is_exact(q.dtype)

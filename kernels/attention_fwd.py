@@ -2,22 +2,22 @@
 
 Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), in the loop
 order of FlashAttention-2: one program owns one tile of BLOCK_M queries of one head, keeps it in registers, and
-walks over the key blocks that the tile may see. Full blocks come first, then boundary blocks, whose pairs are masked;
-if the sums have a NaN then, all blocks are walked over again. kernels/masking.py decides which blocks these are,
-kernels/scores.py what happens to scores on the way.
+walks over the key blocks that the tile may see. Full blocks come first, then boundary blocks, whose pairs are masked.
+If the sums then have a NaN, the program walks over all blocks again. kernels/masking.py chooses the blocks;
+kernels/scores.py modifies the scores.
 
     q       (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
     out     (batch, nheads_q, seqlen_q, head_dim_v)   likewise
-    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; rotated, unless few queries see it: then here
+    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; rotated, unless queries are few: then rotated here
     v       (batch, nheads_kv, seqlen_k, head_dim_v)  likewise
-    sinks   (nheads_q,)                               float32, or None: a logit whose weight has no value
+    sinks   (nheads_q,)                               float32, or None: a logit whose weight multiplies no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
     rounding_residual  like out, int8, kept for the backward of 16-bit inputs, or None
     grid    (tiles of queries * nheads_q * sequences,)
 
-With few queries a program owns those of several heads that share a KV head (kernels/grouped.py), and only a part of
-their keys, whose sums kernels/combine.py brings together; the grid is then
+If there are few queries, a program owns the queries of several heads that share a KV head (kernels/grouped.py), and one
+split of the keys; kernels/combine.py combines the splits. The grid is then
 ``(splits * parts of a group * nheads_kv * sequences,)``. kernels/grid.py chooses.
 """
 
@@ -67,10 +67,10 @@ class QKV(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a program holds while it walks over the keys of its tile of queries.
+    """The state of a program that walks over the keys of its tile of queries.
 
-    `k` and `v` are a :class:`~fusedattn.kernels.primitives.Head` each; `queries` and `exist` are ``(BLOCK_M, 1)``,
-    `offs_n` is ``arange(BLOCK_N)``. Full blocks lie from key `first_full` to `stop_full`.
+    `k` and `v` are each a :class:`~fusedattn.kernels.primitives.Head`; `queries` and `exist` are ``(BLOCK_M, 1)``,
+    `offs_n` is ``arange(BLOCK_N)``. Full blocks span the keys from `first_full` to `stop_full`.
     """
 
     q_tile: Any
@@ -101,7 +101,7 @@ def no_sums(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, EXACT: tl.constexpr):
-    """(p, alpha, sums) with a block of scores in the sums but for acc and w_i; p are the weights that are kept."""
+    """(p, alpha, sums): add a block of scores to all sums but acc and w_i; p has the weights that dropout keeps."""
     p, alpha, m_i, l_i = softmax_update(scores, sums.m_i, sums.l_i, qk_scale, EXACT)
     p = kept_only(p, call, place, block)
     c_i = sums.c_i
@@ -112,10 +112,10 @@ def weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constex
 
 @triton.jit
 def add_values(sums, alpha, p, v_tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.constexpr, tile):
-    """The sums with a block of weights, rounded, in acc and w_i too.
+    """Add a block of rounded weights to acc and w_i.
 
-    The sum of the weights is a narrow matrix product, which costs less than widening them again. It comes first, where
-    tiles below 64 rows spill otherwise, or LAST, where a pipelined loop waits for each product otherwise.
+    A narrow matrix product sums the weights: it costs less than widening them again. It comes first, because tiles
+    below 64 rows would spill otherwise, or LAST in a pipelined loop, which would wait for each product otherwise.
     """
     w_i = sums.w_i
     if HAS_RESIDUAL:
@@ -130,14 +130,14 @@ def add_values(sums, alpha, p, v_tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.cons
 
 @triton.jit
 def accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
-    """The sums with one more block: a step of the online softmax, and the product of its weights and values."""
+    """Add one block to the sums: a step of the online softmax, and the product of its weights and values."""
     p, alpha, sums = weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
     return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, HAS_RESIDUAL, False, tile)
 
 
 @triton.jit
 def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
-    """A tile of keys, rotated here unless it comes rotated."""
+    """Rotate a tile of keys, unless it arrives rotated."""
     if rotation_k.ROTARY_DIM > 0:
         BLOCK: tl.constexpr = k_tile.shape[0]
         rotated_tile = rotate_tile(
@@ -172,7 +172,7 @@ def _full_values(walk, start_n, tile):
 
 @triton.jit
 def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
-    """The sums with all full blocks."""
+    """Add all full blocks to the sums."""
     for start_n in range(walk.first_full, walk.stop_full, tile.BLOCK_N):
         products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
@@ -183,10 +183,10 @@ def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constex
 
 @triton.jit
 def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
-    """The sums with all full blocks, of which there is one at least.
+    """Add all full blocks, at least one, to the sums.
 
-    The product of the weights of a block with its values is issued behind the product that makes the scores of the
-    next, so that it runs while these become weights. The first scores and the last product stand alone.
+    The product of a block's weights and values is issued after the product for the scores of the next block, and runs
+    while these scores become weights. The first scores and the last product overlap with nothing.
     """
     DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
     products, block = _full_products(walk, walk.first_full, rotation_k, numbers.n_positions, tile)
@@ -206,7 +206,7 @@ def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: 
 
 @triton.jit
 def _masked_keys(walk, start_n, call, rotation_k, n_positions, tile):
-    """(block, key_visible, k_tile) of BOUNDARY keys, of which those that no query may see are 0."""
+    """(block, key_visible, k_tile) of BOUNDARY keys; a key that no query may see is 0."""
     offs_n = start_n + tl.arange(0, tile.BOUNDARY)
     block = Block(walk.start_m, start_n, walk.queries, offs_n[None, :])
     key_visible = load_key_visible(call.mask, walk.place, walk.bounds, offs_n)
@@ -216,7 +216,7 @@ def _masked_keys(walk, start_n, call, rotation_k, n_positions, tile):
 
 @triton.jit
 def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
-    """The sums with all boundary blocks."""
+    """Add all boundary blocks to the sums."""
     place = walk.place
     for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
@@ -232,9 +232,9 @@ def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.con
 
 @triton.jit
 def _repaired(m_i, walk, call, rotation_k, numbers, tile):
-    """acc of all blocks, with zeros for values of NaN and Inf, and NaN for the queries that see one.
+    """Recompute acc from all blocks, with 0 in place of NaN and Inf values, and NaN for queries that see one.
 
-    Multiplied with the weight 0 of a query that may not see it, such a value has become a NaN of that query.
+    In the first pass, such a value times the weight 0 of a query that may not see it gave that query a NaN.
     """
     place = walk.place
     acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tile.ACC)
@@ -259,7 +259,7 @@ def _attend(
     place, rows, head_kv, split, inputs, call, rotation_q, rotation_k, numbers, PIPELINED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, tile,
 ):  # fmt: skip
-    """The :class:`Sums` of a tile of queries over all of its keys, or those of a split."""
+    """The :class:`Sums` of a tile of queries over all of its keys, or over one split of them."""
     offs_n = tl.arange(0, tile.BLOCK_N)
     queries = rows.queries[:, None]
     exist = rows.exist[:, None]
@@ -347,7 +347,7 @@ def attention_fwd(
         rows = rows_of(place, start_m, head, stop_head, tile.BLOCK_M, tile.HEADS)
         place = with_rows(place, rows, tile.HEADS)
         if tile.SPLIT > 0:
-            # Counted again behind the queries: handed on from here, blocks cost the loops of every call registers.
+            # _attend counts the blocks again: passed on from here, they would cost the loops of every call registers.
             bounds = bounds_of(call.mask, place, numbers)
             blocks = key_blocks(
                 call.mask, place, bounds, start_m, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
@@ -368,8 +368,8 @@ def attention_fwd(
         else:
             store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
     else:
-        # What does not depend on the tile would be computed once, ahead of the loop, and kept in registers that the
-        # loops inside need. The condition, which is never false where sequences are not packed, keeps it inside too.
+        # Values that do not depend on the tile must be computed inside the loop: ahead of it, they would take registers
+        # that the inner loops need. The condition, never false unless sequences are packed, keeps them inside too.
         for place_number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
             number, head, sequence = numbered_tile(
                 place_number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
@@ -398,10 +398,10 @@ def attention_fwd(
 def launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem, *, only_nan: bool = False
 ) -> None:
-    """Fill the results, which are tensors; layouts as in the module docstring.
+    """Fill `results`, which are tensors; layouts as in the module docstring.
 
-    There is at least one query, and `scale` is positive: the kernel takes maxima before it scales. With `only_nan`,
-    the results are there, and only tiles with a row_sum of NaN are computed again.
+    There is at least one query. The scale is positive, because the kernel takes maxima before it scales. With
+    `only_nan`, `results` are already filled, and only tiles with a NaN in row_sum are computed again.
     """
     tiling = tiling_of(problem)
     config = tiling.config

@@ -1,19 +1,18 @@
-"""Forward of attention by warps with different tasks: one group of them asks for tiles, two others multiply.
+"""Forward of attention by warps with different tasks: one group of warps loads tiles, two others multiply.
 
-What is computed and written is what kernels/attention_fwd.py has, with its functions. Hopper's compiler splits a loop
-between warps (``tl.range(warp_specialize=True)``) under conditions that decide what is here, and which calls it takes:
+It computes and writes the same as kernels/attention_fwd.py, with its functions. Hopper's compiler splits a loop between
+warps (``tl.range(warp_specialize=True)``) under conditions that shape this kernel and the calls it takes:
 
-- There is one loop, without a branch, and what it reads comes by tensor descriptors. Where a mask hides anything it is
-  applied to every block, and the keys of a call without a mask must be whole blocks.
-- There is no second pass after a NaN. Under a mask the sum of a row whose result has a NaN is written as NaN, and
-  attention_fwd is launched behind this kernel for the tiles that have one. Without a mask each query sees all values,
-  and a NaN belongs where it is.
-- A rotation of queries does not compile everywhere: they come rotated.
+- There is one loop, without a branch, and it reads through tensor descriptors only. A mask is applied to every block;
+  without a mask, the keys must be whole blocks.
+- There is no second pass after a NaN. Under a mask, a row whose result has a NaN gets NaN as its sum, and attention_fwd
+  is launched after this kernel for tiles with such rows. Without a mask each query sees all values, so a NaN is right.
+- A rotation of queries does not compile everywhere: they arrive rotated.
 
-    q, k, v, results    as in kernels/attention_fwd.py, of 16 bits, such that descriptors can address q, k and v
+    q, k, v, results    as in kernels/attention_fwd.py, of 16 bits; descriptors can address q, k and v
     grid                (tiles of queries * nheads_q * sequences,)
 
-kernels/guard.py looks at what was compiled before it is launched.
+kernels/guard.py inspects the compiled kernel before it is launched.
 """
 
 from collections.abc import Callable
@@ -74,15 +73,15 @@ def attention_fwd_specialized(
     queries = start_m + tl.arange(0, tile.BLOCK_M)
     offs_n = tl.arange(0, tile.BLOCK_N)
 
-    # (BLOCK_M, BLOCK_D). Each of the two groups that multiply takes half of the rows, also of the descriptor: one that
-    # the host made would still copy all of them.
+    # (BLOCK_M, BLOCK_D). Each of the two groups that multiply takes half of the rows. So does its descriptor: one made
+    # by the host would still copy all of them.
     q_tiles = tl.make_tensor_descriptor(
         head_base(q, sequence, head, 0), [seqlen_q, tile.HEAD_DIM], [q.stride_s, 1], [tile.BLOCK_M, tile.BLOCK_D]
     )
     q_tile = q_tiles.load([start_m, 0])
 
     sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, tile.ACC)
-    kv_head = Head(0, 0, sequence, head_kv, 0)  # found by descriptors alone
+    kv_head = Head(0, 0, sequence, head_kv, 0)  # read by descriptors alone
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
     stop = blocks.start + (blocks.n_full + blocks.n_boundary) * tile.BLOCK_N
@@ -95,7 +94,7 @@ def attention_fwd_specialized(
         block = Block(start_m, start_n, queries[:, None], keys[None, :])
         if MASKED:
             key_visible = load_key_visible(call.mask, place, bounds, keys)[None, :]
-            # Rows that do not exist may see something: nothing of them is written.
+            # Rows beyond the last query may see keys: they are not stored.
             pairs = visible(call.mask, place, bounds, block, key_visible, key_visible)
             scores = tl.where(pairs, scores, float("-inf"))
         sums = accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL, tile)
@@ -108,7 +107,7 @@ def attention_fwd_specialized(
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> bool:
-    """Whether the config asks for this kernel, it can do what the call asks for, and the guard knows the GPU."""
+    """Whether the config asks for this kernel, the kernel supports the call, and the guard knows the GPU."""
     config, call, mask = problem.configs.fwd, problem.call, problem.call.mask
     return (
         config.style == "specialized"
@@ -130,9 +129,9 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -
 
 
 def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
-    """Fill the results, as attention_fwd does, of a call that this kernel takes; by attention_fwd if the guard says so.
+    """Fill `results` of a call that this kernel takes, as attention_fwd does; by attention_fwd if the guard refuses.
 
-    No user's allocator of Triton is replaced: that of the descriptor of q is set in a context of its own.
+    The descriptor of q needs an allocator. It is set in a context of its own, so that the user's is not replaced.
     """
     replay.give_up()  # the kernel is launched past kernels/launcher.py
     config, shape = problem.configs.fwd, problem.shape
@@ -178,5 +177,5 @@ def _with_allocator(run: Callable[..., None]) -> None:
 
 
 def _kind(x: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles another kernel for."""
+    """The properties of a number that Triton compiles different kernels for."""
     return x == 1, x % 16 == 0, x >= 2**31

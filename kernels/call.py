@@ -1,4 +1,4 @@
-"""One call of attention, for the launchers of all kernels."""
+"""One call of attention, as the host passes it to the launchers of all kernels."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from fusedattn.kernels.softmax import exactness
 
 @dataclass(eq=False)
 class Problem:
-    """Everything but q, k, v and what comes out; nothing is empty.
+    """Everything that launchers take besides q, k, v and the results; no tensor is empty.
 
     Attributes:
-        sinks: float32 ``(nheads_q,)`` or None; the scores are then modified, if only by their scale.
+        sinks: float32 ``(nheads_q,)`` or None; with sinks the scores are modified, if only by their scale.
         scale: of the scores, positive.
         precision: of float32 products, "ieee" or "tf32".
-        few_queries: what the forward launches for few of them, or None where it shall not.
-        rotates_in_place: the forward turns keys as it loads them, rather than read what was turned and stored before.
-        nondeterministic: gradients may be summed in whatever order programs come.
+        few_queries: the forward for few queries, or None if it must not be used.
+        rotates_in_place: the forward rotates keys as it loads them, rather than read keys that were rotated before.
+        nondeterministic: gradients may be summed in any order of programs.
         l2_bytes: of the cache, for the heads that run side by side.
     """
 
@@ -53,30 +53,30 @@ class Problem:
 
     @property
     def known_call(self) -> tuple[Call, Hashable]:
-        """For all launches: the call and its kind."""
+        """The call and its kind, for all launches."""
         return self.call, self.call_kind
 
     @cached_property
     def softmax_scale(self) -> float:
-        """What is left to scale in the softmax: modified scores have been scaled before."""
+        """The scale that the softmax applies: 1 if scores are modified, which scales them before."""
         return 1.0 if self.call.score is not UNMODIFIED else self.scale
 
     @cached_property
     def qk_scale(self) -> float:
-        """The same, in base 2."""
+        """`softmax_scale` in base 2."""
         return self.softmax_scale * LOG2E.value
 
     @property
     def groups_heads(self) -> bool:
-        """Whether heads may share a tile: a function of the user's may ask for the number of one head."""
+        """Whether heads may share a tile: not with a user's function, which may use the number of one head."""
         return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None
 
 
 def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
-    """How many heads program_tile takes side by side: as many as the L2 cache holds of what their programs share.
+    """The number of heads that program_tile runs side by side, so that the rows their programs share fit into L2.
 
-    That are keys and values, or, for who walks over queries, q and dout, of `row_bytes` each. Without a diagonal all
-    tiles have the same work, and one head after the other needs the least of the cache.
+    These are keys and values; for programs that walk over queries, q and dout. A row has `row_bytes`. Without a
+    diagonal all tiles have the same work, and one head after the other needs the least cache.
     """
     if not problem.band.has_upper:
         return 1
@@ -84,7 +84,7 @@ def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
     group = shape.nheads_q // shape.nheads_kv
     shared_rows = group * shape.max_seqlen_q if of_keys else shape.max_seqlen_k
     fit = max(1, problem.l2_bytes // max(1, shared_rows * row_bytes))
-    # No more than there are: the kernel multiplies this with the number of tiles, in int32.
+    # No more than there are: the kernel multiplies this by the number of tiles, in int32.
     fit = min(fit, shape.n_sequences * shape.nheads_kv)
     return fit if of_keys else group * fit
 
@@ -92,9 +92,9 @@ def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
 def sizes_of(
     q: torch.Tensor, v: torch.Tensor, problem: Problem, n_tiles: int, *, of_keys: bool = False
 ) -> tuple[int, ...]:
-    """The numbers of every kernel that walks over blocks, but for its factors, in the order of its parameters.
+    """The numbers of a kernel that walks over blocks, except its factors, in the order of its parameters.
 
-    A program owns a tile of queries, or, `of_keys`, one of keys.
+    A program owns a tile of queries or, with `of_keys`, a tile of keys.
     """
     shape = problem.shape
     return (
@@ -110,9 +110,9 @@ def sizes_of(
 
 
 def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
-    """(programs, tiles that they walk over) for so many tiles in all; None where each program has its own.
+    """(number of programs, number of tiles that they walk over, or None if each program has its own tile).
 
-    They step from tile to tile by their own number, in int32.
+    Programs step from tile to tile by the number of programs, in int32.
     """
     n_programs = min(config.persistent * multiprocessors(device), n_tiles) if config.persistent else n_tiles
     if not config.persistent or n_tiles + n_programs >= 2**31:
@@ -134,7 +134,7 @@ def constants_of(
 ) -> Constants:
     """The constants of a kernel that walks over blocks.
 
-    `more` are values of its :class:`Tile` that not all kernels have, `others` constexpr parameters beside it.
+    `more` has fields of its :class:`Tile` that not all kernels have, `others` its other constexpr parameters.
     """
     head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
     exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)

@@ -1,9 +1,9 @@
-"""The results of rows whose keys were split, from what each split left: one program for each row.
+"""The results of rows whose keys were split, from the partial sums of the splits: one program for each row.
 
     m = max_s m_s        l = sum_s l_s exp(m_s - m)        acc = sum_s acc_s exp(m_s - m)
 
-and from there as if one program had summed them all (kernels/epilogue.py). Splits are summed in their order, in blocks
-that do not depend on how many there are: those beyond the last that has keys change no bit.
+From there on, results are computed as if one program had summed all keys (kernels/epilogue.py). Splits are summed in
+order, in blocks that do not depend on their number: splits beyond the last that has keys change no bit.
 
     grid    (max_seqlen_q * nheads_q * sequences,)
 """
@@ -25,7 +25,7 @@ from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
 
 class RowTile(NamedTuple):
-    """Constants of a program that owns one row: those of a Tile that the epilogue reads."""
+    """Constants of a program that owns one row: the fields of a Tile that the epilogue reads."""
 
     HEAD_DIM_V: Any
     BLOCK_DV: Any
@@ -37,7 +37,7 @@ class RowTile(NamedTuple):
 
 @triton.jit
 def _sum_of(ptr, first, alpha, visited, offs):
-    """The sum over some splits of one of their numbers, each times its factor."""
+    """The sum of one number of each split in a block, times the factor `alpha` of the split."""
     return tl.sum(tl.load(ptr + first + offs, mask=visited, other=0.0) * alpha, 0)
 
 
@@ -88,9 +88,9 @@ def attention_combine(
         here = first + start
         exists = start + offs < n_splits
         l_s = tl.load(partials.row_sum + here + offs, mask=exists, other=NOTHING)
-        visited = exists & ((l_s >= 0.0) | (l_s != l_s))  # a sum of NaN is one
+        visited = exists & ((l_s >= 0.0) | (l_s != l_s))  # NaN is a sum too
         m_s = tl.load(partials.row_max + here + offs, mask=visited, other=float("-inf"))
-        # By the exact formula: of a row that one split has seen, its factor is 1.
+        # By the exact formula: if only one split has seen a row, its factor is 1.
         alpha = tl.where(visited, exp_scaled(m_s, shift, qk_scale, EXACT), 0.0)
         l_i += tl.sum(tl.where(visited, l_s, 0.0) * alpha, 0)
         if partials.rounded_sum is not None:
@@ -118,7 +118,7 @@ def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partial
 
 
 def launch(partials: Partials, results: Results, problem: Problem) -> None:
-    """Fill the results, which are tensors, from the partials of all splits."""
+    """Fill `results`, which are tensors, from the partials of all splits."""
     shape, out = problem.shape, results.out
     launcher.launch(
         _constants(out.shape[3], out.dtype),

@@ -1,9 +1,9 @@
 """Launch configurations: one committed table, one lookup, one validity rule.
 
-Nothing is tuned in a user's process. Entries were chosen among those that compile without register spills under
-Triton 3.6 and 3.7 on the NVIDIA architectures with the features that need the most registers; `python -m bench.codegen`
-compiles them all, with every set of features, and docs/codegen.md lists the spills that remain. The sequence length is
-not part of the key, so a new length compiles nothing.
+Nothing is tuned in a user's process. Entries were chosen among configurations that compile without register spills
+under Triton 3.6 and 3.7 on the NVIDIA architectures, with the features that need the most registers.
+`python -m bench.codegen` compiles them all, with every set of features; docs/codegen.md lists the spills that remain.
+The sequence length is not part of the key, so a new length compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ import triton
 
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 
-# What is done for each pair besides the products: fields of an Entry.
+# The work on each pair besides the products: fields of an Entry.
 Work = Literal["streamed", "pairwise", "scored", "combined"]
 
-# How full blocks are loaded and multiplied: by pointers; by tensor descriptors, which sm_90 and later have; by them and
-# with the product of the weights and values of a block behind the product that makes the scores of the next, which no
-# entry has (docs/decisions/0021); or by warps with different tasks, for calls that
-# kernels/attention_fwd_specialized.py takes.
+# How full blocks are loaded and multiplied: by pointers; by tensor descriptors (sm_90 and later); by descriptors, with
+# a block's product of weights and values issued after the next block's product of queries and keys (in no entry:
+# docs/decisions/0021); by warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
 Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
 
-# Up to so many queries, times heads that share a KV head, keys are rotated in registers, once for each tile of queries,
-# and not by a kernel of their own, which reads and writes them all. Where both cost the same by the models of
-# docs/performance.md and its sources: 441 to 883.
+# Up to this number of queries, times heads that share a KV head, keys are rotated in registers, once for each tile of
+# queries; above it, by a kernel of their own, which reads and writes them all. Both cost the same at 441 to 883, by the
+# models of docs/performance.md and its sources.
 ROTATION_IN_PLACE = 440
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Queries by keys of one tile, and how many warps and pipeline stages work on it, in which style.
+    """The queries and keys of one tile, its warps, its pipeline stages and its style.
 
     Boundary blocks, which take more registers, have at most BOUNDARY keys (or queries, in a walk over queries) and at
-    most BOUNDARY_STAGES pipeline stages: with three in the forward Triton 3.6 serialises wgmma. `persistent` programs
-    for each multiprocessor walk over all tiles; with 0 each tile has its own program. With `prerotate_q` a kernel of
-    its own rotates the queries: what a program rotates stays in its registers, and a large tile leaves too few. The
-    forward alone has these last two.
+    most BOUNDARY_STAGES pipeline stages: with three in the forward, Triton 3.6 serialises wgmma. `persistent` programs
+    for each multiprocessor walk over all tiles; with 0 each tile has its own program. With `prerotate_q` a separate
+    kernel rotates the queries: a tile that a program rotates stays in registers, and if it is large, too few are left.
+    Only the forward uses these last two.
     """
 
     BLOCK_M: int
@@ -74,11 +73,11 @@ class TileConfig:
 
     @cached_property
     def in_order(self) -> tuple[Any, ...]:
-        """The values of the fields, which are hashed faster than the config."""
+        """The values of the fields; they hash faster than the config."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def within(self, block_q: int, block_k: int) -> TileConfig:
-        """With a tile of which a block of `block_q` queries and `block_k` keys, multiples of 16, is made."""
+        """This config with a tile that divides blocks of `block_q` queries and `block_k` keys, multiples of 16."""
         block_m, block_n = (
             min(tile, block & -block) for tile, block in ((self.BLOCK_M, block_q), (self.BLOCK_N, block_k))
         )
@@ -86,12 +85,12 @@ class TileConfig:
 
     @cached_property
     def boundary_of_keys(self) -> dict[str, int]:
-        """Constants of a kernel that walks over keys, for its boundary blocks."""
+        """The constants for boundary blocks of a kernel that walks over keys."""
         return self._boundary(self.BLOCK_N)
 
     @cached_property
     def boundary_of_queries(self) -> dict[str, int]:
-        """Constants of a kernel that walks over queries, for its boundary blocks."""
+        """The constants for boundary blocks of a kernel that walks over queries."""
         return self._boundary(self.BLOCK_M)
 
     def _boundary(self, block: int) -> dict[str, int]:
@@ -99,16 +98,16 @@ class TileConfig:
 
     @cached_property
     def plain(self) -> TileConfig:
-        """For calls that a specialised kernel does not take: the same tile, by all warps alike."""
+        """The config for calls that a specialised kernel does not take: the same tile, with all warps alike."""
         if self.style != "specialized":
             return self
         return replace(self, num_warps=8, style="descriptors")
 
     @cached_property
     def rotating(self) -> TileConfig:
-        """For a forward that rotates keys as it loads them.
+        """The config for a forward that rotates keys as it loads them.
 
-        These registers leave none to keep weights in meanwhile, nor, where they are few anyway, for as many rows.
+        The rotation takes the registers of the style `pipelined` and, with `prerotate_q`, those of rows above 64.
         """
         plain = self.plain
         if plain.style == "pointers":
@@ -127,9 +126,9 @@ class TileConfig:
         )
 
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
-        """Half of the tile, 16 by 16 at least; of 64 rows (keys, if it is the tile of keys that stays) none is lost.
+        """This config with half of the tile, at least 16 by 16.
 
-        Hopper's matrix instructions take 64 rows.
+        Rows (keys, with `by_keys`) are kept at 64 if possible: Hopper's matrix instructions take 64 rows.
         """
         rows, columns = (self.BLOCK_N, self.BLOCK_M) if by_keys else (self.BLOCK_M, self.BLOCK_N)
         if rows > 64 or columns == 16:
@@ -142,10 +141,9 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """The matrix-product kernels at one (architecture, head_dim, dtype).
+    """The configs of the matrix-product kernels at one (architecture, head_dim, dtype).
 
-    `one_pass` is that of attention_bwd_dkdv where it adds up dq as well; None where two kernels are better, or nobody
-    has tried.
+    `one_pass` is for attention_bwd_dkdv if it accumulates dq too; None if two kernels are better, or one is untried.
     """
 
     fwd: TileConfig
@@ -161,13 +159,13 @@ class KernelConfigs:
                 )
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
-        """:meth:`TileConfig.within` a block, of each."""
+        """Each config :meth:`TileConfig.within` a block."""
         tiles = ((field.name, getattr(self, field.name)) for field in fields(self))
         found: dict[str, Any] = {name: x if x is None else x.within(block_q, block_k) for name, x in tiles}
         return KernelConfigs(**found)
 
     def smaller(self) -> KernelConfigs:
-        """:meth:`TileConfig.smaller` of each."""
+        """The :meth:`TileConfig.smaller` of each config."""
         return KernelConfigs(
             self.fwd.smaller(),
             self.dkdv.smaller(by_keys=True),
@@ -178,10 +176,10 @@ class KernelConfigs:
 
 @dataclass(frozen=True)
 class FewQueries:
-    """The forward of calls whose queries, those of all heads that share a KV head together, fit into one small tile.
+    """The forward of calls in which the queries of all heads that share a KV head fit into one small tile.
 
     BLOCK_M of `config` is the most rows that such a tile has; a call gets the power of two that it needs, from 16 on.
-    Keys are cut at multiples of `split`, and each part is a program of its own.
+    Each split of `split` keys has its own program.
     """
 
     config: TileConfig
@@ -195,12 +193,12 @@ class FewQueries:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one (architecture, dtype, head_dim) launches.
+    """The configs of one (architecture, dtype, head_dim), by the work on each pair.
 
     `pairwise` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
-    registers, so the tiles are smaller. `scored` serves those that change scores or drop weights, which takes more: it
-    is half of the pairwise tiles where nothing else is named. `combined` serves those that do both, with half of these
-    again where nothing else is named, and `streamed` all others.
+    registers, so the tiles are smaller. `scored` serves calls that change scores or drop weights, which takes more; its
+    default is half of the pairwise tiles. `combined` serves calls that do both; its default is half of the scored
+    tiles. `streamed` serves all others.
     """
 
     streamed: KernelConfigs
@@ -219,12 +217,12 @@ _T = TileConfig
 
 
 def _by_compiler(older: TileConfig, newer: TileConfig) -> TileConfig:
-    """`newer` from Triton 3.8 on, where the same loops take more registers; docs/decisions/0015 has what they gain."""
+    """`newer` from Triton 3.8 on, which needs more registers for the same loops; docs/decisions/0015 has the gains."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return newer if version >= (3, 8) else older
 
 
-# architecture -> itemsize of the dtype -> largest head_dim the entry serves -> what it launches.
+# architecture -> itemsize of the dtype -> largest head_dim -> entry.
 # fmt: off
 TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
     "sm_80": {
@@ -480,8 +478,8 @@ EXACT_ROWS: dict[int, TileConfig] = {
     512: _T(16, 16, 8, 1),
 }
 
-# Of few queries: itemsize of the dtype -> largest head_dim -> config. Loads in flight are what counts: two programs on
-# a multiprocessor, or more stages.
+# Few queries: itemsize of the dtype -> largest head_dim -> config. These need loads in flight: two programs on a
+# multiprocessor, or more stages.
 _FEW: dict[int, dict[int, TileConfig]] = {
     2: {64: _T(32, 64, 4, 3), 128: _T(32, 32, 4, 4), 256: _T(16, 32, 8, 2), 512: _T(16, 16, 8, 2)},
     4: {64: _T(16, 32, 8, 1), 128: _T(16, 32, 8, 1), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)},
@@ -494,11 +492,11 @@ FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "gfx942": _FEW | {2: {64: _T(32, 64, 4, 2), 128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)}},
 }
 
-# Keys of a split. A shorter one makes more programs of one sequence. What one of this length leaves in memory is less
-# than 4 % of the keys and values that it reads, in 16 bits and with up to 16 heads that share them.
+# Keys of a split. A shorter split makes more programs of one sequence. The partial sums of a split of this length take
+# less than 4 % of the memory of the keys and values that it reads, in 16 bits and with up to 16 heads that share them.
 SPLIT = 512
 
-# Small tiles, so that small inputs still take several blocks and ragged ones, in the styles of the newest targets.
+# Small tiles, so that small inputs still have several blocks and ragged ones, in the styles of the newest targets.
 INTERPRETER = KernelConfigs(
     fwd=_T(32, 16, 4, 1, "pipelined"),
     dkdv=_T(16, 32, 4, 1, "descriptors"),
@@ -509,7 +507,7 @@ INTERPRETER_FEW_QUERIES = FewQueries(_T(16, 16, 4, 1, BOUNDARY=16), split=32)
 
 
 def lookup(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> KernelConfigs:
-    """The configs of an architecture for inputs of `head_dim` features of `dtype`, by the work for each pair.
+    """The configs of an architecture for inputs of `head_dim` features of `dtype`, by the work on each pair.
 
     Raises:
         NotImplementedError: head_dim is beyond the table.
@@ -531,7 +529,7 @@ def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
 
 
 def lookup_few_queries(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> FewQueries:
-    """What is launched for few queries; the arguments are those of :func:`lookup`."""
+    """The forward for few queries; the arguments are those of :func:`lookup`."""
     if arch == "interpreter":
         return INTERPRETER_FEW_QUERIES
     by_head_dim = FEW_QUERIES[arch][dtype.itemsize]

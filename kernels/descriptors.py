@@ -1,7 +1,7 @@
 """Tiles through the tensor memory accelerator: one instruction of one thread copies a tile into shared memory.
 
-NVIDIA GPUs from sm_90 on have it. The host describes a tensor (address, shape, strides, shape of a tile), the kernel
-asks for a tile by its coordinates. Only tiles are asked for of which all rows exist.
+NVIDIA GPUs from sm_90 on have it. The host describes a tensor (address, shape, strides, shape of a tile); the kernel
+asks for a tile by its coordinates, and only if all rows of the tile exist.
 """
 
 from functools import lru_cache
@@ -22,15 +22,15 @@ MAX_STRIDE = 2**37  # elements of up to 8 bytes each: 2^40 bytes
 def is_describable(x: torch.Tensor) -> bool:
     """Whether the accelerator can address ``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension.
 
-    Its strides and address are ones it knows, and there is something.
+    ``x`` must not be empty, and its address and strides must be allowed.
     """
     return x.numel() > 0 and x.data_ptr() % ALIGNMENT == 0 and _strides_of(x) is not None
 
 
 def _strides_of(x: torch.Tensor) -> list[int] | None:
-    """Those of ``x`` for a descriptor, or None if one of them is not allowed."""
+    """The strides of ``x`` for a descriptor, or None if one of them is not allowed."""
     (batch, nheads, seqlen, _), (stride_b, stride_h, stride_s, _) = x.shape, x.stride()
-    # That of a dimension of one element is never used, but must be aligned.
+    # The stride of a dimension of one element is never used, but must be aligned.
     if batch == 1:
         stride_b = ALIGNMENT
     if nheads == 1:
@@ -43,13 +43,13 @@ def _strides_of(x: torch.Tensor) -> list[int] | None:
 
 
 def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
-    """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None where they are loaded by pointers."""
+    """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None if they are loaded by pointers."""
     if style == "pointers" or x.numel() == 0 or x.data_ptr() % ALIGNMENT:
         return None
     strides = _strides_of(x)
     if strides is None:
         return None
-    # As its constructor does, which checks all this once more.
+    # The constructor would check all this again.
     tiles = object.__new__(TensorDescriptor)
     vars(tiles).update(_defaults(), base=x, shape=list(x.shape), strides=strides)
     tiles.block_shape = [1, 1, block, block_d(x.shape[3])]
@@ -58,7 +58,7 @@ def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | No
 
 @lru_cache
 def _defaults() -> dict[str, Any]:
-    """The attributes of a descriptor that it is not given."""
+    """The attributes of a descriptor, with their defaults."""
     return vars(TensorDescriptor(torch.empty(16, 16), [16, 16], [16, 1], [16, 16]))
 
 
@@ -66,7 +66,7 @@ def _defaults() -> dict[str, Any]:
 def full_tile(head, tiles, start, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows ``start + arange(BLOCK)`` of a :class:`Head`, ``(BLOCK, BLOCK_D)``; all of them exist.
 
-    `tiles` is what tiles_of made of the tensor, or None.
+    `tiles` is the result of tiles_of for the tensor, or None.
     """
     if tiles is not None:
         return tiles.load([head.batch, head.index, head.first + start, 0]).reshape(BLOCK, BLOCK_D)

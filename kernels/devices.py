@@ -1,4 +1,4 @@
-"""What a device is called in the config table, and what it has."""
+"""The name of a device in the config table, and its resources."""
 
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ SHARED_MEMORY: dict[Arch, int] = {
     "gfx942": 64 * 1024,
 }
 
-# How much of the level-2 cache the heads that run side by side may fill: about half of it.
+# Bytes of the level-2 cache that the heads that run side by side may fill: about half of it.
 L2_BYTES: dict[Arch, int] = {
     "sm_80": 20 * 2**20,
     "sm_86": 3 * 2**20,
@@ -31,7 +31,7 @@ def arch_of(device: torch.device) -> Arch:
     """The config table's name for a device.
 
     Raises:
-        NotImplementedError: a device that the table has no entry for.
+        NotImplementedError: the table has no entry for the device.
     """
     if triton.knobs.runtime.interpret:
         return "interpreter"
@@ -39,7 +39,7 @@ def arch_of(device: torch.device) -> Arch:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many `device` has; few where there is no GPU, so that small inputs still give a program several tiles."""
+    """Multiprocessors of `device`; few in the interpreter, so that small inputs still give a program several tiles."""
     if triton.knobs.runtime.interpret:
         return 3
     return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())

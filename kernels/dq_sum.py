@@ -1,11 +1,11 @@
-"""dq as a sum that programs of different keys add to, in whatever order they come, and dq made of it.
+"""dq as a sum that programs of different keys add to, in any order, and its conversion to dq.
 
-    total = ds k                         attention_bwd_dkdv, which has the tile of keys and of ds
+    total = ds k                         attention_bwd_dkdv, which has the tiles of keys and ds
     dq    = scale * R_q^T total          attention_bwd_dq_sum, one program per tile of queries
 
-total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. A tile is
-added by the tensor memory accelerator, where there is one, which adds in the L2 cache, or by an atomic addition of each
-element. Only the next kernel reads it.
+total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. If there
+is a tensor memory accelerator, it adds whole tiles, in the L2 cache; otherwise each element is added atomically. Only
+the next kernel reads total.
 """
 
 from functools import lru_cache
@@ -40,7 +40,7 @@ HAS_REDUCTIONS = not INTERPRETED.value
 
 @triton.jit
 def add_rows(total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add a tile to those of rows ``start + arange(BLOCK)`` that are `row_seen`, element by element."""
+    """Add a tile, element by element, to those rows ``start + arange(BLOCK)`` that are `row_seen`."""
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     ptr = head_base(total, place.batch, place.head, place.first_q)
@@ -50,12 +50,12 @@ def add_rows(total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def add_dq(total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, tile):
-    """Add the share of a tile of keys to dq of queries ``start_m + arange(BLOCK)``.
+    """Add the contribution of a tile of keys to dq of queries ``start_m + arange(BLOCK)``.
 
-    `ds` is transposed, ``(BLOCK_N, BLOCK)``, 0 for pairs that do not see each other, and `k` finite: other rows get 0
-    from the accelerator, which takes no mask, and leaves out what lies outside of the tensor.
+    `ds` is transposed, ``(BLOCK_N, BLOCK)``, and 0 for hidden pairs; `k` is finite. The accelerator takes no mask: it
+    adds 0 to rows that are not seen, and skips rows outside of the tensor.
     """
-    # Of what a product is multiplied with, only k, which was loaded, is transposed.
+    # Only k is transposed before the product: it was loaded, while ds comes from a product (see attention_bwd).
     dq = tl.trans(dot(tl.trans(k), ds, tile.ACC, tile.PRECISION))
     if tiles is not None:
         tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, tile.BLOCK_D))
@@ -97,17 +97,17 @@ def attention_bwd_dq_sum(
 
 
 def zeros(q: torch.Tensor) -> torch.Tensor:
-    """The total of no keys, for queries `q`."""
+    """A total of 0, for queries `q`."""
     return torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
 
 def reductions_of(total: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
-    """What adds `block` rows of one head at a time; None where each element is added by itself."""
+    """A descriptor that adds `block` rows of one head at a time; None if elements are added one by one."""
     return tiles_of(total, block, style) if HAS_REDUCTIONS else None
 
 
 def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: Problem) -> None:
-    """Fill `dq`."""
+    """Fill `dq` from `total`."""
     shape, head_dim = problem.shape, dq.shape[3]
     block = rope_rows(head_dim)
     n_tiles = triton.cdiv(shape.max_seqlen_q, block)

@@ -1,8 +1,8 @@
 """Dropout of weights, decided element by element, so that tiles of any size and both directions agree.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011): Philox-4x32-10 with the seed as key and
-``(g(key), g(query), sequence * nheads_q + head, 0)`` as counter, where ``g`` leaves bit 3 out of an index. The four
-words of a counter are those of the pairs that differ in these two bits. ``fusedattn.dropout`` has the same in PyTorch.
+``(g(key), g(query), sequence * nheads_q + head, 0)`` as counter, where ``g`` removes bit 3 of an index. The four words
+of a counter serve the four pairs that differ in these two bits alone. ``fusedattn.dropout`` has the same in PyTorch.
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +12,10 @@ import triton.language as tl
 
 
 class DropoutArguments(NamedTuple):
-    """How weights are dropped.
+    """The arguments of dropout; `seed_ptr` is None if nothing is dropped.
 
-    A weight is kept where its word of Philox, less 2^31, is at least `threshold`, and then multiplied by
-    `factor`, 1 / (1 - dropout_p). `seed_ptr` is None where nothing is dropped.
+    A weight is kept if its Philox word minus 2^31 is at least `threshold`, and is then multiplied by `factor`,
+    1 / (1 - dropout_p).
     """
 
     seed_ptr: Any
@@ -45,7 +45,7 @@ def _group(index):
 
 
 def dropout_arguments(seed: Any, dropout_p: float) -> DropoutArguments:
-    """Of an int64 tensor of one element, or None; ``0 <= dropout_p < 1``."""
+    """The arguments for a seed, an int64 tensor of one element, or None; ``0 <= dropout_p < 1``."""
     if seed is None:
         return NO_DROPOUT
     return DropoutArguments(seed, int(dropout_p * 2**32) - 2**31, 1.0 / (1.0 - dropout_p))

@@ -1,4 +1,4 @@
-"""From the sums of a row to its results, or, where its keys are split among programs, to partial sums."""
+"""From the sums of a row to its results or, if its keys are split among programs, to partial sums."""
 
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ class Sums(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the forward fills; the last may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
+    """The results of the forward; the last may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
 
-    Tuples come last, one of which may be None: docs/decisions/0007.
+    The tuples, one of which may be None, come last: docs/decisions/0007.
     """
 
     lse: Any
@@ -42,7 +42,7 @@ class Results(NamedTuple):
     rounding_residual: Any
 
     def strided(self) -> "Results":
-        """Results of tensors for a kernel."""
+        """Results that are tensors, as a kernel takes them."""
         residual = None if self.rounding_residual is None else strided(self.rounding_residual)
         return Results(self.lse, self.row_max, self.row_sum, strided(self.out), residual)
 
@@ -51,9 +51,9 @@ class Partials(NamedTuple):
     """The sums of each split of the keys, contiguous, in ACC.
 
     `weighted` is ``(rows, n_splits, head_dim_v)``, for acc; the others are ``(rows, n_splits)``, for m_i, l_i, w_i
-    (None where nothing is kept for a backward) and c_i (None without dropout too). Rows are those of a
-    ``(batch, nheads_q, seqlen_q)`` tensor. Where a tile visits no key of a split, its row_sum is NOTHING, and the rest
-    is not written.
+    (None without a rounding residual) and c_i (None without dropout too). Rows are those of a
+    ``(batch, nheads_q, seqlen_q)`` tensor. If a tile visits no key of a split, row_max is -inf, row_sum is NOTHING, and
+    the others are not written.
     """
 
     weighted: Any
@@ -63,7 +63,7 @@ class Partials(NamedTuple):
     kept_sum: Any
 
 
-NOTHING = tl.constexpr(-1.0)  # no sum of weights
+NOTHING = tl.constexpr(-1.0)  # cannot be a sum of weights
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
     """
     m_i, l_i, w_i, c_i, acc = sums
     w_i = tl.max(w_i, 1)
-    # A row that saw nothing has l_i == 0 and m_i == -inf: out 0, lse -inf, and weights exp2(s - inf) = 0 again in
-    # the backward.
+    # A row that saw nothing has l_i == 0 and m_i == -inf. Its out is 0, its lse -inf; weights in the backward are
+    # exp2(s - inf) = 0.
     unseen = l_i == 0.0
     EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     if dropout.seed_ptr is None:
@@ -85,7 +85,7 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
         sink = tl.load(sinks_ptr + rows.heads).to(tile.ACC)
         m_new = tl.maximum(m_i, sink)
         alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
-        # Without a sink either, as below.
+        # If the sink is -inf too, as below.
         l_i = tl.where(m_new == float("-inf"), 1.0, l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT))
         acc = acc * alpha[:, None]
         w_i = w_i * alpha
@@ -100,12 +100,12 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
         lse = m_i * softmax_scale + tl.log(l_i)
     tl.store(results.lse + stats, lse, mask=rows.exist)
     m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum leaves NaN out: one of -inf need not be unseen
+    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum ignores NaN: one of -inf need not be unseen
     tl.store(results.row_max + stats, m_i, mask=rows.exist)
     tl.store(results.row_sum + stats, l_i, mask=rows.exist)
     if results.rounding_residual is not None:
-        # Divided by the sum of the rounded weights: these then add up to 1, and what all values have in common passes
-        # unchanged, as it must for the backward to cancel it. Behind a sink the sum may have no reciprocal.
+        # Divided by their sum, the rounded weights add up to 1, and the part that all values share passes unchanged,
+        # so that the backward can cancel it. With a sink the sum may have no reciprocal.
         exact_factor = c_i / l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)
         if dropout.seed_ptr is not None:
             exact_factor = exact_factor * dropout.factor
@@ -118,8 +118,8 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
 def _store_values(
     acc, unseen, l_i, exact_factor, results, dropout, place, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, tile
 ):
-    """Write WIDTH features from FIRST on: ``acc / l_i``, and, by `exact_factor`, what rounding takes from it."""
-    # A large tile leaves no registers for all its results at once.
+    """Write WIDTH features from FIRST on: ``acc / l_i`` and, by `exact_factor`, its rounding residual."""
+    # Registers cannot hold all results of a large tile at once.
     SIZE: tl.constexpr = tile.BLOCK_M * tile.BLOCK_DV
     PIECE: tl.constexpr = tile.BLOCK_DV if SIZE <= 16384 else max(16, 4096 // tile.BLOCK_M)
     if WIDTH > PIECE:
@@ -134,7 +134,7 @@ def _store_values(
             out = acc * (1.0 / l_i)[:, None]
         if dropout.seed_ptr is not None:
             out = out * dropout.factor
-        # Not acc alone: a row of scores of -inf, whose weights are 0 too, may have a NaN there.
+        # A row whose scores are all -inf has weights 0 too, but its acc may have a NaN.
         out = round_to(tl.where(unseen[:, None], 0.0, out), results.out.ptr.dtype.element_ty)
         store_rows(results.out, place, rows, out, FIRST, tile.HEAD_DIM_V, tile.BLOCK_M, WIDTH, tile.HEADS)
         if results.rounding_residual is not None:
@@ -161,7 +161,7 @@ def store_partials(sums, partials, place, rows, split, n_splits, tile):
 
 @triton.jit
 def store_nothing(partials, place, rows, split, n_splits, tile):
-    """Write that a tile visited no key of a split."""
+    """Record that a tile visited no key of a split."""
     stats = row_offsets(place, rows) * n_splits + split
     tl.store(partials.row_max + stats, tl.full([tile.BLOCK_M], float("-inf"), tile.ACC), mask=rows.exist)
     tl.store(partials.row_sum + stats, tl.full([tile.BLOCK_M], NOTHING, tile.ACC), mask=rows.exist)

@@ -4,9 +4,8 @@ A float32 is an integer of 24 bits times a power of two. A sum is kept as twelve
 each term adds an integer to two of them, which is exact, and 2^39 terms fit. Kulisch, "Computer Arithmetic and
 Validity" (2008), chapter 8, has the idea as one long accumulator.
 
-    words    (n, 12) int64: word w counts in units of 2^(24 w - 149); of float64 sums (n,) float64
-    special  (n,) float32: the sum of the terms that are infinite or NaN, which is the result then; of float64 sums
-             empty
+    words    (n, 12) int64: word w counts in units of 2^(24 w - 149); for float64 terms, (n,) float64
+    special  (n,) float32: the sum of the infinite and NaN terms, if any, is the result; for float64 terms, empty
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ SMALLEST = -149  # the exponent of the smallest float32
 
 
 class ExactSums(NamedTuple):
-    """What a kernel adds to."""
+    """Sums as a kernel takes them."""
 
     words_ptr: Any
     special_ptr: Any
@@ -32,7 +31,7 @@ NO_SUMS = ExactSums(None, None)
 
 @triton.jit
 def add_exactly(sums, index, x, mask):
-    """Add each of ``x``, float32, to the sum of its index, where `mask`; float64 as it is, in any order."""
+    """Add each element of ``x``, where `mask`, to the sum at its index: float32 exactly, float64 with rounding."""
     if x.dtype == tl.float64:
         tl.atomic_add(sums.words_ptr + index, x, mask=mask, sem="relaxed")
     else:
@@ -50,7 +49,7 @@ def add_exactly(sums, index, x, mask):
 
 
 def zeros(n: int, dtype: torch.dtype, device: torch.device) -> ExactSums:
-    """``n`` sums of nothing, of float32 or float64 terms."""
+    """``n`` sums of 0, for float32 or float64 terms."""
     if dtype == torch.float64:
         return ExactSums(torch.zeros(n, dtype=dtype, device=device), torch.empty(0, device=device))
     words = torch.zeros(n, WORDS.value, dtype=torch.int64, device=device)
@@ -62,7 +61,7 @@ def rounded(sums: ExactSums) -> torch.Tensor:
     words = sums.words_ptr
     if words.dtype == torch.float64:
         return words
-    # Carried upwards, all words but the last are positive and have 24 bits.
+    # After carrying upwards, all words but the last have 24 bits and no sign.
     columns = list(words.unbind(1))
     for i in range(len(columns) - 1):
         columns[i + 1] = columns[i + 1] + (columns[i] >> BITS.value)

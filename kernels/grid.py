@@ -1,9 +1,9 @@
-"""How the forward of a call is cut into programs.
+"""The division of a call's forward into programs.
 
-Usually a program owns a tile of queries of one head, and walks over all keys that these see. Where all queries of the
+Usually a program owns a tile of queries of one head, and walks over all keys that these see. If all queries of the
 heads that share a KV head fit into one small tile, as in a step of generation, it owns them all, and the keys are split
-among programs. Splits are of a length that only the config knows: what a sequence gets does not depend on how many
-programs there are, nor on the lengths of others.
+among programs. The length of a split depends on the config alone: the result of a sequence depends neither on the
+number of programs nor on the lengths of other sequences.
 """
 
 from dataclasses import replace
@@ -17,12 +17,12 @@ from fusedattn.kernels.configs import TileConfig
 
 
 class Tiling(NamedTuple):
-    """What the launcher of the forward needs to know.
+    """The division of a forward into programs.
 
     Attributes:
-        heads: that share a tile: HEADS, a power of two.
-        split: the keys of one split: SPLIT; 0 where keys are not split.
-        n_tiles: of the queries of a head; with `split`, of the keys.
+        heads: the heads that share a tile: HEADS, a power of two.
+        split: the keys of one split: SPLIT; 0 if keys are not split.
+        n_tiles: tiles of the queries of a head; with `split`, splits of the keys.
         n_programs: the grid.
     """
 
@@ -41,7 +41,7 @@ def tiling_of(problem: Problem) -> Tiling:
         heads = min(_power_of_2(group), few.config.BLOCK_M) if problem.groups_heads else 1
         n_rows = heads * shape.max_seqlen_q
         if n_rows <= few.config.BLOCK_M:
-            # Programs of heads that share a KV head, of all sequences.
+            # Tiles of heads that share a KV head, of all sequences.
             n_groups = shape.n_sequences * shape.nheads_kv * (group if heads == 1 else triton.cdiv(group, heads))
             n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)
             n_splits = triton.cdiv(n_keys, few.split)
@@ -55,7 +55,7 @@ def tiling_of(problem: Problem) -> Tiling:
 
 
 def _power_of_2(n: int) -> int:
-    """The least that is not below `n`, which is positive."""
+    """The smallest power of two that is at least `n`, which is positive."""
     return 1 << (n - 1).bit_length()
 
 

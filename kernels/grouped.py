@@ -1,4 +1,4 @@
-"""Tiles of queries of several heads.
+"""Tiles with queries of several heads.
 
 Row ``r`` is query ``start + r // HEADS`` of head ``first + r % HEADS``. These heads share a KV head, whose keys and
 values are read once for all of them. Rows of heads beyond the group do not exist. With HEADS == 1 a tile has queries of
@@ -17,8 +17,8 @@ from fusedattn.kernels.sequences import row_base, with_head
 class TileRows(NamedTuple):
     """The rows of a tile.
 
-    `start` is the first query, `head` the first head. `queries` and `exist` are ``(BLOCK_M,)``, and so are `heads`, of
-    which those that do not exist are the last that does; with HEADS == 1 it is `head`.
+    `start` is the first query, `head` the first head. `queries`, `exist` and `heads` are ``(BLOCK_M,)``; heads beyond
+    the group are replaced by its last. With HEADS == 1 `heads` is `head`.
     """
 
     start: Any
@@ -58,7 +58,7 @@ def rows_of(place, start_m, head, stop_head, BLOCK_M: tl.constexpr, HEADS: tl.co
 
 @triton.jit
 def with_rows(place, rows, HEADS: tl.constexpr):
-    """A place whose head is that of each row, ``(BLOCK_M, 1)``, to go with pairs."""
+    """`place` with the head of each row, ``(BLOCK_M, 1)``, which broadcasts to pairs."""
     if HEADS == 1:
         return place
     else:
@@ -105,7 +105,7 @@ def store_rows(
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Write WIDTH features from FIRST on of the rows that exist of a :class:`Strided`, rounded to its dtype."""
+    """Write WIDTH features, from FIRST on, of existing rows to a :class:`Strided`, rounded to its dtype."""
     if HEADS == 1:
         x_head = head_of(x, place.batch, rows.head, place.first_q)
         store_tile(x_head, rows.start, place.seqlen_q, tile, HEAD_DIM, BLOCK_M, WIDTH, FIRST)

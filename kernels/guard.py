@@ -1,9 +1,9 @@
-"""Whether what a compiler has made of a kernel may be launched.
+"""Whether a compiled warp-specialised kernel may be launched.
 
-Hopper's compiler splits loops between warps by itself. Where it cannot, it raises, or leaves the loop as it is, with
-spills, or lets the assembler wait after each product; some of its versions have made kernels that hang or are wrong. So
-such a kernel is launched on GPUs and under versions of Triton only for which its machine code has been looked at, and
-once what was compiled for the call at hand has been looked at too. The verdict is kept: later calls look up a key.
+Hopper's compiler splits loops between warps by itself. If it cannot, it raises, or keeps the loop whole, with spills,
+or lets the assembler wait after each product; some of its versions have made kernels that hang or are wrong. Such a
+kernel is therefore launched only on GPUs and under versions of Triton for which its machine code has been inspected,
+and only after the kernel compiled for the call at hand has passed too. The verdict is kept: later calls look up a key.
 
 FUSEDATTN_WARP_SPECIALIZE=0 in the environment refuses all of them.
 """
@@ -28,11 +28,11 @@ VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 CAPABILITY = (9, 0)
 
 _allowed = os.environ.get(SWITCH, "1") != "0"
-_reasons: dict[Hashable, str] = {}  # why what a key names is not launched; empty where it is
+_reasons: dict[Hashable, str] = {}  # why the kernel of a key is not launched; empty if it is
 
 
 def knows(device: torch.device) -> bool:
-    """Whether a compiled kernel is worth a look at all; an interpreted one has nothing that could go wrong."""
+    """Whether a compiled kernel is worth inspecting; in the interpreter, always: nothing can go wrong there."""
     return triton.knobs.runtime.interpret or (
         _allowed
         and triton.__version__ in VERSIONS
@@ -46,10 +46,10 @@ def _is_known(index: int) -> bool:
 
 
 def accepts(key: Hashable, compiled: Callable[[], Any]) -> bool:
-    """Whether to launch the kernel that `key` names, which `compiled` gives; it is asked for the first time only.
+    """Whether to launch the kernel of `key`. `compiled` returns it, and is called for a new key only.
 
     Warns:
-        RuntimeWarning: the kernel is refused, and why; once.
+        RuntimeWarning: the kernel is refused, with the reason; once.
     """
     if triton.knobs.runtime.interpret:
         return True
@@ -61,14 +61,14 @@ def accepts(key: Hashable, compiled: Callable[[], Any]) -> bool:
 
 
 def reason(compiled: Callable[[], Any]) -> str:
-    """Why what `compiled` gives, Triton's CompiledKernel, must not be launched; empty where it may be."""
+    """Why the kernel that `compiled` returns, Triton's CompiledKernel, must not be launched; empty if it may be."""
     try:
         kernel = compiled()
         asm, shared_bytes = kernel.asm, kernel.metadata.shared
         if "ttg.warp_specialize" not in asm["ttgir"]:
             return "its loop was not split between warps"
         cubin, log = _assembled(asm["ptx"])
-    except Exception as error:  # whatever it is, there is another kernel
+    except Exception as error:  # whatever the error, there is another kernel
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if cubin != asm["cubin"]:
         return "its machine code is not what the assembler gives for it"
@@ -83,7 +83,7 @@ def reason(compiled: Callable[[], Any]) -> str:
 
 
 def _assembled(ptx: str) -> tuple[bytes, str]:
-    """(machine code, what ptxas prints) of a kernel for sm_90a, with the options of Triton: it keeps no log."""
+    """(machine code, log of ptxas) of a kernel for sm_90a, with the options of Triton, which itself keeps no log."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:

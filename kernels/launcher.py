@@ -1,10 +1,10 @@
-"""How kernels are launched: what Triton finds out about the arguments of a launch is kept for the next of its kind.
+"""Launch kernels, and keep Triton's choice of a compiled kernel for the next launch of the same kind.
 
-``kernel[grid](...)`` binds arguments to names, and derives from all of them which compiled kernel serves. Of a short
-call nothing takes longer. Here a launcher says apart what decides that, in the order of every kernel's parameters:
+``kernel[grid](...)`` binds arguments to names, and derives from all of them which compiled kernel to run. In a short
+call nothing takes longer. Launchers here group arguments by their part in that choice, in the order of parameters:
 
-    arguments    tensors and tuples of them: their dtypes, alignment and strides decide
-    numbers      sizes and factors, for which nothing is compiled anew (``do_not_specialize``)
+    arguments    tensors and tuples of them: the choice depends on their dtypes, alignment and strides
+    numbers      sizes and factors, for which nothing is recompiled (``do_not_specialize``)
     constants    constexpr parameters and launch options, one :class:`Constants` for each set of them
 
 Only compiled kernels are kept, with their constants: no tensor, and nothing that depends on a length or a stream.
@@ -25,14 +25,14 @@ from fusedattn.kernels.start import start_of, watched
 
 SPECIALIZED = 16  # Triton compiles another kernel for addresses, in bytes, and whole numbers that are multiples of it
 
-# Of every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
+# For every launch: a * b + c is one operation, rounded once. Triton's default, announced to change in 3.10.
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 _run = JITFunction.run
 
 
 class Constants:
-    """The constexpr parameters and launch options of a kernel, and what was compiled for them so far."""
+    """The constexpr parameters and launch options of a kernel, and the kernels compiled for them so far."""
 
     def __init__(self, kernel: Any, *, num_warps: int, num_stages: int | None = None, **parameters: Any) -> None:
         self.kernel = kernel
@@ -52,7 +52,7 @@ def launch(
 ) -> None:
     """Launch a kernel on the current device; `known` is one of the arguments and its kind."""
     kernel, grid = constants.kernel, (n_programs, 1, 1)
-    # Whoever looks at launches does so where Triton starts them all.
+    # A tool that observes launches expects them on Triton's own path.
     if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks or watched():
         replay.give_up()
         kernel[grid](*arguments, *numbers, **constants.named)
@@ -75,7 +75,7 @@ def launch(
 
 
 def kind_of(x: Any) -> Hashable:
-    """What of an argument decides which compiled kernel serves."""
+    """The part of an argument that decides which compiled kernel to run."""
     if x is None:
         return None
     of_type = _KINDS.get(type(x))
@@ -95,7 +95,7 @@ def _of_strided(x: Strided) -> Hashable:
     if ptr is None:
         return None
     together = stride_b | stride_h | stride_s
-    if together % SPECIALIZED == 0 and 0 <= together < 2**31:  # as nearly always
+    if together % SPECIALIZED == 0 and 0 <= together < 2**31:  # nearly always
         strides: Hashable = SPECIALIZED
     else:
         strides = _of_number(stride_b), _of_number(stride_h), _of_number(stride_s)

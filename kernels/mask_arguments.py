@@ -1,4 +1,4 @@
-"""From the tensors of a mask to what the kernels read, by torch functions on the device: nothing waits for the host."""
+"""From the tensors of a mask to arguments of the kernels, on the device and without waiting for it."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -18,8 +18,8 @@ _SWITCH = {False: tl.constexpr(False), True: tl.constexpr(True)}
 
 @dataclass(frozen=True)
 class BandBounds:
-    """Query ``i`` sees keys ``i + lower .. i + upper``, counted from the first key and so that the last query and the
-    last key lie on the diagonal; both hold. None: no bound.
+    """Query ``i`` sees keys ``i + lower .. i + upper``; None is no bound. Both pairs hold: `_start` bounds count from
+    the first key, `_end` bounds put the last query and the last key on the diagonal.
     """
 
     lower_start: int | None = None
@@ -29,7 +29,7 @@ class BandBounds:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The bounds as the kernels take them."""
+        """The bounds as the kernels take them, by name."""
         far = FAR.value
         return {
             name: (-far if name.startswith("lower") else far) if bound is None else max(-far, min(far, bound))
@@ -38,22 +38,22 @@ class BandBounds:
 
     @cached_property
     def in_order(self) -> tuple[int, ...]:
-        """The same, in the order of the kernels' parameters."""
+        """The bounds as the kernels take them, in the order of their parameters."""
         return tuple(self.sizes.values())
 
     @cached_property
     def has_lower(self) -> bool:
-        """Whether queries do not look back further than so far."""
+        """Whether a bound limits how far queries look back."""
         return self.lower_start is not None or self.lower_end is not None
 
     @cached_property
     def has_upper(self) -> bool:
-        """Whether queries do not look ahead further than so far."""
+        """Whether a bound limits how far queries look ahead."""
         return self.upper_start is not None or self.upper_end is not None
 
     @cached_property
     def width(self) -> int:
-        """No query lies between bounds of more keys than this."""
+        """The most keys that the bounds let a query see."""
         sizes = self.sizes
         widths = (sizes[f"upper_{end}"] - sizes[f"lower_{end}"] + 1 for end in ("start", "end"))
         return max(0, min(widths))
@@ -81,8 +81,8 @@ def mask_arguments(
             and seqlen_k long, or 1 where it is broadcast; `prefix`, int ``(n_sequences,)``; `documents_q` and
             `documents_k`, int ``(batch, seqlen)``; `layout`, bool ``(n_sequences, nheads_q, blocks of queries, blocks
             of keys)``, each 1 where it is broadcast. None masks nothing.
-        sizes: has `prefix_at_end`, as PREFIX_AT_END of the kernels, and `block_q` and `block_k`, of the layout.
-        function, function_args: the user's, and its tensors and numbers.
+        sizes: has `prefix_at_end`, which is PREFIX_AT_END of the kernels, and `block_q` and `block_k` of the layout.
+        function, function_args: the user's function, and its tensors and numbers.
         band: bounds of the distance from a query to its keys.
         sequences, shape: of the call.
     """
@@ -120,7 +120,7 @@ def _documents(ids_q: torch.Tensor, ids_k: torch.Tensor) -> DocumentArguments:
     sorted_k, index_k = ids_k.sort(dim=-1, stable=True)
     number_q, key_ranges = _ranges(ids_q, sorted_k, index_k)
     _, query_ranges = _ranges(ids_k, *ids_q.sort(dim=-1, stable=True))
-    # One numbering for both: that of the keys among themselves, which lack none of their own documents.
+    # Queries and keys share the numbering of the keys, in which each document of the keys has a number.
     number_k = torch.searchsorted(sorted_k, ids_k.contiguous())
     return DocumentArguments(
         number_q.to(torch.int32),
@@ -133,7 +133,7 @@ def _documents(ids_q: torch.Tensor, ids_k: torch.Tensor) -> DocumentArguments:
 
 
 def _ranges(ids: torch.Tensor, others: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of documents `ids` among the sorted `others`, -1 where there is none; and the ranges of the others."""
+    """(numbers of the documents `ids` among the sorted `others`, -1 if there is none; ranges in the others)."""
     ids = ids.contiguous()
     left, right = torch.searchsorted(others, ids), torch.searchsorted(others, ids, right=True)
     found = right > left
@@ -177,7 +177,7 @@ def _layout(blocks: torch.Tensor, block_q: int, block_k: int) -> LayoutArguments
 
 
 def _lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, how many are True, and their indices, followed by the others."""
+    """For each row, the number of True elements, and their indices, followed by the other indices."""
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     return counts, (~blocks).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32).contiguous()
 
@@ -214,7 +214,7 @@ def key_range(valid: torch.Tensor, sequences: Sequences, shape: Shape) -> torch.
         sequences, shape: of the attention.
 
     Returns:
-        int32 ``(n_sequences, 3)``: first visible key, last visible key + 1, and 1 where there is no gap between.
+        int32 ``(n_sequences, 3)``: first visible key, last visible key + 1, and 1 if there is no gap between.
     """
     out = replay.scratch(valid, (shape.n_sequences, 3), torch.int32)
     launcher.launch(

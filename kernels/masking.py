@@ -1,10 +1,10 @@
-"""What a tile may see: the key blocks a query tile visits, the query blocks a key tile visits, and the mask.
+"""The key blocks that a query tile visits, the query blocks that a key tile visits, and the mask inside a block.
 
-This file is the only place that computes either, for all kernels. A tile's blocks come in two kinds: *full* blocks, in
-which every pair is visible and no mask arithmetic is done, and *boundary* blocks, where :func:`visible` decides pair
-by pair. The full blocks are one run, with boundary blocks to its left and right. Blocks beyond these are not visited.
+Only this file computes them, for all kernels. A tile's blocks come in two kinds: *full* blocks, in which every pair is
+visible and no mask arithmetic is done, and *boundary* blocks, in which :func:`visible` decides pair by pair. The full
+blocks are one run, with boundary blocks to its left and right. Other blocks are not visited.
 
-Without a lower bound key blocks are counted from the first visible key, and query blocks end at the last visible
+Without a lower bound, key blocks are counted from the first visible key, and query blocks end at the last visible
 query, so that the ragged block always falls on the side of the diagonal, which is masked anyway.
 """
 
@@ -20,10 +20,10 @@ FAR = tl.constexpr(2**30)
 
 
 class DocumentArguments(NamedTuple):
-    """Numbers of documents, int32 ``(batch, seqlen)`` each; of a document that the other side lacks, negative.
+    """Numbers of documents, int32 ``(batch, seqlen)`` each; negative for a document that the other side lacks.
 
     The ranges, int32 ``(3, batch, seqlen)``, are for each query (key) the first key (query) of its document, the last
-    + 1, and again the last + 1, or 0 where others lie between.
+    + 1, and again the last + 1, or 0 if other documents lie between.
     """
 
     q_ptr: Any
@@ -35,9 +35,9 @@ class DocumentArguments(NamedTuple):
 
 
 class LayoutArguments(NamedTuple):
-    """Blocks of block_q queries and block_k keys, of ``(sequences or 1, nheads_q or 1)`` matrices of blocks.
+    """``(sequences or 1, nheads_q or 1)`` matrices of n_q by n_k blocks, each of block_q queries and block_k keys.
 
-    The lists have, for each row of blocks (columns, for the queries), how many are visible and which, int32.
+    For each row of blocks (column, for queries), the int32 counts and lists give the visible blocks.
     """
 
     key_counts_ptr: Any
@@ -54,13 +54,13 @@ class LayoutArguments(NamedTuple):
 
 
 class MaskArguments(NamedTuple):
-    """A mask as the kernels read it; what is None, or False, masks nothing.
+    """A mask as the kernels read it; a field that is None or False masks nothing.
 
-    `key_range_ptr` has what :func:`fusedattn.kernels.mask_arguments.key_range` made of `valid_ptr`, which is
-    ``(batch, seqlen_k)``.
+    `valid_ptr` is ``(batch, seqlen_k)``; `key_range_ptr` is its :func:`fusedattn.kernels.mask_arguments.key_range`.
     `prefix_ptr`, ``(sequences,)``, goes with the diagonal that ends at the last key (PREFIX_AT_END) or starts at the
-    first. BY_PAIR: only :func:`visible` knows what a block shows, so that none counts as full. MAY_HIDE_ROWS: a query
-    may see nothing for another reason than that it comes before all keys. FUNCTION comes last: docs/decisions/0007.
+    first. BY_PAIR: only :func:`visible` knows which pairs of a block are visible, so no block counts as full.
+    MAY_HIDE_ROWS: a query may see nothing even if it does not come before all keys. FUNCTION comes last:
+    docs/decisions/0007.
     """
 
     HAS_LOWER: Any
@@ -81,8 +81,8 @@ class MaskArguments(NamedTuple):
 class Bounds(NamedTuple):
     """Query ``i`` sees keys ``i + lower <= j <= i + upper`` that lie in ``[key_start, key_stop)``.
 
-    `contiguous` where that range has no gaps. The prefix is visible to all, and what lies at most `prefix_upper` from
-    a query to it.
+    `contiguous`: that range has no gaps. With a prefix, keys below `prefix` are visible to all queries, and keys
+    ``j <= i + prefix_upper`` to query ``i``.
     """
 
     lower: Any
@@ -95,7 +95,7 @@ class Bounds(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks at `start`: `n_left` boundary blocks, `n_full` full ones, then the rest of the `n_boundary`."""
+    """Blocks from `start` on: `n_left` of `n_boundary` boundary blocks, `n_full` full ones, other boundary blocks."""
 
     start: Any
     n_left: Any
@@ -124,7 +124,7 @@ def bounds_of(mask, place, numbers):
 
 @triton.jit
 def _document_range(ranges_ptr, stride, base, offs, exists):
-    """(start, stop, full_start, full_stop) of what `offs`, ``(BLOCK,)``, see: some of them, and all of them."""
+    """(start, stop) of the range that any of `offs`, ``(BLOCK,)``, sees; (full_start, full_stop) of the one all see."""
     ptrs = ranges_ptr + base + offs
     starts = tl.load(ptrs, mask=exists, other=FAR)
     stops = tl.load(ptrs + stride, mask=exists, other=0)
@@ -146,9 +146,9 @@ def key_blocks(
 ):
     """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit.
 
-    Full ones come in runs of FULL_N keys, a multiple of BLOCK_N, for who takes more of them at a time. With SPLIT, a
-    multiple of both, those of the SPLIT keys alone that begin ``split * SPLIT`` behind the first visited key: what is
-    hidden before it, as by padding or a window, moves no block. A layout cannot be split.
+    Full blocks come in runs of FULL_N keys, a multiple of BLOCK_N, for loops that take FULL_N keys at a time. With
+    SPLIT, a multiple of both, only SPLIT keys are visited, which begin ``split * SPLIT`` after the first visited key:
+    keys that padding or a window hides before it move no block. A layout cannot be split.
     """
     if mask.layout is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
@@ -174,7 +174,7 @@ def key_blocks(
             first, end, full_first, full_end = _document_range(
                 mask.documents.key_ranges_ptr, mask.documents.stride_rq, place.query_base, rows, rows < place.seqlen_q
             )
-            # Packed, the range counts from the start of the tensor.
+            # If sequences are packed, the range counts from the start of the tensor.
             start = tl.maximum(start, first - place.first_k)
             stop = tl.minimum(stop, end - place.first_k)
             full_start = tl.maximum(full_start, full_first - place.first_k)
@@ -210,7 +210,7 @@ def boundary_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def any_keys(i, blocks, mask, place, start_m, BLOCK_N: tl.constexpr):
-    """The first key of block `i`, full blocks counted first, for who takes all for boundary blocks."""
+    """The first key of block `i`, full blocks counted first, for loops that treat all blocks as boundary blocks."""
     if i < blocks.n_full:
         start_n = blocks.start + (blocks.n_left + i) * BLOCK_N
     else:
@@ -224,10 +224,9 @@ def query_blocks(
 ):  # fmt: skip
     """The :class:`Blocks` of BLOCK_M queries that keys ``start_n + arange(BLOCK_N)`` visit.
 
-    Full ones come in runs of FULL_M queries, as those of :func:`key_blocks`.
-    They hold for each of the `group` heads from that of `place` on; where a layout has less for one of them,
-    :func:`boundary_queries` answers with a query beyond the last. `start` may be negative: the first block then reaches
-    before row 0.
+    Full blocks come in runs of FULL_M queries, as in :func:`key_blocks`. The result holds for each of the `group` heads
+    from that of `place` on; if a layout has fewer blocks for one of them, :func:`boundary_queries` returns a query
+    beyond the last. `start` may be negative: the first block then begins before row 0.
     """
     keys_hidden = (start_n + BLOCK_N <= bounds.key_start) | (start_n >= bounds.key_stop)
     if mask.layout is not None:
@@ -292,7 +291,7 @@ def boundary_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def any_queries(i, blocks, mask, place, start_n, BLOCK_M: tl.constexpr):
-    """The first query of block `i`, full blocks counted first, for who takes all for boundary blocks."""
+    """The first query of block `i`, full blocks counted first, for loops that treat all blocks as boundary blocks."""
     if i < blocks.n_full:
         start_m = blocks.start + (blocks.n_left + i) * BLOCK_M
     else:
@@ -307,7 +306,7 @@ def _boundary_start(i, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _layout_row(layout, place, block, n):
-    """Where `block` lies among the rows (n = n_q) or columns (n = n_k) of blocks of all matrices."""
+    """The index of `block` among the rows (n = n_q) or columns (n = n_k) of blocks of all matrices."""
     matrix = tl.cast(place.sequence, tl.int64) * layout.stride_b + place.head * layout.stride_h
     return matrix * n + block
 
@@ -337,7 +336,7 @@ def load_key_visible(mask, place, bounds, keys):
 
 @triton.jit
 def clamped(offs, seqlen):
-    """Indices for users' functions, which may read with them: rows and keys beyond the sequence become its last."""
+    """Indices for users' functions, which may load by them: those outside the sequence become its first or last."""
     return tl.minimum(tl.maximum(offs, 0), seqlen - 1)
 
 
@@ -345,7 +344,7 @@ def clamped(offs, seqlen):
 def visible(mask, place, bounds, block, query_exists, key_visible):
     """Which pairs of a block are visible.
 
-    `query_exists` and `key_visible` have the shapes of the block's rows and keys. A layout has decided before.
+    `query_exists` and `key_visible` have the shapes of the block's rows and keys. A layout decides about whole blocks.
     """
     rows = block.rows
     keys = block.keys

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# A kernel's offsets inside one tile are int32: what lies further apart than this is copied together first.
+# A kernel's offsets inside one tile are int32: a tensor whose rows lie further apart than this is copied first.
 MAX_ROW_STRIDE = 2**31 // 512
 
 
@@ -41,8 +41,8 @@ def pair_pointers(x, place, block):
 
 
 def pairs(x: torch.Tensor) -> Pairs:
-    """A tensor of four dimensions, those of length 1 broadcast; copied where a tile would span too much memory."""
+    """A tensor of four dimensions, those of length 1 broadcast; copied if a tile would span too much memory."""
     if max(x.stride()[2:]) > MAX_ROW_STRIDE:
-        # Contiguous, or, where its rows are too long for that, transposed.
+        # Contiguous or, if its rows are too long for that, transposed.
         x = x.contiguous() if x.shape[3] <= MAX_ROW_STRIDE else x.mT.contiguous().mT
     return Pairs(x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))

@@ -1,8 +1,7 @@
 """The parameters of kernels that walk over blocks of keys or of queries.
 
-Tensors come first, alone or in tuples (docs/decisions/0007); then numbers, each a parameter of its own, for which
-Triton compiles nothing anew; last the :class:`Tile`, whose every value is a constant. Inside a kernel the numbers are
-put together as :class:`Numbers`.
+Tensors come first, alone or in tuples (docs/decisions/0007). Then come numbers, each a parameter of its own, for which
+Triton recompiles nothing; a kernel collects them in :class:`Numbers`. The :class:`Tile`, all constants, is last.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ class Call(NamedTuple):
     sequences: Sequences = NOT_PACKED
 
 
-# Numbers that change with the heads or the lengths, or that a mask's bounds and the tables of a rotation give.
+# Numbers that depend on the heads, the lengths, the bounds of a mask, or the tables of a rotation.
 NOT_SPECIALIZED = (
     "nheads_q",
     "nheads_kv",
@@ -43,9 +42,8 @@ NOT_SPECIALIZED = (
 class Numbers(NamedTuple):
     """Numbers of a call that its helpers read.
 
-    Query ``i`` sees keys ``i + lower_start`` to ``i + upper_start``, and those of the `_end` bounds, which count from
-    the diagonal that ends at the last key. `scale` multiplies products of q and k where they are modified, `qk_scale`
-    is left for the softmax, in base 2.
+    The bounds are those of :class:`~fusedattn.kernels.mask_arguments.BandBounds`. `scale` multiplies the products of q
+    and k if scores are modified; `qk_scale` is the scale that the softmax applies, in base 2.
     """
 
     lower_start: Any
@@ -60,10 +58,10 @@ class Numbers(NamedTuple):
 class Tile(NamedTuple):
     """Constants of a kernel, each a ``tl.constexpr``.
 
-    BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up to what tl.dot takes.
+    BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up for tl.dot.
     ACC is the dtype of sums, PRECISION that of float32 products, EXACT as in kernels/softmax.py. Boundary blocks have
-    BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS share a tile (kernels/grouped.py); SPLIT keys
-    are those of one program, or 0 for all.
+    BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS heads share a tile (kernels/grouped.py). A
+    program takes SPLIT keys, or all if SPLIT is 0.
     """
 
     HEAD_DIM: Any

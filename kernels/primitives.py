@@ -1,4 +1,4 @@
-"""Device helpers shared by every kernel: tiles in and out, and products.
+"""Device helpers shared by every kernel: loading and storing tiles, and products.
 
 Conventions: a tile of rows is ``(BLOCK, BLOCK_D)``, where BLOCK_D is head_dim rounded up to a power of two and
 the features beyond HEAD_DIM are zero. ACC is the dtype that sums and exponentials are computed in: float32, or
@@ -14,14 +14,14 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # The interpreter stores bfloat16 as uint16, multiplies the bit patterns as integers, and truncates where hardware
-# rounds; and its products are NumPy's, whose order of summation is no GPU's. When interpreting, bfloat16 is widened
-# and rounded here, and a product is rounded once: what remains is the error of the algorithm.
+# rounds. Its products are NumPy's, whose order of summation is no GPU's. If INTERPRETED, code here widens and rounds
+# bfloat16, and rounds a product once: only the error of the algorithm remains.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Tiles of more features than this leave few registers for anything else.
 MOST_FEATURES = 256
 
-# Of how many features a float32 product has registers beside the sum that it is added to.
+# With at most this many features, a float32 product has registers beside the sum that it is added to.
 MOST_APART = tl.constexpr(128)
 
 
@@ -37,7 +37,7 @@ class Strided(NamedTuple):
 class Head(NamedTuple):
     """The rows of one head of one sequence, `stride` elements apart.
 
-    `ptr` points to row 0. A tensor descriptor finds it by `batch`, `index` (of the head) and `first` (the row).
+    `ptr` points to row 0. A tensor descriptor addresses it by `batch`, `index` (the head) and `first` (the row).
     """
 
     ptr: Any
@@ -49,16 +49,16 @@ class Head(NamedTuple):
 
 @triton.jit
 def program_tile(n_tiles, nheads, together, REVERSED: tl.constexpr):
-    """(tile, head, batch) of this program in a one-dimensional grid, which has one for each tile."""
+    """(tile, head, batch) of this program in a one-dimensional grid with one program for each tile."""
     return numbered_tile(tl.program_id(0), tl.num_programs(0), n_tiles, nheads, together, REVERSED)
 
 
 @triton.jit
 def numbered_tile(number, n_places, n_tiles, nheads, together, REVERSED: tl.constexpr):
-    """(tile, head, batch) of one of `n_places`, by its number in the order in which they are taken.
+    """(tile, head, batch) of place `number` of `n_places`, in the order in which they are taken.
 
-    `together` heads run side by side, of each first the tile with the most work: what the last programs wait for is
-    short then. Under a causal mask the last queries have the most: REVERSED starts with them.
+    `together` heads run side by side, each with its longest tile first, so that the last programs are short. Under a
+    causal mask the last queries have the most work: REVERSED starts with them.
     """
     n_heads = n_places // n_tiles  # of all batches
     first = number // (n_tiles * together) * together
@@ -73,7 +73,7 @@ def numbered_tile(number, n_places, n_tiles, nheads, together, REVERSED: tl.cons
 
 @triton.jit
 def head_base(x, batch, head, first):
-    """Pointer to row `first` of one head of a :class:`Strided`; int64, as tensors may exceed 2^31 elements."""
+    """Pointer to row `first` of one head of a :class:`Strided`; int64: tensors may exceed 2^31 elements."""
     head_ptr = x.ptr + tl.cast(batch, tl.int64) * x.stride_b + tl.cast(head, tl.int64) * x.stride_h
     return head_ptr + tl.cast(first, tl.int64) * x.stride_s
 
@@ -86,7 +86,7 @@ def head_of(x, batch, head, first):
 
 @triton.jit
 def load_tile(head, start, readable, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, first=0):
-    """Rows ``start + arange(BLOCK)`` of a :class:`Head`, with the features from `first` on, which BLOCK_D divides.
+    """Rows ``start + arange(BLOCK)`` of a :class:`Head`, BLOCK_D features from `first`, a multiple of BLOCK_D.
 
     Rows that are not `readable`, ``(BLOCK,)``, are 0 and not read; None reads all.
     """
@@ -116,9 +116,9 @@ def store_tile(
     BLOCK_D: tl.constexpr,
     FIRST: tl.constexpr = 0,
 ):
-    """Write those of rows ``start + arange(BLOCK)`` of a :class:`Head` that lie below `n_rows`, rounded to its dtype.
+    """Write a tile to those rows ``start + arange(BLOCK)`` of a :class:`Head` that are below `n_rows`.
 
-    `tile` has BLOCK_D features, from FIRST on.
+    `tile` has BLOCK_D features, from FIRST on, and is rounded to the dtype of the head.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
@@ -161,7 +161,7 @@ def joined(left, right, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    """A 16-bit tile as integers. Carried from one iteration of a loop to the next like this, it stays in registers."""
+    """A 16-bit tile as integers: in this form it stays in registers from one iteration of a loop to the next."""
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.int16, bitcast=True)
     else:
@@ -179,7 +179,7 @@ def of_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b`` over head_dim, summed in ACC."""
+    """``a @ b``, summed in ACC."""
     if INTERPRETED:
         return tl.dot(widen(a, tl.float64), widen(b, tl.float64), out_dtype=tl.float64).to(ACC)
     else:
@@ -193,7 +193,7 @@ def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
     """``acc + a @ b``, summed in ACC."""
-    # In float32 one chain of additions through all blocks would round each term at the size of the whole sum.
+    # In float32, one chain of additions through all blocks would round each term at the magnitude of the whole sum.
     APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART
     if INTERPRETED:
         a, b, acc = widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64)
@@ -202,7 +202,7 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
         else:
             return tl.dot(a, b, acc, out_dtype=tl.float64).to(ACC)
     elif APART:
-        # A product and a sum would be joined to that chain; the compiler does not look into this.
+        # The compiler would merge a product and a plain sum into that chain, but not a product and an fma.
         return tl.fma(dot(a, b, ACC, PRECISION), 1.0, acc)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
@@ -210,15 +210,15 @@ def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def is_wide(dtype, BLOCK_D, PRECISION):
-    """Whether tiles have so many features that dot_tiles reads them in pieces; of TF32, operands are copied besides."""
+    """Whether tiles are too wide for dot_tiles to multiply at once; TF32 also copies operands, so its limit is half."""
     most = MOST_FEATURES // 2 if dtype == tl.float32 and PRECISION == "tf32" else MOST_FEATURES
     return most < BLOCK_D
 
 
 @triton.jit
 def end_of_pieces(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a loop over pieces of WIDTH features ends, as a number that the compiler does not know."""
-    # A grid has one dimension. Told so, the compiler would unroll the loop, and run out of registers.
+    """The end of a loop over pieces of WIDTH features, as a number that the compiler does not know."""
+    # A grid has one dimension. If the compiler knew it, it would unroll the loop, and run out of registers.
     return tl.num_programs(1) * HEAD_DIM if BLOCK_D > WIDTH else HEAD_DIM
 
 
@@ -237,11 +237,11 @@ def dot_in_pieces(
 ):
     """``a @ b^T`` of two tiles that are used for nothing else, ``(BLOCK_A, BLOCK_B)``, summed in ACC.
 
-    `a` and `b` are :class:`Head`, the other arguments those of load_tile. A tile of many features is read in pieces.
+    `a` and `b` are each a :class:`Head`; other arguments are those of load_tile. Wide tiles are read in pieces.
     """
     BLOCK_A: tl.constexpr = a_readable.shape[0]
     BLOCK_B: tl.constexpr = b_readable.shape[0]
-    # The more features there are, the more registers the rest of the program has taken.
+    # More features also take more registers elsewhere in the program.
     WIDTH: tl.constexpr = BLOCK_D if BLOCK_D <= 128 else 16384 // BLOCK_D
     products = tl.zeros([BLOCK_A, BLOCK_B], ACC)
     for first in tl.range(0, end_of_pieces(HEAD_DIM, BLOCK_D, WIDTH), WIDTH, num_stages=1, disable_licm=True):
@@ -289,7 +289,7 @@ def has_nan(x):
 
 @triton.jit
 def split_poison(x, ACC: tl.constexpr):
-    """A tile of keys or values with 0 for its NaN and Inf, and which rows had one, ``(BLOCK,)``."""
+    """A tile of keys or values with 0 for its NaN and Inf, and whether each row had one, ``(BLOCK,)``."""
     finite = tl.abs(widen(x, ACC)) < float("inf")
     return tl.where(finite, x, 0.0), tl.min(finite.to(tl.int32), 1) == 0
 

@@ -1,10 +1,10 @@
-"""A call done again: its launches, with other tensors in the place of its own.
+"""Replay a call: repeat its launches, with other tensors in place of its own.
 
-What lies between a call and its launches depends on shapes, strides, dtypes, alignment and options, not on tensors.
-While :func:`recorded` runs a call, its launches are noted, and so are the tensors that launchers make for each other by
-:func:`scratch`. Every tensor that a launch takes must be one of these, or lie where one that is given to the call does:
-then the launches are all that the call did, and :class:`Replay` does them for tensors of the same kinds. No tensor is
-kept, only where in the arguments which of them stood.
+The launches of a call depend on shapes, strides, dtypes, alignment and options, not on the contents of tensors. While
+:func:`recorded` runs a call, its launches are noted, and so are the tensors that launchers make for each other by
+:func:`scratch`. Each tensor that a launch takes must be one of these, or have the address of one given to the call.
+Then the launches are all that the call did, and :class:`Replay` repeats them for tensors of the same kinds. No tensor
+is kept, only its position in the arguments.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels.start import start_of
 
-ALIGNMENT = 256  # bytes, of scratch tensors: that of memory that an allocator gives
+ALIGNMENT = 256  # bytes, of scratch tensors: the alignment of an allocator's memory
 
 
 class _Recording(threading.local):
-    """What this thread notes: launches as (compiled kernel, grid, arguments), and scratch tensors; None for nothing."""
+    """This thread's notes: launches as (compiled kernel, grid, arguments), and scratch tensors; None: not recording."""
 
     launches: list[tuple[CompiledKernel, tuple[int, int, int], tuple[Any, ...]]] | None = None
     made: list[torch.Tensor] | None = None
@@ -33,7 +33,7 @@ _recording = _Recording()
 
 
 def scratch(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous tensor on the device of `like`, that one launch fills for a later one of the call."""
+    """An uninitialised contiguous tensor on the device of `like`, which a launch fills for a later one of the call."""
     x = like.new_empty(shape, dtype=dtype)
     if _recording.made is not None:
         _recording.made.append(x)
@@ -41,18 +41,18 @@ def scratch(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
 
 
 def note(compiled: CompiledKernel, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-    """Tell of a launch, with all of a kernel's arguments in their order."""
+    """Record a launch, with all arguments of the kernel in order."""
     if _recording.launches is not None:
         _recording.launches.append((compiled, grid, arguments))
 
 
 def give_up() -> None:
-    """Tell that the call does something besides its launches."""
+    """Stop recording, because the call does something besides its launches."""
     _recording.launches = _recording.made = None
 
 
 def recorded(call: Callable[[], object], given: Sequence[torch.Tensor]) -> "Replay | None":
-    """Run `call`, which takes and fills no other tensors than those `given`; None if it cannot be replayed."""
+    """Run `call`, which takes and fills only `given` tensors, and return its replay, or None if it has none."""
     _recording.launches, _recording.made = [], []
     try:
         call()
@@ -74,7 +74,7 @@ class _UnknownTensorError(Exception):
 class Replay:
     """The launches of a call, for tensors like those it was given.
 
-    Kernels get addresses, and strides beside them as numbers: of two tensors at one address, either will do.
+    Kernels get addresses, and strides beside them as numbers: if two tensors share an address, either serves.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Replay:
         made: list[torch.Tensor],
         given: Sequence[torch.Tensor],
     ) -> None:
-        # Where tensors lie: the expression of an address, and of what a descriptor takes in the place of a tensor.
+        # By address: the expression of that address, and the expression that a descriptor takes in place of a tensor.
         places = {x.data_ptr(): (f"addresses[{i}]", f"given[{i}]") for i, x in reversed(list(enumerate(given)))}
-        self.n_bytes = 0  # of all scratch tensors, in one
+        self.n_bytes = 0  # of one allocation for all scratch tensors
         for x in made:
             places[x.data_ptr()] = f"scratch + {self.n_bytes}", f"Address(scratch + {self.n_bytes})"
             self.n_bytes += -(-x.numel() * x.itemsize // ALIGNMENT) * ALIGNMENT
         self.steps = [_step(compiled, grid, arguments, places) for compiled, grid, arguments in launches]
-        self.kernels = [compiled for compiled, *_ in launches]  # Triton 3.9 unloads those that nobody holds
+        self.kernels = [compiled for compiled, *_ in launches]  # Triton 3.9 unloads kernels without a reference
 
     def run(self, given: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
-        """Launch all; the tensors, and their addresses, of those shapes, strides, dtypes and alignment."""
+        """Launch all, for tensors with their addresses; shapes, strides, dtypes and alignment are as recorded."""
         made = given[0].new_empty(self.n_bytes, dtype=torch.uint8) if self.n_bytes else None
         scratch = 0 if made is None else made.data_ptr()
         driver = triton.runtime.driver.active
@@ -108,7 +108,7 @@ _Places = dict[int, tuple[str, str]]
 def _step(
     compiled: CompiledKernel, grid: tuple[int, int, int], arguments: tuple[Any, ...], places: _Places
 ) -> Callable[..., object]:
-    """A launch, as a function of (given, addresses, scratch, stream), in which nothing else is left to look up."""
+    """A launch, as a function of (given, addresses, scratch, stream), which looks up nothing else."""
     start, before = start_of(compiled)
     constants: dict[str, Any] = {"start": start}
     passed = ["*" + _named(grid, constants), "stream", "*" + _named(before, constants)]
@@ -118,7 +118,7 @@ def _step(
 
 
 def _elements(values: tuple[Any, ...], places: _Places, constants: dict[str, Any]) -> list[str]:
-    """The expressions of values in a row: what depends on no tensor stands there as it is, in stretches."""
+    """The expressions of consecutive values; a stretch of values without tensors is one constant."""
     parts = []
     for depends, stretch in itertools.groupby(values, _has_tensor):
         if depends:
@@ -157,14 +157,14 @@ def _has_tensor(value: Any) -> bool:
 
 
 class _Address(int):
-    """Stands for a tensor, of which a descriptor asks nothing else."""
+    """An address in place of a tensor: a descriptor asks for nothing else."""
 
     def data_ptr(self) -> int:
         return self
 
 
 class _Tiles(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor of which the address alone is open: the rest is an attribute of a class of its own."""
+    """A descriptor that takes its address alone: its other attributes belong to a subclass."""
 
     def __init__(self, base: torch.Tensor | _Address) -> None:
         self.base = base

@@ -5,8 +5,8 @@ For the feature pair ``(a, b)`` at one position, with table entries ``c`` and ``
     rotation            a' = a c - b s      b' = b c + a s
     its transpose       a' = a c + b s      b' = b c - a s
 
-The gradient of a rotated tensor is rotated back by the transpose, which is the inverse only while
-``c^2 + s^2 = 1``: scaled tables (YaRN, LongRoPE) do not keep that.
+The gradient of a rotated tensor is rotated back by the transpose, which is the inverse only if ``c^2 + s^2 = 1``:
+scaled tables (YaRN, LongRoPE) do not keep that.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
 
 class RotationArguments(NamedTuple):
-    """A :class:`Rotation` as kernels take it; ROTARY_DIM == 0 where nothing rotates."""
+    """A :class:`Rotation` as kernels take it; ROTARY_DIM == 0 if nothing rotates."""
 
     cos_ptr: Any
     sin_ptr: Any
@@ -63,9 +63,9 @@ def _rotate_pairs(
     HALVES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Rotate the pairs of two ``(BLOCK, PAIRS)`` tiles; `table`, ``(BLOCK, 1)``, is the entry of the first pair."""
+    """Rotate the pairs of two ``(BLOCK, PAIRS)`` tiles; `table`, ``(BLOCK, 1)``, is the offset of the first entry."""
     if BLOCK * PAIRS >= 8192 and HALVES:
-        # A large tile leaves no registers for all its entries at once. Once: in quarters that of dq spills again.
+        # Registers cannot hold all table entries of a large tile. Halved only once: in quarters, that of dq spills.
         HALF: tl.constexpr = PAIRS // 2
         a0, a1 = halves(a, BLOCK, PAIRS)
         b0, b1 = halves(b, BLOCK, PAIRS)
@@ -78,7 +78,7 @@ def _rotate_pairs(
         sin = tl.load(rotation.sin_ptr + pairs, mask=entry, other=0.0).to(ACC)
         if TRANSPOSE:
             sin = -sin
-        else:  # gradients are NaN by themselves then, and 0 for rows that nobody sees
+        else:  # gradients are NaN already, or 0 for rows that are not seen
             cos = tl.where(no_entry, float("nan"), cos)
         cos = cos.to(ACC)
         return a * cos - b * sin, b * cos + a * sin
@@ -100,9 +100,9 @@ def rotate_tile(
 ):
     """Rotate the first ROTARY_DIM features of rows ``start + arange(BLOCK)``; ``(BLOCK, BLOCK_D)``, in ACC.
 
-    Rows are queries or keys of a place. Their positions are given, or count from 0 for keys, and so that the last query
-    stands at the last key. A position outside the tables makes its row NaN: no table entry would be right. With HEADS
-    each row is repeated HEADS times, one copy behind the other (kernels/grouped.py).
+    Rows are queries or keys of `place`. Positions are given; otherwise keys count from 0, and the last query has the
+    position of the last key. A position outside the tables makes its row NaN, because no table entry would be right.
+    With HEADS each row is repeated HEADS times, one copy after the other (kernels/grouped.py).
     """
     if OF_QUERIES:
         first = place.first_q
@@ -126,7 +126,7 @@ def rotate_tile(
     no_entry = (exists & ~in_table)[:, None]
     x = widen(x, ACC)
     if rotation.ROTARY_DIM == BLOCK_D:
-        # Both features of a pair are in one thread: half of the table entries, and nothing is exchanged.
+        # One thread has both features of a pair: it loads half of the table entries, and exchanges nothing.
         if rotation.INTERLEAVED:
             a, b = tl.split(tl.reshape(x, (BLOCK, HALF, 2)))
         else:
@@ -198,8 +198,8 @@ class Rotation:
 
     Attributes:
         cos, sin: float32 ``(batch or 1, n_positions, rotary_dim / 2)``, contiguous.
-        positions: int ``(batch or 1, seqlen)``, contiguous, or None: then keys count from 0, and the last query stands
-            where the last key does.
+        positions: int ``(batch or 1, seqlen)``, contiguous, or None: then keys count from 0, and the last query has the
+            position of the last key.
         interleaved: pairs ``(2i, 2i + 1)`` rather than ``(i, i + rotary_dim / 2)``.
     """
 
@@ -210,7 +210,7 @@ class Rotation:
 
     @cached_property
     def arguments(self) -> RotationArguments:
-        """For the kernels of one call."""
+        """The rotation as kernels take it."""
         n_positions, half = self.cos.shape[-2:]
         return RotationArguments(
             self.cos,
@@ -224,7 +224,7 @@ class Rotation:
 
 
 def rotation_arguments(rotation: Rotation | None) -> RotationArguments:
-    """For a kernel that may or may not rotate."""
+    """The rotation, or none, as kernels take it."""
     return NO_ROTATION if rotation is None else rotation.arguments
 
 
@@ -233,7 +233,7 @@ def rotated(
 ) -> torch.Tensor:
     """A rotated copy of ``x``, ``(batch, nheads, seqlen, head_dim)`` with a contiguous last dimension.
 
-    The copy is contiguous. Computed in float32 (float64 for float64) and rounded once. ``x`` are the queries or the
+    The copy is contiguous, computed in float32 (float64 for float64) and rounded once. ``x`` has the queries or the
     keys of an attention of this `shape`.
     """
     nheads, head_dim = x.shape[1], x.shape[3]

@@ -1,7 +1,6 @@
-"""The rounding residual of a 16-bit tensor: what rounding took from each element, as int8.
+"""The rounding residual of a 16-bit tensor: the amount that rounding took from each element, as int8.
 
-The forward keeps that of `out`, so that the backward can take delta from the sum before rounding
-(docs/decisions/0005).
+The forward keeps that of `out`, so that the backward can compute delta from out before rounding (docs/decisions/0005).
 """
 
 import triton
@@ -13,15 +12,15 @@ from fusedattn.kernels.primitives import widen
 @triton.jit
 def _power_below(near, dtype: tl.constexpr):
     """The largest power of two not above each value of a 16-bit `dtype`, given in float32."""
-    # Below the normal numbers of float16 neighbours are as far apart as at 2^-14. Those of bfloat16 begin at 2^-126;
-    # float32 can hold a step of a residual and its inverse down to 2^-112 (decision 0005).
+    # Below 2^-14, the least normal number of float16, its neighbours are as far apart as there. Normal numbers of
+    # bfloat16 begin at 2^-126, but float32 holds a step of a residual and its inverse only from 2^-112 (decision 0005).
     least: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-112
     return tl.maximum((near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), least)
 
 
 @triton.jit
 def _steps_of(dtype: tl.constexpr):
-    """The number of steps, 127 to the next value of `dtype`, from a power of two to twice that."""
+    """The number of steps of a residual, 127 to the next value of `dtype`, from a power of two to twice that."""
     return 127.0 * 2.0**10 if dtype == tl.float16 else 127.0 * 2.0**7
 
 

@@ -1,8 +1,8 @@
-"""The gradient of the scores of a block, from which every gradient of a number behind the scores is summed.
+"""The gradient of the scores of a block, from which the gradients of biases and learned numbers are summed.
 
     ds = p * (drop(dout v^T) - delta)
 
-as in attention_bwd; q and k arrive rotated.
+Terms are those of attention_bwd; q and k arrive rotated.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fusedattn.kernels.weights import block_weights, drop
 
 
 class QKVDout(NamedTuple):
-    """The tensors that all gradients are made of, each a :class:`~fusedattn.kernels.primitives.Strided`."""
+    """The tensors that ds is computed from, each a :class:`~fusedattn.kernels.primitives.Strided`."""
 
     q: Any
     k: Any
@@ -29,9 +29,9 @@ class QKVDout(NamedTuple):
 
 @triton.jit
 def score_gradient(inputs, rows, call, place, bounds, numbers, nheads_kv, start_m, start_n, tile):
-    """(ds, pairs, products, block), the first three ``(BLOCK_M, BLOCK_N)``: visible pairs, and products of q and k.
+    """(ds, visible pairs, products of q and k, block), the first three ``(BLOCK_M, BLOCK_N)``.
 
-    `rows` are a :class:`~fusedattn.kernels.attention_bwd_rows.BackwardRows`.
+    `rows` is a :class:`~fusedattn.kernels.attention_bwd_rows.BackwardRows`.
     """
     offs_m = start_m + tl.arange(0, tile.BLOCK_M)
     offs_n = start_n + tl.arange(0, tile.BLOCK_N)

@@ -1,11 +1,11 @@
-"""What happens to a score between the product of query and key and the softmax.
+"""Changes to a score between the product of query and key and the softmax.
 
     s = scale * q k
     s = softcap * tanh(s / softcap)
     s = function(s, batch, head, query, key)          the user's
     s = s + bias - slope * |distance| + relative[distance]
 
-with ``distance = key - query``, counted so that the last query stands at the last key.
+with ``distance = key - query``, counted so that the last query lies at the last key.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +21,14 @@ from fusedattn.kernels.primitives import Strided, widen
 
 
 class ScoreArguments(NamedTuple):
-    """What changes scores; parts that are None do nothing, and without any MODIFIED is False.
+    """The changes to scores; parts that are None do nothing. If MODIFIED is False, scores are not even scaled.
 
-    UNBOUNDED says that something is added, or that a function decides: a score may then be any finite number, such as
-    the lowest one, by which many a mask hides keys.
+    UNBOUNDED: something is added, or a user's function is applied. A score may then be any finite number, such as the
+    lowest one, by which many masks hide keys.
 
-    `slopes_ptr` is float32 ``(sequences, nheads_q)`` with `slopes_stride` 0 where all sequences share them. `relative`
-    is ``(sequences, nheads_q, seqlen_q, 2 * reach + 1)`` with strides of 0 where it is broadcast: the column of a pair
-    is its distance, at most `reach` either way, plus `reach`. Functions and switches, which are always constants, come
+    `slopes_ptr` is float32 ``(sequences, nheads_q)``, with `slopes_stride` 0 if all sequences share them. `relative` is
+    ``(sequences, nheads_q, seqlen_q, 2 * reach + 1)``, with strides of 0 where it is broadcast: the column of a pair is
+    its distance, at most `reach` either way, plus `reach`. Functions and switches, which are always constants, come
     last: docs/decisions/0007.
     """
 
@@ -52,7 +52,7 @@ UNMODIFIED = ScoreArguments(
 
 @triton.jit
 def tanh(x):
-    """To a unit in the last place or two, near zero too: x or 1, less a quotient that is at most a third of it."""
+    """tanh to one or two units in the last place, near zero too: x or 1, minus a quotient of at most a third of it."""
     x2 = x * x
     is_small = x2 < 1.0
     small = tl.minimum(x2, 1.0)
@@ -91,7 +91,7 @@ def relative_pointers(score, place, block):
 
 @triton.jit
 def capped(products, score, scale):
-    """(scores, derivative) of products of q and k, scaled and soft-capped: what a user's function gets."""
+    """(scores, derivative) of products of q and k, scaled and soft-capped: the input of a user's function."""
     scores = products * scale
     derivative = 1.0
     if score.softcap is not None:
@@ -106,7 +106,7 @@ def modified(scores, score, scale, place, block, readable, ACC: tl.constexpr):
     """(scores, derivative) of a block of products of q and k.
 
     If nothing is modified the scores stay unscaled. The derivative is with respect to the scaled scores. Tensors are
-    read where `readable`, which broadcasts to the block; elsewhere the scores mean nothing.
+    read where `readable`, which broadcasts to the block; elsewhere the scores are meaningless.
     """
     derivative = 1.0
     if score.MODIFIED:
@@ -141,7 +141,7 @@ def score_arguments(
     relative: torch.Tensor | None,
     has_sinks: bool,
 ) -> ScoreArguments:
-    """For the kernels; bias and relative have four dimensions, slopes two. With sinks scores are scaled at least.
+    """The changes as kernels take them; bias and relative have four dimensions, slopes two. Sinks need scaled scores.
 
     The last dimension of `relative` is contiguous, and its rows are near enough for int32 offsets inside a tile.
     """

@@ -1,7 +1,7 @@
-"""Where the sequence of a program lies: at one index of a batch, or packed behind others in one long tensor.
+"""The place of a program's sequence: at one index of a batch, or packed with others in one long tensor.
 
-Packed sequences share a batch of 1; sequence ``i`` has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1`` of it. A
-kernel counts queries and keys from the start of its sequence, and what it reads and writes from :class:`Place`.
+Packed sequences share a batch of 1, in which sequence ``i`` has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. A
+kernel counts queries and keys from the start of its sequence; :class:`Place` gives that start in each tensor.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Where packed sequences start, int32 ``(n + 1,)`` each; None where a batch is not packed."""
+    """The starts of packed sequences, int32 ``(n + 1,)`` each; None if a batch is not packed."""
 
     cu_q_ptr: Any
     cu_k_ptr: Any
@@ -23,9 +23,9 @@ NOT_PACKED = Sequences(None, None)
 class Place(NamedTuple):
     """One head of one sequence.
 
-    `batch`, `first_q` and `first_k` say where it begins in q, k and v, `query_base` and `key_base` in tensors
-    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)``. `seqlen_q` and `seqlen_k` are its own lengths. Tensors
-    ``(batch, nheads, n_rows)`` have a number for each query: `n_rows` is the seqlen_q of the tensors.
+    `batch`, `first_q` and `first_k` say where it begins in q, k and v; `query_base` and `key_base`, in
+    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)`` tensors. `seqlen_q` and `seqlen_k` are its own lengths. Row
+    statistics are ``(batch, nheads, n_rows)``: `n_rows` is the seqlen_q of the tensors.
     """
 
     sequence: Any
@@ -82,7 +82,7 @@ def row_base(place):
 
 
 class Shape(NamedTuple):
-    """Lengths of an attention, for the host.
+    """The sizes of an attention, for the host.
 
     `seqlen_q` and `seqlen_k` are those of the tensors; no sequence is longer than `max_seqlen_q` or `max_seqlen_k`.
     """

@@ -1,10 +1,10 @@
-"""The softmax of a tile of scores: online in the forward, from what it kept of each row in the backward.
+"""The softmax of a tile of scores: online in the forward, from the statistics of each row in the backward.
 
 EXACT says how weights are computed:
 
-    0    in one FMA and one ``ex2`` each: inputs of 16 bits
-    1    by differences of scores: of any size, or of float64 or TF32
-    2    likewise, by :mod:`fusedattn.kernels.accurate`: float32 whose products are IEEE's
+    0    by one FMA and one ``ex2`` each: 16-bit inputs with bounded scores
+    1    from differences of scores: 16-bit inputs with unbounded scores, float64, float32 with TF32 products
+    2    likewise, by :mod:`fusedattn.kernels.accurate`: float32 with IEEE products
 """
 
 import torch
@@ -15,20 +15,20 @@ from fusedattn.kernels.accurate import exp2_of_product
 
 
 def exactness(dtype: torch.dtype, precision: str, unbounded: bool) -> int:
-    """EXACT for inputs of `dtype`, whose float32 products have a `precision`; `unbounded` are scores of any size."""
+    """EXACT for inputs of `dtype` with float32 products of `precision`; `unbounded` scores may have any size."""
     if dtype == torch.float32 and precision == "ieee":
         return 2
     return int(unbounded or is_exact(dtype))
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """Whether weights of inputs of `dtype` are not rounded to 16 bits: worth more than one instruction each."""
+    """Whether weights for inputs of `dtype` keep more than 16 bits, and so are worth more than one instruction each."""
     return dtype.itemsize > 2
 
 
 @triton.constexpr_function
 def row_exactness(dtype):
-    """EXACT for what is computed once a row, by the dtype of the results."""
+    """EXACT for computations once per row, by the dtype of the results."""
     return 2 if dtype == tl.float32 else 1
 
 
@@ -39,10 +39,10 @@ def exp_scaled(scores, row_max, qk_scale, EXACT: tl.constexpr):
         return exp2_of_product(scores - row_max, qk_scale)
     elif EXACT:
         # The heaviest weights have the smallest differences, hence the smallest errors. The other formula overflows at
-        # the largest finite scores, and rounds its two products apart at large ones.
+        # the largest finite scores, and at large ones rounds its two products separately.
         return tl.math.exp2((scores - row_max) * qk_scale)
     else:
-        return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction an element
+        return tl.math.exp2(scores * qk_scale - row_max * qk_scale)  # one instruction per element
 
 
 @triton.jit
@@ -50,11 +50,11 @@ def softmax_update(scores, m_i, l_i, qk_scale, EXACT: tl.constexpr):
     """One step of the online softmax (Milakov and Gimelshein, 2018), in base 2.
 
     Args:
-        scores: ``(BLOCK_M, BLOCK_N)``; `qk_scale` (positive) brings them to base-2 logits.
+        scores: ``(BLOCK_M, BLOCK_N)``; `qk_scale` (positive) converts them to base-2 logits.
         m_i, l_i: ``(BLOCK_M,)`` running maximum of the scores, and sum of the weights relative to it.
 
     Returns:
-        ``(p, alpha, m_i, l_i)``: the unnormalised weights, and what earlier sums must be multiplied by.
+        ``(p, alpha, m_i, l_i)``: the unnormalised weights, and the factor for earlier sums.
     """
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     # A row that has seen nothing has a maximum of -inf; -inf - -inf would be NaN.
@@ -78,8 +78,8 @@ def load_softmax(shift_ptr, factor_ptr, row_base, rows, exists, EXACT: tl.conste
 def softmax_weights(scores, qk_scale, shift, factor, EXACT: tl.constexpr):
     """The weights of a tile of scores; `shift` and `factor` come from load_softmax.
 
-    With EXACT, shift is the maximum of the row's scores, and factor 1 over its sum; else shift has both in it, in
-    base 2, and there is no factor.
+    With EXACT, shift is the maximum of the row's scores, and factor 1 over its sum. Otherwise shift combines both, in
+    base 2, and factor is not used.
     """
     if EXACT:
         return exp_scaled(scores, shift, qk_scale, EXACT) * factor

@@ -1,4 +1,4 @@
-"""How a compiled kernel is started, where no profiler is to be told of it."""
+"""Start a compiled kernel without notifying profilers."""
 
 import re
 from collections.abc import Callable
@@ -8,27 +8,27 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 
-# Releases whose own launches call CompiledKernel.run with these arguments; others are asked by their public way.
+# Releases whose own launches call CompiledKernel.run with these arguments; others start kernels by their public API.
 _KNOWN = (3, 6) <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 10)
 
 
 def start_of(compiled: CompiledKernel) -> tuple[Callable[..., object], tuple[Any, ...]]:
-    """A function that starts a kernel where nobody is watching, and what it takes between (grid, stream) and arguments.
+    """A function that starts a kernel without hooks, and its parameters between (grid, stream) and the arguments.
 
-    It is what Triton itself calls for every launch, with the metadata and the hooks of :func:`watched` left out.
+    Triton itself calls it for every launch, with launch metadata and the hooks of :func:`watched` besides.
     """
     if not _KNOWN:
         return lambda x, y, z, stream, *arguments: compiled[x, y, z](*arguments, stream=stream), ()
-    start = compiled.run  # loads the kernel, which `function` is then
+    start = compiled.run  # loads the kernel into `function`
     return start, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
 def watched() -> bool:
-    """Whether somebody has asked Triton to be told of every launch, as profilers do."""
+    """Whether Triton has been asked to report every launch, as profilers ask it to."""
     runtime = triton.knobs.runtime
     return _is_hook(runtime.launch_enter_hook) or _is_hook(runtime.launch_exit_hook)
 
 
 def _is_hook(hook: Any) -> bool:
-    """Whether that calls anything: a chain of hooks, which may be empty, or what somebody has put in its place."""
+    """Whether `hook` calls anything: it is a chain of hooks, which may be empty, or has replaced the chain."""
     return bool(hook.calls) if type(hook) is HookChain else hook is not None

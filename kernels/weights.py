@@ -1,7 +1,6 @@
-"""The weights of a block, for queries by keys or, transposed, keys by queries, and what dropout makes of them.
+"""The weights of a block, queries by keys or, transposed, keys by queries, before and after dropout.
 
-Every kernel of the backward recomputes the weights of a block and their gradients; they differ in what they sum these
-into.
+All kernels of the backward recompute the weights of a block and their gradients; they differ in the sums they form.
 """
 
 import triton
@@ -24,7 +23,7 @@ def block_weights(products, call, place, numbers, block, readable, shift, factor
 
 @triton.jit
 def kept_only(p, call, place, block):
-    """Weights with 0 for those that dropout drops, and no factor for the others."""
+    """Weights with 0 for those that dropout drops; the others are not scaled."""
     if call.dropout.seed_ptr is not None:
         return tl.where(kept(call.dropout, place, block), p, 0.0)
     else:
@@ -33,9 +32,9 @@ def kept_only(p, call, place, block):
 
 @triton.jit
 def drop(p, call, place, block):
-    """Weights, or their gradients, after dropout: by a product, so that a NaN stays one for queries that see it."""
+    """Weights, or their gradients, after dropout: by a product, so that a NaN stays NaN for queries that see it."""
     if call.dropout.seed_ptr is not None:
-        # The factor is no operand of where(), which would round it to float32.
+        # The factor stays outside where(), which would round it to float32.
         return p * call.dropout.factor * tl.where(kept(call.dropout, place, block), 1.0, 0.0)
     else:
         return p

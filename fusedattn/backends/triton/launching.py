@@ -1,4 +1,4 @@
-"""One call of the kernels, from its tensors to the launches; loaded only where they run."""
+"""From the tensors of a call to the launches of its kernels; loaded only if kernels run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _tileable(x: Tensor) -> Tensor:
 
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of its arguments."""
+    """Make the device of ``x`` current: Triton launches on the current device, whatever its arguments are on."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(x.device)
@@ -56,7 +56,7 @@ _HERE = nullcontext()
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """How float32 products are computed: as IEEE float32, unless the user has allowed TF32 to torch."""
+    """The precision of float32 products: IEEE float32, unless the user has allowed torch to use TF32."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     try:
@@ -67,7 +67,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
-    """Of the queries and of the keys."""
+    """The rotations of the queries and of the keys."""
     cos, sin = constants.tensors.cos, constants.tensors.sin
     if cos is None or sin is None:
         return None, None
@@ -81,7 +81,7 @@ def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
 
 
 def _contiguous(x: Tensor, dim: int) -> Tensor:
-    """``x``, contiguous, with that many dimensions or one less, for a batch of 1."""
+    """A contiguous ``x`` with `dim` dimensions; an ``x`` with one less becomes a batch of 1."""
     return (x if x.dim() == dim else x[None]).contiguous()
 
 
@@ -101,7 +101,7 @@ def problem_of(
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
 ) -> Problem:
-    """The attention for the launchers, on the current device: a mask of padding takes a kernel of its own."""
+    """The attention as launchers take it. Runs on the current device: a padding mask launches a kernel here."""
     tensors, sizes = constants.tensors, constants.sizes
     cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     n_sequences, nheads_q, seqlen_q, _ = q.shape
@@ -159,7 +159,7 @@ def problem_of(
 
 @lru_cache(maxsize=256)
 def _plain_call(band: BandBounds) -> tuple[Call, Hashable]:
-    """The call that has nothing but bounds, and its kind."""
+    """The call, and its kind, if its only feature is a mask of bounds."""
     mask = mask_arguments(NO_TENSORS, ConstantSizes(), None, (), band, NOT_PACKED, Shape(0, 0, 0, 0, 0, 0, 0))
     call = Call(mask, UNMODIFIED, NO_DROPOUT, NOT_PACKED)
     return call, kind_of(call)
@@ -191,7 +191,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """``(out, lse, row_max, row_sum, rounding_residual)``; the arguments and results are those of the operator.
 
-    rounding_residual is None where nothing is kept of what rounding takes.
+    rounding_residual is None if it is not kept.
     """
     q, _, v, *_ = inputs
     assert q is not None
@@ -204,7 +204,7 @@ def forward(
 
 
 def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor | None]) -> None:
-    """Fill what is `found`."""
+    """Fill the tensors in `found`."""
     q, k, v, *others = inputs
     q, k, v = _tileable(q), _tileable(k), _tileable(v)
     problem = problem_of(q, k, v, constants, *others)
@@ -224,9 +224,9 @@ def backward(
     needed: Sequence[bool],
     constants: Constants,
 ) -> Sequence[Tensor | None]:
-    """Of q, k, v, bias, relative, sinks, slopes and learned, None where not `needed`; k and v come together.
+    """The gradients of q, k, v, bias, relative, sinks, slopes and learned; None if not `needed`.
 
-    `needed` has one element for both of these. `kept` are the results of :func:`forward` without lse.
+    `needed` has one element for k and v together. `kept` are the results of :func:`forward` without lse.
     """
     q, k, v, *_ = inputs
     assert q is not None
@@ -249,13 +249,13 @@ def _backward(
     found: Sequence[Tensor | None],
     needed: Sequence[bool] = (False,) * 7,
 ) -> tuple[Tensor | None, ...]:
-    """Fill what is `found` of dq, dk and dv, and return what is `needed` of the others."""
+    """Fill those of dq, dk and dv that are in `found`, and return the other gradients that are `needed`."""
     dout, dlse, q, k, v, bias, relative, sinks, slopes, learned, out, row_max, row_sum, rounding_residual = tensors
     dq, dk, dv = found
     packed = constants.tensors.cu_seqlens_q
-    if packed is not None and dlse is not None and needed[4]:  # lse behind the last sequence comes from no sink
+    if packed is not None and dlse is not None and needed[4]:  # lse after the last sequence comes from no sink
         dlse = dlse.masked_fill(torch.arange(dlse.shape[2], device=q.device) >= packed[-1], 0.0)
-    # Hooks on saved tensors may have changed the layout of some of them.
+    # Hooks on saved tensors may have changed their layout.
     q, k, v, dout, out = _tileable(q), _tileable(k), _tileable(v), _tileable(dout), _tileable(out)
     dlse = None if dlse is None else dlse.contiguous()
     forward_rows = attention_bwd_rows.ForwardRows(row_max.contiguous(), row_sum.contiguous(), dlse)
@@ -284,9 +284,9 @@ def _backward(
     return dbias, drelative, dsinks, dslopes, dlearned
 
 
-MOST_REPLAYS = 256  # of calls that differ in anything, be it a length; 0 for none
+MOST_REPLAYS = 256  # one for each call that differs in anything, even a length; 0 for none
 _ONCE = object()  # a call that came once
-_replays: dict[Hashable, Any] = {}  # of each kind: _ONCE, its replay, or None where it has none
+_replays: dict[Hashable, Any] = {}  # for each kind: _ONCE, its replay, or None if it has none
 
 
 def _again(
@@ -295,9 +295,9 @@ def _again(
     constants: Constants,
     found: Sequence[Tensor | None],
 ) -> None:
-    """Run `call`, or, where one of its kind has been recorded, the launches of that. The second of a kind is recorded.
+    """Run `call` or, if a call of its kind has been recorded, replay it. The second call of a kind is recorded.
 
-    What decides about launches is in the key: everything but the contents of tensors.
+    Launches depend only on the key, which has everything but the contents of tensors.
     """
     if INTERPRETED.value or not MOST_REPLAYS or constants.mask_args or constants.score_args or watched():
         call(inputs, constants, found)
@@ -305,7 +305,7 @@ def _again(
     given = inputs if constants.tensors is NO_TENSORS else (*inputs, *constants.tensors)
     present: list[Tensor] = []
     kinds: list[Hashable] = []
-    for x in found:  # whose shapes follow from those of the inputs
+    for x in found:  # their shapes follow from those of the inputs
         kinds.append(x is None)
         if x is not None:
             present.append(x)
@@ -322,7 +322,7 @@ def _again(
         constants.numbers,
         _precision(present[0].dtype),
         torch.are_deterministic_algorithms_enabled(),
-        configs.lookup,  # which a trial of other configs replaces
+        configs.lookup,  # a trial of other configs replaces it
         configs.lookup_few_queries,
         *kinds,
         _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),
@@ -343,7 +343,7 @@ def _again(
 
 
 def _all_aligned(addresses: Sequence[int]) -> bool:
-    """Whether all are multiples of what Triton compiles another kernel for, as nearly always."""
+    """Whether all addresses are multiples of SPECIALIZED, which is nearly always so."""
     bits = 0
     for x in addresses:
         bits |= x
@@ -353,7 +353,7 @@ def _all_aligned(addresses: Sequence[int]) -> bool:
 def _of_nothing(
     dlse: Tensor | None, inputs: Sequence[Tensor | None], of_qkv: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients where no query sees a key, those of q, k and v in the tensors for them: lse is the sink then."""
+    """The gradients if no query sees a key: 0, except that lse is then the sink. `of_qkv` are filled."""
     found = [None if x is None else x.zero_() for x in of_qkv]
     found += [
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and needs else None
@@ -365,9 +365,9 @@ def _of_nothing(
 
 
 def _sinks_gradient(sinks: Tensor, delta: Tensor, forward_rows: Any) -> Tensor:
-    """The weight of a sink has no value: its score gets ``-weight * delta``, summed over queries."""
+    """The gradient of `sinks`: the sum of ``-weight * delta`` over queries, because the weight multiplies no value."""
     unseen = forward_rows.row_max == torch.inf
-    # With sinks the scores are in natural units. A large maximum would leave lse no digits for the sum.
+    # With sinks the scores are in natural units. lse has no digits for row_sum if row_max is large.
     weight = torch.where(unseen, 1.0, torch.exp(sinks[:, None] - forward_rows.row_max) / forward_rows.row_sum)
     if forward_rows.dlse is None:
         delta = torch.where(unseen, 0.0, delta)

@@ -1,4 +1,4 @@
-"""Everything of a call that gets no gradient, as a torch operator can carry it: tensors, numbers and a string."""
+"""All arguments of a call that get no gradient, as a torch operator can carry them: tensors, numbers and a string."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fusedattn.options import Options
 
 NO_BOUND = 2**62
 
-# Everything of a call that gets no gradient, as arguments of the operators.
+# All that gets no gradient, as arguments of the operators.
 Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
 
 
 class ConstantTensors(NamedTuple):
-    """Tensors without a gradient, None where a call has none; :func:`fusedattn.kernels.mask_arguments.mask_arguments`,
-    :class:`fusedattn.kernels.scores.ScoreArguments` and :class:`fusedattn.Rope` have their shapes.
+    """Tensors without a gradient, or None. :func:`fusedattn.kernels.mask_arguments.mask_arguments`,
+    :func:`fusedattn.kernels.dropout.dropout_arguments` and :class:`fusedattn.Rope` give their shapes.
 
     `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1.
     """
@@ -47,9 +47,9 @@ NO_TENSORS = ConstantTensors()
 
 
 class ConstantSizes(NamedTuple):
-    """Whole numbers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.BandBounds`, +-NO_BOUND for none.
+    """Integers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.BandBounds`, +-NO_BOUND for none.
 
-    `deterministic` is 0 where gradients may be summed in any order.
+    `deterministic` is 0 if gradients may be summed in any order.
     """
 
     lower_start: int = -NO_BOUND
@@ -66,9 +66,9 @@ class ConstantSizes(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Users' functions by their keys in :mod:`fusedattn.functions`, and the numbers of their args; empty for none.
+    """Keys of users' functions in :mod:`fusedattn.functions`, and the numbers of their args; empty for none.
 
-    `readers` gives what is learned a gradient.
+    `readers` has the functions that give learned args their gradient.
     """
 
     mask: str = ""
@@ -82,15 +82,15 @@ class Functions(NamedTuple):
 NO_FUNCTIONS = Functions()
 
 
-@dataclass(eq=False)  # and not frozen: of a short call, making this would be a fiftieth
+@dataclass(eq=False)  # not frozen: making a frozen one takes a fiftieth of a short call
 class Constants:
-    """Everything of a call that gets no gradient; no tuple, because transforms of ``torch.func`` would look into it.
+    """All arguments of a call that get no gradient; no tuple, because ``torch.func`` would transform its elements.
 
     Attributes:
-        mask_args, score_args: of the user's functions, tensors and numbers.
+        mask_args, score_args: tensors and numbers for the user's functions.
         scale: positive.
         softcap, dropout_p: 0 for none.
-        keep_residual: keep the rounding residual of 16-bit outputs; gradients are less precise without.
+        keep_residual: keep the rounding residual of 16-bit outputs; gradients are less precise without it.
     """
 
     tensors: ConstantTensors
@@ -112,8 +112,8 @@ class Constants:
 
     @property
     def numbers(self) -> Hashable:
-        """Of those without arguments of functions: what besides the tensors decides about launches."""
-        if self.tensors is NO_TENSORS:  # as `_of_numbers` makes them
+        """The part that launches depend on besides the tensors, if no function has arguments."""
+        if self.tensors is NO_TENSORS:  # made by `_of_numbers`
             return self
         return self.sizes, self.functions, self.scale, self.softcap, self.dropout_p
 
@@ -136,7 +136,7 @@ class Constants:
         )
 
     def split(self) -> tuple[Sequence[Tensor | None], Any]:
-        """(tensors, the rest), for :meth:`joined`: tensors are to be kept elsewhere."""
+        """(tensors, everything else), for :meth:`joined`; autograd saves the tensors apart."""
         if self.tensors is NO_TENSORS and not self.mask_args and not self.score_args:
             return (), self
         tensors, *numbers = self.flat()
@@ -144,12 +144,12 @@ class Constants:
 
     @staticmethod
     def joined(tensors: Sequence[Tensor | None], rest: Any) -> Constants:
-        """What :meth:`split` made these of."""
+        """The inverse of :meth:`split`."""
         return rest if isinstance(rest, Constants) else Constants.of(list(tensors), *rest)
 
     @staticmethod
     def of(tensors: list[Tensor | None], sizes: list[int], functions: str, *others: Any) -> Constants:
-        """What :meth:`flat` made these of."""
+        """The inverse of :meth:`flat`."""
         n = len(ConstantTensors._fields)
         rest: Any = iter(tensors[n:])
         keys = Functions(*functions.split("\n"))
@@ -164,9 +164,9 @@ class Constants:
 
 
 def constants_of(options: Options, *, keep_residual: bool) -> Constants:
-    """What of the options gets no gradient, and what else the operators take."""
+    """The options that get no gradient, and the other arguments of the operators."""
     mask, rope, score_mod, packed = options.mask, options.rope, options.score_mod, options.packed
-    # A compiler would trace what is behind the cache, and take all that is looked at for an input.
+    # torch.compile would trace through the cache, and make an input of everything that is read.
     has_tensors = not mask.only_bands or score_mod is not None or packed is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
@@ -224,13 +224,13 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
 def _of_numbers(
     bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_residual: bool
 ) -> Constants:
-    """Of a call that has no tensor besides what gets gradients: the same object for the same numbers."""
+    """The constants of a call without constant tensors: the same object for the same numbers."""
     sizes = _sizes_of(bands, deterministic)._replace(interleaved=int(interleaved))
     return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_residual)
 
 
 def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
-    """With (lower, upper) of the bands that are counted from the first key, and of those from the last."""
+    """Sizes with (lower, upper) of the bands that count from the first key, and of those that count from the last."""
     lower = {"top_left": -NO_BOUND, "bottom_right": -NO_BOUND}
     upper = {"top_left": NO_BOUND, "bottom_right": NO_BOUND}
     for band in bands:
