@@ -26,7 +26,7 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True)
 class Feature:
-    """One row of the table in README: a feature, how to ask for it, and whether each backend has it."""
+    """One row of docs/features.md: a feature, how to ask for it, and whether each backend has it."""
 
     name: str
     how: str

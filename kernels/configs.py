@@ -186,6 +186,8 @@ class FewQueries:
     split: int
 
     def __post_init__(self) -> None:
+        if self.config.persistent:
+            raise ValueError(f"config: got persistent={self.config.persistent}, allowed is 0")
         block = max(self.config.BLOCK_N, self.config.BOUNDARY)
         if self.split % block:
             raise ValueError(f"split: got {self.split}, allowed are multiples of {block} keys")

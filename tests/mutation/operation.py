@@ -38,7 +38,7 @@ VARLEN, REFERENCE_VARLEN, SDPA = (
     "fusedattn/backends/torch/sdpa.py",
 )
 STRIDED, INDICES, FAST_PATH = "fusedattn/strides.py", "fusedattn/indices.py", "fusedattn/backends/torch/fast_path.py"
-PLAN, SLICING = "fusedattn/backends/torch/plan.py", "fusedattn/backends/torch/slicing.py"
+PLAN, SLICING = "fusedattn/backends/torch/mask_plan.py", "fusedattn/backends/torch/boxes.py"
 FUNCTIONS, CONFIGS, DEVICES = "fusedattn/functions.py", "kernels/configs.py", "kernels/devices.py"
 
 NESTED_TENSORS = "tests/public/test_varlen.py -k nested"
@@ -51,7 +51,7 @@ BY_ITSELF = "tests/public/test_compile.py -k by_itself"
 SCALES = "tests/public/test_attention.py -k scales"
 TORCH = "tests/public/test_attention.py -k torch"
 MASKING = "tests/public/test_masking.py"
-PIECES = "tests/torch_backend/test_plan.py"
+PIECES = "tests/torch_backend/test_mask_plan.py"
 EAGER_STEPS = "tests/torch_backend/test_eager.py"
 FLASH_CPU, EAGER = "fusedattn/backends/torch/flash.py", "fusedattn/backends/torch/eager.py"
 FEATURES = "tests/public/test_gradcheck.py -k of_a_feature"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from fusedattn import Rope, attention, attention_varlen, masks, reference
-from fusedattn.backends.torch import plan
+from fusedattn.backends.torch import mask_plan
 from fusedattn.testing import Case, make_inputs
 from tests.conftest import INTERPRETING, triton_attention
 from tests.helpers import quick
@@ -123,9 +123,9 @@ def test_vmap_of_the_torch_backend(options):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_batches_of_gradients_of_the_torch_backend(monkeypatch):
     """As torch.autograd.functional.jacobian(vectorize=True) takes them, of what is computed in several pieces."""
-    monkeypatch.setattr(plan, "CALL", 1)
+    monkeypatch.setattr(mask_plan, "CALL", 1)
     q, k, v = (x.requires_grad_() for x in qkv(9, 9))
-    monkeypatch.setattr(plan, "BLOCKS", (3,))
+    monkeypatch.setattr(mask_plan, "BLOCKS", (3,))
     out = attention(q, k, v, mask=masks.window(2, 1), backend="torch")
     douts = torch.randn(2, *out.shape, dtype=out.dtype)
     got = torch.autograd.grad(out, (q, k, v), douts, is_grads_batched=True, retain_graph=True)

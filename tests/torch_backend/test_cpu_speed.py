@@ -1,7 +1,7 @@
 """The torch backend beside a direct call of torch's function, and what importing the package takes.
 
 Time is that of the processor, of one thread, so that what else runs on the machine has little part in it; a ratio is
-that of medians of interleaved runs. tests/torch_backend/test_plan.py counts the scores, which make
+that of medians of interleaved runs. tests/torch_backend/test_mask_plan.py counts the scores, which make
 the difference.
 """
 

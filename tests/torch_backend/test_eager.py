@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import attention, attention_varlen, masks, reference
-from fusedattn.backends.torch import eager, plan
+from fusedattn.backends.torch import eager, mask_plan
 from fusedattn.testing.triton_functions import score_function
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -204,8 +204,8 @@ def test_a_nan_of_a_query_shows_in_the_gradient_of_sinks():
 
 def test_lse_of_queries_that_no_piece_has(monkeypatch):
     """``-inf``, beside pieces that leave them out."""
-    monkeypatch.setattr(plan, "FEW", 0)
-    monkeypatch.setattr(plan, "CALL", 1)
+    monkeypatch.setattr(mask_plan, "FEW", 0)
+    monkeypatch.setattr(mask_plan, "CALL", 1)
     q, k, v = qkv()
     mask = masks.causal() & masks.padding(torch.arange(M) >= torch.tensor([[0], [M // 2], [M]]))
     got = attention(q, k, v, mask=mask, return_lse=True, backend="torch")

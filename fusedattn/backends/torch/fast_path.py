@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn.backends.torch import plan, sdpa
+from fusedattn.backends.torch import mask_plan, sdpa
 from fusedattn.checks import DTYPES, check_mask
 from fusedattn.masks import Mask
 from fusedattn.strides import has_rows
@@ -44,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return None
     is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no argument for this mask
     if mask is not None and is_causal is None:
-        is_short = plan.is_short(mask, plan.ScoresShape(batch, nheads_q, seqlen_q, seqlen_k))
+        is_short = mask_plan.is_short(mask, mask_plan.ScoresShape(batch, nheads_q, seqlen_q, seqlen_k))
         if not is_short or mask.function is not None or not _in_memory(mask):
             return None
     # Torch's kernel multiplies hidden values by 0, and loses a NaN in q.

@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedattn import indices, reference
-from fusedattn.backends.torch import eager, flash, plan
+from fusedattn.backends.torch import eager, flash, mask_plan
+from fusedattn.backends.torch.boxes import cut, paste
 from fusedattn.backends.torch.eager import Place, Steps
-from fusedattn.backends.torch.slicing import cut, paste
 from fusedattn.masks import Mask, boolean
 from fusedattn.options import Options
 from fusedattn.reference import LARGE
@@ -122,7 +122,7 @@ def _cleaned(
     bad_k = ~(_row_sums(k) + _row_sums(v)).isfinite()
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     if bad_k.any():
-        seen = plan.some(visible, 2)  # (batch or 1, nheads or 1, seqlen_k)
+        seen = mask_plan.some(visible, 2)  # (batch or 1, nheads or 1, seqlen_k)
         if seen.shape[1] > 1:
             seen = seen.unflatten(1, (k.shape[1], -1)).any(dim=2)
         if (bad_k & seen).any():
@@ -133,7 +133,7 @@ def _cleaned(
     if is_finite(q):
         return q, k, v, None
     bad_q = ~_row_sums(q).isfinite()
-    poisoned = bad_q & plan.some(visible, 3)
+    poisoned = bad_q & mask_plan.some(visible, 3)
     if poisoned.any() and (is_differentiated or (poisoned & ~q.isnan().any(dim=-1)).any()):
         return None
     return q.masked_fill(bad_q[..., None], 0.0), k, v, poisoned
@@ -265,15 +265,15 @@ def _in_pieces(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
 ) -> Results:
     """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
-    shape = plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = mask_plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     as_torch = is_causal(mask, q, k)
     has_triangles = has_triangles and added is None
     if as_torch is False or (as_torch and has_triangles):
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
-    if (added is not None and added.requires_grad) or plan.is_short(mask, shape):
+    if (added is not None and added.requires_grad) or mask_plan.is_short(mask, shape):
         return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
-    mask = plan.with_allowed_pairs(mask, shape)
-    groups = plan.plan(mask, shape, diagonals=has_triangles)
+    mask = mask_plan.with_allowed_pairs(mask, shape)
+    groups = mask_plan.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
     bands: dict[tuple[int, int, int], _Rows] = {}
@@ -313,16 +313,16 @@ def _everywhere(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     return mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
 
 
-def _visible(mask: Mask, batches: range, piece: plan.Piece, shape: plan.ScoresShape) -> Tensor:
+def _visible(mask: Mask, batches: range, piece: mask_plan.Piece, shape: mask_plan.ScoresShape) -> Tensor:
     """The mask of a piece: bool, broadcastable to its scores."""
     rows, keys = _slice(piece.rows), _slice(piece.keys)
-    mask = plan.of_batches(mask, batches)
+    mask = mask_plan.of_batches(mask, batches)
     if mask.valid is not None and piece.hidden == "keys":
         return mask.valid[:, None, None, keys]
     return mask.dense(shape.seqlen_q, shape.seqlen_k, rows=rows, keys=keys, expand=False)
 
 
-def _part(added: Tensor | None, batches: range, piece: plan.Piece) -> Tensor | None:
+def _part(added: Tensor | None, batches: range, piece: mask_plan.Piece) -> Tensor | None:
     """The part of `added` that belongs to a piece."""
     if added is None:
         return None
@@ -376,7 +376,7 @@ class _Rows(NamedTuple):
 
 def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     """Combine `visible`, bool, and `added`, finite where `visible` is True, for queries of `dtype`."""
-    seen = plan.some(visible, -1, keepdim=True)
+    seen = mask_plan.some(visible, -1, keepdim=True)
     empty = None if reference.is_readable(seen) and seen.all() else ~seen
     if added is None:
         kept = visible if empty is None else visible | empty

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import attention, biases, masks, reference, testing
-from fusedattn.backends.torch import plan
-from fusedattn.backends.torch.slicing import cut, paste
+from fusedattn.backends.torch import mask_plan
+from fusedattn.backends.torch.boxes import cut, paste
 from fusedattn.masks import Band, Mask
 from tests.conftest import TORCH_LIMIT, assert_ratios, torch_attention_beside_lse
 
@@ -26,9 +26,9 @@ B = 3
 @pytest.fixture
 def small(monkeypatch):
     """Plans of many pieces for few tokens."""
-    monkeypatch.setattr(plan, "CALL", 1)
-    monkeypatch.setattr(plan, "FEW", 0)
-    monkeypatch.setattr(plan, "BLOCKS", (3, 7))
+    monkeypatch.setattr(mask_plan, "CALL", 1)
+    monkeypatch.setattr(mask_plan, "FEW", 0)
+    monkeypatch.setattr(mask_plan, "BLOCKS", (3, 7))
 
 
 def paddings(n: int) -> dict[str, Tensor | None]:
