@@ -44,7 +44,7 @@ NAN = "tests/public/test_masking.py -k 'triton and (reaches or infinite or nan o
 EMPTY = "tests/public/test_masking.py -k 'triton and nothing'"
 MINUS_INFINITY = "tests/public/test_gradcheck.py -k 'of_a_feature and inf'"
 ROTARY = gradients("rope", "tables", "positions", "more")
-TURNED = budget("RoPE")
+ROTATED = budget("RoPE")
 TABLES = "tests/public/test_rope.py"
 
 WINDOW = budget("window", "everything")
