@@ -43,6 +43,7 @@ from fusedattn.kernels.primitives import (
     dot,
     dot_add,
     dot_tiles,
+    dtype_of,
     has_nan,
     head_of,
     is_wide,
@@ -133,13 +134,13 @@ def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, 
     """
     place, block = of_block
     kept_p = drop(p, call, place, block)
-    dv = dot_add(round_to(kept_p, dout_tile.dtype), dout_tile, dv, tile.ACC, tile.PRECISION)
+    dv = dot_add(round_to(kept_p, dout_tile.dtype), dout_tile, dv, dtype_of(tile.ACC), tile.PRECISION)
     ds = p * (drop(dp, call, place, block) - delta[None, :]) * derivative
     if pairs is not None:
         ds = tl.where(pairs, ds, 0.0)
     # ds is computed transposed: Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper if x comes from a product.
     ds = round_to(ds, q_tile.dtype)
-    dk = dot_add(ds, q_tile, dk, tile.ACC, tile.PRECISION)
+    dk = dot_add(ds, q_tile, dk, dtype_of(tile.ACC), tile.PRECISION)
     return dk, dv, ds
 
 
@@ -148,7 +149,7 @@ def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile)
     """Add NaN to dq of every query that sees a key with a NaN or Inf; add_dq gets zeros for such keys."""
     n_blocks = blocks.n_full + blocks.n_boundary
     keys = (start_n + tl.arange(0, tile.BLOCK_N))[:, None]
-    nan = tl.full([tile.BOUNDARY, tile.BLOCK_D], float("nan"), tile.ACC)
+    nan = tl.full([tile.BOUNDARY, tile.BLOCK_D], float("nan"), dtype_of(tile.ACC))
     for i in tl.range(0, group * n_blocks, num_stages=1, disable_licm=True):
         of_head = with_head(place, place.head + i // n_blocks)
         start_m = any_queries(i % n_blocks, blocks, call.mask, of_head, start_n, tile.BOUNDARY)
@@ -184,7 +185,7 @@ def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, g
         pairs = visible(call.mask, place, own.bounds, block, seen[None, :], own.visible[:, None])
         products = dot_tiles(
             own.k_tile, q_tile, own.k, own.start_n, own.visible, q, start_m, seen,
-            tile.HEAD_DIM, tile.ACC, tile.PRECISION,
+            tile.HEAD_DIM, dtype_of(tile.ACC), tile.PRECISION,
         )  # fmt: skip
         p, derivative = block_weights(
             products, call, place, numbers, block, pairs, shift[None, :], factor[None, :], tile
@@ -194,7 +195,7 @@ def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, g
         dout_tile = load_tile(dout, start_m, seen, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
         dp = dot_tiles(
             own.v_tile, dout_tile, own.v, own.start_n, own.visible, dout, start_m, seen,
-            tile.HEAD_DIM_V, tile.ACC, tile.PRECISION,
+            tile.HEAD_DIM_V, dtype_of(tile.ACC), tile.PRECISION,
         )  # fmt: skip
         delta = tl.load(queries.rows.delta + stats + offs_m, mask=seen, other=0.0)
         dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, (place, block), tile)
@@ -218,13 +219,13 @@ def _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group
         shift, factor = load_softmax(queries.rows.shift, queries.rows.factor, stats, offs_m, offs_m >= 0, tile.EXACT)
         q = head_of(queries.q, place.batch, place.head, place.first_q)
         q_tile = full_tile(q, queries.q_tiles, start_m, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
-        products = dot(own.k_tile, tl.trans(q_tile), tile.ACC, tile.PRECISION)
+        products = dot(own.k_tile, tl.trans(q_tile), dtype_of(tile.ACC), tile.PRECISION)
         p, derivative = block_weights(
             products, call, place, numbers, block, block.rows >= 0, shift[None, :], factor[None, :], tile
         )
         dout = head_of(queries.dout, place.batch, place.head, place.first_q)
         dout_tile = full_tile(dout, queries.dout_tiles, start_m, tile.HEAD_DIM_V, tile.BLOCK_M, tile.BLOCK_DV)
-        dp = dot(own.v_tile, tl.trans(dout_tile), tile.ACC, tile.PRECISION)
+        dp = dot(own.v_tile, tl.trans(dout_tile), dtype_of(tile.ACC), tile.PRECISION)
         delta = tl.load(queries.rows.delta + stats + offs_m)
         dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, None, call, (place, block), tile)
         if total is not None:
@@ -281,8 +282,8 @@ def attention_bwd_dkdv(
     v_head = head_of(v, place.batch, head_kv, place.first_k)
     k_tile = load_tile(k_head, start_n, key_visible, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
     v_tile = load_tile(v_head, start_n, key_visible, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
-    dk = tl.zeros([tile.BLOCK_N, tile.BLOCK_D], tile.ACC)
-    dv = tl.zeros([tile.BLOCK_N, tile.BLOCK_DV], tile.ACC)
+    dk = tl.zeros([tile.BLOCK_N, tile.BLOCK_D], dtype_of(tile.ACC))
+    dv = tl.zeros([tile.BLOCK_N, tile.BLOCK_DV], dtype_of(tile.ACC))
 
     # Each loop covers the query heads of this KV head one after the other: nested loops would cost registers.
     blocks = query_blocks(call.mask, place, bounds, group, start_n, tile.BOUNDARY, tile.BLOCK_N, tile.BLOCK_M)
@@ -290,7 +291,7 @@ def attention_bwd_dkdv(
     n_full = blocks.n_full * tile.BOUNDARY // tile.BLOCK_M
     finite = k_tile
     if total is not None:
-        _, poisoned = split_poison(k_tile, tile.ACC)
+        _, poisoned = split_poison(k_tile, dtype_of(tile.ACC))
         if tl.max(poisoned.to(tl.int32)) != 0:
             _add_nan(total, call, place, bounds, blocks, group, start_n, key_visible & poisoned, tile)
         # ds is 0 for queries that do not see a key, but 0 times NaN is NaN. The tile is loaded again rather than
@@ -305,7 +306,9 @@ def attention_bwd_dkdv(
     dv_head = head_of(dv_out, place.batch, head_kv, place.first_k)
     store_tile(dv_head, start_n, place.seqlen_k, dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
     if rotation.ROTARY_DIM > 0:
-        dk = rotate_tile(dk, rotation, place, start_n, n_positions, False, True, tile.BLOCK_N, tile.BLOCK_D, tile.ACC)
+        dk = rotate_tile(
+            dk, rotation, place, start_n, n_positions, False, True, tile.BLOCK_N, tile.BLOCK_D, dtype_of(tile.ACC)
+        )
     dk_head = head_of(dk_out, place.batch, head_kv, place.first_k)
     store_tile(dk_head, start_n, place.seqlen_k, dk * scale, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
 
@@ -322,14 +325,14 @@ def _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile):
         block = Block(own.start_m, start_n, own.queries, keys)
         k_tile = full_tile(own.k, k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
         v_tile = full_tile(own.v, v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
-        products = dot(own.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        products = dot(own.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
         seen = own.seen[:, None]
         p, derivative = block_weights(
             products, call, own.place, numbers, block, seen, own.shift[:, None], own.factor[:, None], tile
         )
-        dp = drop(dot(own.dout_tile, tl.trans(v_tile), tile.ACC, tile.PRECISION), call, own.place, block)
+        dp = drop(dot(own.dout_tile, tl.trans(v_tile), dtype_of(tile.ACC), tile.PRECISION), call, own.place, block)
         ds = p * (dp - own.delta[:, None]) * derivative  # (BLOCK_M, BLOCK_N)
-        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, dtype_of(tile.ACC), tile.PRECISION)
     return dq
 
 
@@ -350,14 +353,14 @@ def _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile):
     pairs = visible(call.mask, own.place, own.bounds, block, own.seen[:, None], key_visible[None, :])
     products = dot_tiles(
         own.q_tile, k_tile, own.q, own.start_m, own.seen, own.k, start_n, key_visible,
-        tile.HEAD_DIM, tile.ACC, tile.PRECISION,
+        tile.HEAD_DIM, dtype_of(tile.ACC), tile.PRECISION,
     )  # fmt: skip
     p, derivative = block_weights(
         products, call, own.place, numbers, block, pairs, own.shift[:, None], own.factor[:, None], tile
     )
     dp = dot_tiles(
         own.dout_tile, v_tile, own.dout, own.start_m, own.seen, own.v, start_n, key_visible,
-        tile.HEAD_DIM_V, tile.ACC, tile.PRECISION,
+        tile.HEAD_DIM_V, dtype_of(tile.ACC), tile.PRECISION,
     )  # fmt: skip
     dp = drop(dp, call, own.place, block)
     return p * (dp - own.delta[:, None]) * derivative, pairs
@@ -373,21 +376,21 @@ def _boundary_keys(dq, own, call, numbers, tile):
         ds = tl.where(pairs, ds, 0.0)
         if is_wide(k_tile.dtype, tile.BLOCK_D, tile.PRECISION):  # loaded only now: the products did not use it
             k_tile = load_tile(own.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
-        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, dtype_of(tile.ACC), tile.PRECISION)
     return dq
 
 
 @triton.jit
 def _repaired(own, call, numbers, tile):
     """Recompute dq from all blocks, with 0 in place of NaN and Inf in keys; ds is NaN where a query sees such a key."""
-    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tile.ACC)
+    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], dtype_of(tile.ACC))
     for i in tl.range(0, own.blocks.n_full + own.blocks.n_boundary, num_stages=1, disable_licm=True):
         start_n = any_keys(i, own.blocks, call.mask, own.place, own.start_m, tile.BOUNDARY)
         block, key_visible, k_tile, v_tile = _masked_keys(own, start_n, call, tile)
-        k_tile, poisoned = split_poison(k_tile, tile.ACC)
+        k_tile, poisoned = split_poison(k_tile, dtype_of(tile.ACC))
         ds, pairs = _masked_ds(own, block, key_visible, k_tile, v_tile, call, numbers, tile)
         ds = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), ds), 0.0)
-        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, tile.ACC, tile.PRECISION)
+        dq = dot_add(round_to(ds, k_tile.dtype), k_tile, dq, dtype_of(tile.ACC), tile.PRECISION)
     return dq
 
 
@@ -445,14 +448,16 @@ def attention_bwd_dq(
         q_tile, dout_tile, q_head, dout_head, k_head, v_head, start_m, offs_m[:, None], seen, shift, factor, delta,
         place, bounds, blocks,
     )  # fmt: skip
-    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], tile.ACC)
+    dq = tl.zeros([tile.BLOCK_M, tile.BLOCK_D], dtype_of(tile.ACC))
     dq = _full_keys(dq, own, k_tiles, v_tiles, call, numbers, tile)
     dq = _boundary_keys(dq, own, call, numbers, tile)
     if has_nan(dq):  # as in the forward: rare enough to start over
         dq = _repaired(own, call, numbers, tile)
 
     if rotation.ROTARY_DIM > 0:
-        dq = rotate_tile(dq, rotation, place, start_m, n_positions, True, True, tile.BLOCK_M, tile.BLOCK_D, tile.ACC)
+        dq = rotate_tile(
+            dq, rotation, place, start_m, n_positions, True, True, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC)
+        )
     dq_head = head_of(dq_out, place.batch, head, place.first_q)
     store_tile(dq_head, start_m, place.seqlen_q, dq * scale, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
 

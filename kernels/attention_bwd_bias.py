@@ -24,7 +24,7 @@ from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
-from fusedattn.kernels.primitives import program_tile, strided
+from fusedattn.kernels.primitives import dtype_of, program_tile, strided
 from fusedattn.kernels.score_gradient import QKVDout, score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
@@ -78,7 +78,7 @@ def attention_bwd_dbias(
     sequences_each = n_sequences if OVER_SEQUENCES else 1
     tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1
     tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1
-    total = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tile.ACC)
+    total = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], dtype_of(tile.ACC))
     for i in tl.range(0, sequences_each * heads_each * tiles_m_each * tiles_n_each, disable_licm=True):
         start_n = (own_n + i % tiles_n_each * n_own_n) * tile.BLOCK_N
         i = i // tiles_n_each
@@ -150,8 +150,8 @@ def attention_bwd_drelative(
     else:
         matrix = (tl.cast(sequence, tl.int64) * nheads_q + head) * n_rows
         row_ptrs = drelative_ptr + (matrix + offs_m) * n_columns
-    behind = tl.zeros([tile.BLOCK_M], tile.ACC)
-    ahead = tl.zeros([tile.BLOCK_M], tile.ACC)
+    behind = tl.zeros([tile.BLOCK_M], dtype_of(tile.ACC))
+    ahead = tl.zeros([tile.BLOCK_M], dtype_of(tile.ACC))
 
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)

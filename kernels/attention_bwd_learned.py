@@ -21,7 +21,7 @@ from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import ExactSums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
-from fusedattn.kernels.primitives import program_tile, strided
+from fusedattn.kernels.primitives import dtype_of, program_tile, strided
 from fusedattn.kernels.score_gradient import QKVDout, score_gradient
 from fusedattn.kernels.scores import capped, distance_of
 from fusedattn.kernels.sequences import place_of
@@ -70,14 +70,14 @@ def attention_bwd_learned(
         )
         if INDEX is None:
             index = sequence * call.score.slopes_stride + head
-            terms = -ds * tl.abs(distance_of(place, block)).to(tile.ACC)
+            terms = -ds * tl.abs(distance_of(place, block)).to(dtype_of(tile.ACC))
         else:
             key = clamped(block.keys, place.seqlen_k)
             scores, _ = capped(products, call.score, scale)
             index = INDEX(sequence, head, query, key, call.score.function_args)
             derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
             # The derivative of a hidden pair may be any number, or NaN.
-            terms = tl.where(pairs, ds * tl.cast(derivative, tile.ACC), 0.0)
+            terms = tl.where(pairs, ds * tl.cast(derivative, dtype_of(tile.ACC)), 0.0)
         index += tl.zeros([1, 1], tl.int32)  # a number gets a shape too, which says what the index depends on
         if index.shape[0] == 1:
             terms = tl.sum(terms, 0, keep_dims=True)

@@ -28,6 +28,7 @@ from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
     dot_in_pieces,
+    dtype_of,
     end_of_pieces,
     head_of,
     load_tile,
@@ -165,12 +166,12 @@ def attention_bwd_exact_rows(
     dout_head = head_of(dout, place.batch, head, place.first_q)
     out_head = head_of(out, place.batch, head, place.first_q)
     # The loop sums differences from this delta. Without it, the part that all values share would round them away.
-    near = _delta_of_out(out_head, dout_head, start_m, seen, tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC)
+    near = _delta_of_out(out_head, dout_head, start_m, seen, tile.HEAD_DIM_V, tile.BLOCK_DV, dtype_of(tile.ACC))
     if sinks_ptr is not None:  # the scores are then in natural units
-        sink = tl.load(sinks_ptr + head).to(tile.ACC)
+        sink = tl.load(sinks_ptr + head).to(dtype_of(tile.ACC))
         sum_of_weights = 1.0 - exp_scaled(sink, shift, qk_scale, tile.EXACT) * factor
         near /= tl.where(sum_of_weights > 0.5, sum_of_weights, 1.0)  # a smaller sum is not exact itself
-    delta = tl.zeros([tile.BLOCK_M], tile.ACC)
+    delta = tl.zeros([tile.BLOCK_M], dtype_of(tile.ACC))
 
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
@@ -180,13 +181,13 @@ def attention_bwd_exact_rows(
         key_visible = load_key_visible(call.mask, place, bounds, start_n + offs_n)
         products = dot_in_pieces(
             q_head, start_m, seen, k_head, start_n, key_visible,
-            tile.HEAD_DIM, tile.BLOCK_D, tile.ACC, tile.PRECISION,
+            tile.HEAD_DIM, tile.BLOCK_D, dtype_of(tile.ACC), tile.PRECISION,
         )  # fmt: skip
         pairs = visible(call.mask, place, bounds, block, seen[:, None], key_visible[None, :])  # (BLOCK_M, BLOCK_N)
         p, _ = block_weights(products, call, place, numbers, block, pairs, shift[:, None], factor[:, None], tile)
         dp = dot_in_pieces(
             dout_head, start_m, seen, v_head, start_n, key_visible,
-            tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC, tile.PRECISION,
+            tile.HEAD_DIM_V, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION,
         )  # fmt: skip
         dp = drop(dp, call, place, block)
         delta += tl.sum(tl.where(pairs, p * (dp - near[:, None]), 0.0), 1)

@@ -40,6 +40,7 @@ from fusedattn.kernels.primitives import (
     bits_of,
     dot,
     dot_add,
+    dtype_of,
     has_nan,
     head_of,
     load_tile,
@@ -121,10 +122,10 @@ def add_values(sums, alpha, p, v_tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.cons
     if HAS_RESIDUAL:
         ones = round_to(tl.full([v_tile.shape[0], 16], 1.0, tl.float32), v_tile.dtype)
     if HAS_RESIDUAL and not LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)
-    acc = dot_add(p, v_tile, sums.acc * alpha[:, None], tile.ACC, tile.PRECISION)
+        w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
+    acc = dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
     if HAS_RESIDUAL and LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)
+        w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
     return Sums(sums.m_i, sums.l_i, w_i, sums.c_i, acc)
 
 
@@ -141,7 +142,7 @@ def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
     if rotation_k.ROTARY_DIM > 0:
         BLOCK: tl.constexpr = k_tile.shape[0]
         rotated_tile = rotate_tile(
-            k_tile, rotation_k, place, start_n, n_positions, False, False, BLOCK, tile.BLOCK_D, tile.ACC
+            k_tile, rotation_k, place, start_n, n_positions, False, False, BLOCK, tile.BLOCK_D, dtype_of(tile.ACC)
         )
         return round_to(rotated_tile, k_tile.dtype)
     else:
@@ -154,13 +155,13 @@ def _full_products(walk, start_n, rotation_k, n_positions, tile):
     block = Block(walk.start_m, start_n, walk.queries, (start_n + walk.offs_n)[None, :])
     k_tile = full_tile(walk.k, walk.k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
     k_tile = _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
-    return dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION), block
+    return dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION), block
 
 
 @triton.jit
 def _full_scores(products, walk, block, call, scale, tile):
     """Scores of a full block."""
-    scores, _ = modified(products, call.score, scale, walk.place, block, walk.exist, tile.ACC)
+    scores, _ = modified(products, call.score, scale, walk.place, block, walk.exist, dtype_of(tile.ACC))
     return scores
 
 
@@ -221,9 +222,9 @@ def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.con
     for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        scores = dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        scores = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
-        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, tile.ACC)
+        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         scores = tl.where(pairs, scores, float("-inf"))
         v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
         sums = accumulate(sums, scores, v_tile, call, place, block, numbers.qk_scale, HAS_RESIDUAL, tile)
@@ -237,20 +238,20 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
     In the first pass, such a value times the weight 0 of a query that may not see it gave that query a NaN.
     """
     place = walk.place
-    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], tile.ACC)
+    acc = tl.zeros([tile.BLOCK_M, tile.BLOCK_DV], dtype_of(tile.ACC))
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)
     for i in tl.range(0, walk.blocks.n_full + walk.blocks.n_boundary, num_stages=1, disable_licm=True):
         start_n = any_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
         v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
-        v_tile, poisoned = split_poison(v_tile, tile.ACC)
+        v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
-        scores = dot(walk.q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
-        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, tile.ACC)
+        scores = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
+        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
         p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
-        acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, tile.ACC, tile.PRECISION)
+        acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
     return acc
 
 
@@ -269,11 +270,11 @@ def _attend(
     if rotation_q.ROTARY_DIM > 0:
         q_tile = rotate_tile(
             q_tile, rotation_q, place, rows.start, numbers.n_positions, True, False,
-            tile.BLOCK_M, tile.BLOCK_D, tile.ACC, tile.HEADS,
+            tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC), tile.HEADS,
         )  # fmt: skip
     q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
 
-    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, tile.ACC)
+    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(
         call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N, split, tile.SPLIT

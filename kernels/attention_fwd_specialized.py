@@ -34,7 +34,7 @@ from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
-from fusedattn.kernels.primitives import Head, dot, head_base, program_tile, strided
+from fusedattn.kernels.primitives import Head, dot, dtype_of, head_base, program_tile, strided
 from fusedattn.kernels.rope import rotated
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import place_of
@@ -80,7 +80,7 @@ def attention_fwd_specialized(
     )
     q_tile = q_tiles.load([start_m, 0])
 
-    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, tile.ACC)
+    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
     kv_head = Head(0, 0, sequence, head_kv, 0)  # read by descriptors alone
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
@@ -89,7 +89,7 @@ def attention_fwd_specialized(
         # Rows beyond the last key are zeros.
         k_tile = full_tile(kv_head, k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
         v_tile = full_tile(kv_head, v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
-        scores = dot(q_tile, tl.trans(k_tile), tile.ACC, tile.PRECISION)
+        scores = dot(q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
         keys = start_n + offs_n
         block = Block(start_m, start_n, queries[:, None], keys[None, :])
         if MASKED:

@@ -153,7 +153,7 @@ def constants_of(
             "BLOCK_N": config.BLOCK_N,
             "BLOCK_D": block_d(head_dim),
             "BLOCK_DV": block_d(head_dim_v),
-            "ACC": accumulator(dtype),
+            "ACC": accumulator(dtype).name,
             "PRECISION": problem.precision,
             "EXACT": exact,
             **more,

@@ -19,7 +19,7 @@ from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.call import Problem
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, Sums, store_results
 from fusedattn.kernels.grouped import rows_of
-from fusedattn.kernels.primitives import accumulator, block_d, program_tile
+from fusedattn.kernels.primitives import accumulator, block_d, dtype_of, program_tile
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
@@ -57,7 +57,7 @@ def attention_combine(
     qk_scale,
     tile,
 ):
-    ACC: tl.constexpr = tile.ACC
+    ACC: tl.constexpr = dtype_of(tile.ACC)
     BLOCK_SPLITS: tl.constexpr = tile.BLOCK_SPLITS
     query, head, sequence = program_tile(n_tiles, nheads_q, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
@@ -149,7 +149,7 @@ def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
         tile=RowTile(
             HEAD_DIM_V=tl.constexpr(head_dim_v),
             BLOCK_DV=tl.constexpr(block_d(head_dim_v)),
-            ACC=tl.constexpr(accumulator(dtype)),
+            ACC=tl.constexpr(accumulator(dtype).name),
         ),
         num_warps=4,
     )

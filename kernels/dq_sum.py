@@ -24,6 +24,7 @@ from fusedattn.kernels.primitives import (
     accumulator,
     block_d,
     dot,
+    dtype_of,
     head_base,
     head_of,
     load_tile,
@@ -56,7 +57,7 @@ def add_dq(total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, t
     adds 0 to rows that are not seen, and skips rows outside of the tensor.
     """
     # Only k is transposed before the product: it was loaded, while ds comes from a product (see attention_bwd).
-    dq = tl.trans(dot(tl.trans(k), ds, tile.ACC, tile.PRECISION))
+    dq = tl.trans(dot(tl.trans(k), ds, dtype_of(tile.ACC), tile.PRECISION))
     if tiles is not None:
         tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, tile.BLOCK_D))
     else:

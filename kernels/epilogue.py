@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusedattn.kernels.accurate import fused, quotient
 from fusedattn.kernels.grouped import row_offsets, store_rows
-from fusedattn.kernels.primitives import halves, round_to, strided
+from fusedattn.kernels.primitives import dtype_of, halves, round_to, strided
 from fusedattn.kernels.rounding_residual import encode_residual
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
@@ -82,7 +82,7 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
         c_i = l_i
     if sinks_ptr is not None:
         # One more score, whose value is 0. With sinks the scores are scaled.
-        sink = tl.load(sinks_ptr + rows.heads).to(tile.ACC)
+        sink = tl.load(sinks_ptr + rows.heads).to(dtype_of(tile.ACC))
         m_new = tl.maximum(m_i, sink)
         alpha = exp_scaled(m_i, m_new, qk_scale, EXACT)
         # If the sink is -inf too, as below.
@@ -163,5 +163,5 @@ def store_partials(sums, partials, place, rows, split, n_splits, tile):
 def store_nothing(partials, place, rows, split, n_splits, tile):
     """Record that a tile visited no key of a split."""
     stats = row_offsets(place, rows) * n_splits + split
-    tl.store(partials.row_max + stats, tl.full([tile.BLOCK_M], float("-inf"), tile.ACC), mask=rows.exist)
-    tl.store(partials.row_sum + stats, tl.full([tile.BLOCK_M], NOTHING, tile.ACC), mask=rows.exist)
+    tl.store(partials.row_max + stats, tl.full([tile.BLOCK_M], float("-inf"), dtype_of(tile.ACC)), mask=rows.exist)
+    tl.store(partials.row_sum + stats, tl.full([tile.BLOCK_M], NOTHING, dtype_of(tile.ACC)), mask=rows.exist)

@@ -128,6 +128,12 @@ def store_tile(
     tl.store(ptrs, round_to(tile, ptr.dtype.element_ty), mask=mask)
 
 
+@triton.constexpr_function
+def dtype_of(name):
+    """The accumulator dtype by its name: Triton's hooks cannot write down a dtype in a tuple."""
+    return tl.float64 if name == "fp64" else tl.float32
+
+
 @triton.jit
 def widen(x, ACC: tl.constexpr):
     """``x`` in ACC."""

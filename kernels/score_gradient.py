@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fusedattn.kernels.masking import load_key_visible, visible
 from fusedattn.kernels.pairs import Block
-from fusedattn.kernels.primitives import dot_in_pieces, head_of
+from fusedattn.kernels.primitives import dot_in_pieces, dtype_of, head_of
 from fusedattn.kernels.sequences import row_base
 from fusedattn.kernels.softmax import load_softmax
 from fusedattn.kernels.weights import block_weights, drop
@@ -45,14 +45,14 @@ def score_gradient(inputs, rows, call, place, bounds, numbers, nheads_kv, start_
     q = head_of(inputs.q, place.batch, place.head, place.first_q)
     k = head_of(inputs.k, place.batch, head_kv, place.first_k)
     products = dot_in_pieces(
-        q, start_m, seen, k, start_n, key_visible, tile.HEAD_DIM, tile.BLOCK_D, tile.ACC, tile.PRECISION
+        q, start_m, seen, k, start_n, key_visible, tile.HEAD_DIM, tile.BLOCK_D, dtype_of(tile.ACC), tile.PRECISION
     )
     pairs = visible(call.mask, place, bounds, block, seen[:, None], key_visible[None, :])
     p, _ = block_weights(products, call, place, numbers, block, pairs, shift[:, None], factor[:, None], tile)
     v = head_of(inputs.v, place.batch, head_kv, place.first_k)
     dout = head_of(inputs.dout, place.batch, place.head, place.first_q)
     dp = dot_in_pieces(
-        dout, start_m, seen, v, start_n, key_visible, tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC, tile.PRECISION
+        dout, start_m, seen, v, start_n, key_visible, tile.HEAD_DIM_V, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION
     )
     dp = drop(dp, call, place, block)
     return tl.where(pairs, p * (dp - delta[:, None]), 0.0), pairs, products, block

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.dropout import kept
+from fusedattn.kernels.primitives import dtype_of
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.softmax import softmax_weights
 
@@ -17,7 +18,7 @@ def block_weights(products, call, place, numbers, block, readable, shift, factor
 
     `shift` and `factor` broadcast to the block; the derivative is that of :func:`modified`.
     """
-    scores, derivative = modified(products, call.score, numbers.scale, place, block, readable, tile.ACC)
+    scores, derivative = modified(products, call.score, numbers.scale, place, block, readable, dtype_of(tile.ACC))
     return softmax_weights(scores, numbers.qk_scale, shift, factor, tile.EXACT), derivative
 
 

@@ -174,7 +174,7 @@ def constants_of(fn: JITFunction, arguments: dict[str, Any]) -> dict[str, Any]:
     """The constants among a kernel's arguments, by name; those of its tile without a ``tl.constexpr`` around them."""
     tile = arguments["tile"]._asdict() if "tile" in arguments else {}
     beside = {p.name: arguments[p.name] for p in fn.params if p.is_constexpr}
-    return {name: x.value for name, x in tile.items()} | beside
+    return {name: getattr(x, "value", x) for name, x in tile.items()} | beside
 
 
 @dataclass(frozen=True)

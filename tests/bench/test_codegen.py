@@ -99,7 +99,7 @@ print(report.tile, report.faults)
 """
     result = compiling("-c", script, cache=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("128x128 w4 s2 e64 ['spills"), result.stdout
+    assert result.stdout.startswith("128x128 w4 s2 b64 ['spills"), result.stdout
     assert "instructions in its loops: " in result.stdout
     assert "'serialises wgmma'" in result.stdout
 

@@ -44,7 +44,7 @@ SPLITS = (
     Fault(FWD, "            start_m = 0\n", "            start_m = number * (tile.BLOCK_M // tile.HEADS)\n", "splits: each of other queries", SHAPES),
     Fault(FWD, "if blocks.n_full + blocks.n_boundary == 0:", "if blocks.n_full == 0:", "splits: of boundary blocks alone left out", LENGTHS),
     Fault(FWD, "(partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None", "(partials.kept_sum if tile.SPLIT > 0 else results.rounding_residual) is not None", "splits: rounded weights are not summed", KEPT),
-    Fault(EPILOGUE, "tl.full([tile.BLOCK_M], NOTHING, tile.ACC)", "tl.full([tile.BLOCK_M], 0.0, tile.ACC)", "splits: what nobody wrote is read", ALONE),
+    Fault(EPILOGUE, "tl.full([tile.BLOCK_M], NOTHING, dtype_of(tile.ACC))", "tl.full([tile.BLOCK_M], 0.0, dtype_of(tile.ACC))", "splits: what nobody wrote is read", ALONE),
     Fault(EPILOGUE, "row_offsets(place, rows) * n_splits + split\n    tl.store(partials.row_max + stats, sums.m_i", "row_offsets(place, rows) * n_splits\n    tl.store(partials.row_max + stats, sums.m_i", "splits: all leave theirs in one place", SHAPES),
     Fault(TILING, "n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)", "n_keys = shape.max_seqlen_k", "splits: launched where a window hides all", WINDOWS),
     Fault(TILING, "problem.band.width + shape.max_seqlen_q - 1", "problem.band.width", "splits: as many as one query sees", "tests/kernels/test_decode.py -k 'accuracy or window'"),

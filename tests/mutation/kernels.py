@@ -40,9 +40,9 @@ FORWARD = (
     Fault(GROUPED, "head, queries, queries < place.seqlen_q)", "head, queries, queries <= place.seqlen_q)", "forward: one query too many", MEMORY),
     Fault(GROUPED, "return tile, head, head // group, sequence", "return tile, head, head % nheads_kv, sequence", "forward: wrong KV head"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
-    Fault(FWD, "dot_add(p, v_tile, sums.acc * alpha[:, None], tile.ACC, tile.PRECISION)", "dot_add(p, v_tile, sums.acc, tile.ACC, tile.PRECISION)", "forward: no rescaling"),
-    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)", "w_i = dot_add(p, ones, w_i, tile.ACC, tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
-    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], tile.ACC, tile.PRECISION)", "w_i = dot_add(p, ones, w_i, tile.ACC, tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
+    Fault(FWD, "dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "dot_add(p, v_tile, sums.acc, dtype_of(tile.ACC), tile.PRECISION)", "forward: no rescaling"),
+    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "w_i = dot_add(p, ones, w_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
+    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "w_i = dot_add(p, ones, w_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
     Fault(FWD, "scores = tl.where(pairs, scores, float(\"-inf\"))", "scores = tl.where(pairs, scores, 0.0)", "forward: hidden scores are 0"),
     Fault(FWD, "for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):\n        start_n = boundary_keys(", "for i in range(0, walk.blocks.n_full + walk.blocks.n_boundary):\n        start_n = any_keys(", "forward: full blocks counted twice", budget("full", "causal")),
     Fault(FWD, "range(walk.first_full, walk.stop_full, tile.BLOCK_N)", "range(walk.first_full, walk.stop_full - tile.BLOCK_N, tile.BLOCK_N)", "forward: a full block left out, not pipelined", STYLES),
@@ -190,7 +190,7 @@ BACKWARD = (
     Fault(ROWS, "for i in tl.range(0, blocks.n_full + blocks.n_boundary, ", "for i in tl.range(0, blocks.n_boundary, ", "delta: full blocks left out", EXACT),
     Fault(ROWS, "head // (nheads_q // nheads_kv)", "head % nheads_kv", "delta: wrong KV head"),
     Fault(ROWS, "seen = row_max != float(\"inf\")", "seen = exists", "delta, 16 bits: NaN of a row that sees nothing", EMPTY),
-    Fault(ROWS, "tile.HEAD_DIM_V, tile.BLOCK_DV, tile.ACC, tile.PRECISION", "tile.HEAD_DIM, tile.BLOCK_DV, tile.ACC, tile.PRECISION", "delta: values as wide as keys", WIDTHS),
+    Fault(ROWS, "tile.HEAD_DIM_V, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION", "tile.HEAD_DIM, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION", "delta: values as wide as keys", WIDTHS),
 )
 
 ARITHMETIC = (
