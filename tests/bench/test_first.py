@@ -48,6 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, job: Job) -> set[str]:
     return seen
 
 
+@pytest.mark.thorough
 @interpreted
 def test_each_kernel_is_called_once_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
@@ -205,6 +206,7 @@ class Named:
     name: str
 
 
+@pytest.mark.thorough
 def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "measure_all", breaking)
     works: list[Any] = [Named(name) for name in ("dies", "one", "breaks", "refused", "two")]

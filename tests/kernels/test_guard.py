@@ -195,6 +195,7 @@ with patch.object(guard, "_assembled", side_effect=OSError("no assembler")):
     assert no_assembler.endswith("OSError: no assembler")
 
 
+@pytest.mark.thorough
 def test_a_key_names_one_compilation(tmp_path: Path) -> None:
     """Whatever Triton compiles another kernel for is in the key; lengths, which change, are not."""
     script = f"""{SCRIPT}

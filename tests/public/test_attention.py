@@ -199,7 +199,7 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
     assert names == [launched]
 
 
-@quick.covering()
+@quick.only(case=lambda case: case.offset == 16.0)
 @dtypes
 @pytest.mark.parametrize(
     "case",

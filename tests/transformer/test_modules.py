@@ -33,6 +33,7 @@ from fusedattn.transformer import (
     TransformerEncoder,
 )
 from tests.conftest import DEVICE, INTERPRETING
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("_seed")]
 
@@ -149,6 +150,7 @@ def test_a_fused_model_computes_the_same_function(name):
 MODEL_FACTOR = 1.35
 
 
+@quick.covering()
 @examples
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fused_model_is_as_accurate(name, dtype):
