@@ -37,7 +37,7 @@ FAULTS = (
     Fault(BWD, "exists[None, :], poisoned[:, None]", "exists[None, :], (poisoned | (keys[:, 0] >= 0))[:, None]", "one pass: NaN for queries that see any key of a tile", POISON),
     Fault(BWD, "with_head(place, place.head + i // n_blocks)", "place", "one pass: NaN for the first head of a group only", POISON),
     Fault(BWD, "own, queries, total, total_boundary_tiles, call,", "own, queries, total, total_tiles, call,", "one pass: boundary blocks added as if they were full", ACCELERATOR),
-    Fault(BWD, "add_dq(total, total_tiles, place, start_m, offs >= 0,", "add_dq(total, total_tiles, own.place, start_m, offs >= 0,", "one pass: full blocks of the first head of a group", one_pass("poison or accelerator")),
+    Fault(BWD, "add_dq(total, total_tiles, place, start_m, offs >= 0,", "add_dq(total, total_tiles, own.place, start_m, offs >= 0,", "one pass: full blocks of the first head of a group", one_pass("budget")),
     Fault(BWD, " and problem.nondeterministic", "", "one pass: nobody asked for it", WHO),
     Fault(BWD, "dq is not None and dkdv is not None and problem.nondeterministic", "dkdv is not None and problem.nondeterministic", "one pass: dq where nobody needs it", one_pass("not_needed")),
     Fault(MASKING, "start_m = blocks.start + (blocks.n_left + i) * BLOCK_M", "start_m = blocks.start + i * BLOCK_M", "one pass: NaN for the boundary twice, and not for the last full block", POISON),

@@ -125,7 +125,7 @@ OPERATION = (
 )
 
 CARRIED = (
-    Fault(OPERANDS, "max(lower[band.align], -band.left)", "-band.left if lower[band.align] == -NO_BOUND else min(lower[band.align], -band.left)", "kernels: the wider of two windows", integration("transformers_attention", "other_positions")),
+    Fault(OPERANDS, "max(lower[band.align], -band.left)", "-band.left if lower[band.align] == -NO_BOUND else min(lower[band.align], -band.left)", "kernels: the wider of two windows", BANDS),
     Fault(OPERANDS, "max(lower[band.align], -band.left)", "max(lower[band.align], -band.left - 1)", "kernels: a window is one key longer", WINDOW),
     Fault(OPERANDS, "bounds = lower[\"top_left\"]", "bounds = lower[\"bottom_right\"]", "kernels: a window of the last query aligned to the first", BANDS),
     Fault(OPERANDS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == NO_BOUND else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
