@@ -63,7 +63,7 @@ FORWARD = (
     Fault(PROBLEM, " or n_tiles + n_programs >= 2**31", "", "persistent programs step beyond int32", ORDER),
     Fault(FWD, "tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True)", "tl.range(tl.program_id(0), n_places - 1, tl.num_programs(0), disable_licm=True)", "forward: persistent programs leave out the last tile", f"{STYLES} -k persist"),
     Fault(PRIMITIVES, "        tile = n_tiles - 1 - tile\n", "        tile = tile\n", "the longest tiles last", ORDER),
-    Fault(DESCRIPTORS, "tiles.load([head.batch, head.index, head.first + start, 0])", "tiles.load([0, head.index, head.first + start, 0])", "tiles of the first batch"),
+    Fault(DESCRIPTORS, "tiles.load([head.batch, head.index, head.first + start, 0])", "tiles.load([0, head.index, head.first + start, 0])", "tiles of the first batch", EXACT),
     Fault(DESCRIPTORS, "tiles.load([head.batch, head.index, head.first + start, 0])", "tiles.load([head.batch, head.index, start, 0])", "tiles of the first sequence", PACKED),
     Fault(DESCRIPTORS, "stride_b > 0 and", "stride_b >= 0 and", "expanded batches described", STYLES),
     Fault(DESCRIPTORS, "* x.itemsize % ALIGNMENT == 0", "* x.itemsize % 1 == 0", "strides that are not aligned described", STYLES),
