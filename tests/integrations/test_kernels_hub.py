@@ -1,4 +1,4 @@
-"""The exported kernel: alone, beside the installed package and a copy of itself, and loaded by Hugging Face's library."""
+"""The exported kernel: alone, beside the installed package and a copy of itself, and loaded by the library."""
 
 from __future__ import annotations
 
