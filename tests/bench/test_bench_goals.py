@@ -21,7 +21,7 @@ WHOLE: dict[str, Any] = {"environment": {"is_gpu": True}, "arguments": {"quick":
 
 
 def row(x: float, *, name: str = "", suite: str = "forward", page: str = "p", panel: str = "a", **found: Any) -> Any:
-    """A result: ours take 4 ms, and 2 ms with a peak of 1 byte; the other takes 3 ms with a peak of 2 bytes."""
+    """A result: the package takes 4 ms, and 2 ms with a peak of 1 byte; the other takes 3 ms with a peak of 2 bytes."""
 
     def contestant(ms: float, peak: int) -> dict[str, Any]:
         return {"ms": {"median": ms, "q1": ms, "q3": ms, "n": 9}, "rate": 1.0, "peak_bytes": peak}

@@ -150,7 +150,7 @@ def test_every_slot_has_work_of_its_own_kind() -> None:
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
-    """Of 64, 128 and 1024 rows, 64 keep the budget, 128 exceed it, and 1024 do not run."""
+    """Tiles of 64 rows keep the budget, of 128 exceed it, and of 1024 do not run."""
 
     def used(its: Slot, device: torch.device) -> Any:
         rows = configs.lookup("interpreter", 16, torch.float16).fwd.BLOCK_M

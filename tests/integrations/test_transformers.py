@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, built from a config, with our attention and with their own."""
+"""Models of Hugging Face transformers, built from a config, with fused attention and with their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of transformers: our version of each equals the mask that transformers itself writes out."""
+"""Masks of transformers: the package's version of each equals the mask that transformers itself writes out."""
 
 from __future__ import annotations
 

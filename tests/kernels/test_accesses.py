@@ -1,4 +1,4 @@
-"""The address checker: it notices each kind of wrong access, and no right one."""
+"""The address checker: it rejects each kind of wrong access, and no right one."""
 
 from __future__ import annotations
 

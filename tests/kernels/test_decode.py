@@ -224,7 +224,7 @@ def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"sinks": True, "dropout_p": 0.3}])
 def test_splits_change_rounding_alone(options, dtype):
-    """Also of the kept statistics: results stay close to those of one program for all keys, which keep the budget."""
+    """Results and kept statistics stay close to those of one program for all keys, which keep the budget."""
     inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, dtype=dtype, **options))
     got = testing.run(triton_attention, inputs)
     with in_tiles_of_one_head():

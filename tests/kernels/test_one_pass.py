@@ -1,4 +1,4 @@
-"""``deterministic=False``: dk, dv and dq in one pass. It keeps every contract of the two kernels; which run when."""
+"""``deterministic=False``: dk, dv and dq in one pass, under every contract of the two kernels; and when it runs."""
 
 from __future__ import annotations
 

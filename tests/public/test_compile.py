@@ -471,7 +471,7 @@ def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"return_lse": True}, {"softcap": 2.0}, {"sinks": torch.zeros(HEADS)}], ids=str)
 def test_compile_hides_what_padding_hides_from_eager_code(options):
-    """In the paths of the torch backend that materialize the scores, forward and backward."""
+    """In the paths of the torch backend that write the scores out, forward and backward."""
     q, k, v = qkv(6, 6)
     valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
     valid[:, 4:] = False

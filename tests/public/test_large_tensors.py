@@ -37,7 +37,7 @@ interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU commits all mem
 FAR = 2**30 + 16  # the third row, head or batch starts beyond 2^31
 LIMIT = MAX_ROW_STRIDE
 ENOUGH = 2**24  # a tensor with at most this many elements is really filled
-DTYPES = (torch.float16, torch.float32)  # each has its own kernel for exact rows
+DTYPES = (torch.float16, torch.float32)  # float32 has its own backward kernel for the rows
 
 
 def lazy(numel: int, dtype: torch.dtype) -> Tensor:

@@ -177,7 +177,7 @@ def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tensor", ["q", "k"])
 def test_a_row_whose_scores_are_all_nan(tensor, dtype):
-    """Its maximum is that of an empty row, but the row is not one that sees nothing."""
+    """Its maximum is that of an empty row, but it is not a row that sees nothing."""
     inputs = testing.make_inputs(replace(SHAPE, seqlen_q=3, seqlen_k=1 if tensor == "k" else 20, dtype=dtype), DEVICE)
     getattr(inputs, tensor)[0, :, 0] = math.nan
     results = testing.run(triton_attention, inputs)

@@ -59,10 +59,10 @@ TUPLES: dict[str, tuple[Any, ...]] = {
 
 
 class Argument:
-    """A tuple inside a kernel of Triton 3.6: its values, and the known types and constants, which a loop keeps alone.
+    """A tuple inside a kernel of Triton 3.6: its values, and their known types and constants, which are all a loop keeps.
 
-    Values are filled in first, then constants. Each step renews what its own tuple knows, but not the copy of that in
-    the tuple around it.
+    Values are filled in first, then constants. Each step updates the known values of its own tuple, but not their copy
+    in the tuple around it.
     """
 
     def __init__(self, values: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Other functions behind our signature: they compute the same attention, and name what they cannot do.
+"""Other functions with the arguments of ``attention()``: they compute the same, and name the features they lack.
 
 All but one test use CPU tensors.
 """

@@ -1,4 +1,4 @@
-"""The torch backend where it materializes weights: in steps of few scores, the result is the reference's."""
+"""The torch backend where it writes weights out: in steps of few scores, the result is the reference's."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_derivatives_of_derivatives_in_16_bits():
     ids=["padding", "causal", "boolean"],
 )
 def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
-    """It does not call the reference either, with or without gradients, unless a query sees such a value."""
+    """Padding may hold any value without a call of the reference, with or without gradients, unless a query sees it."""
     q, k, v = (x.detach() for x in qkv())
     hidden = ~mask.dense(N, M, batch=B, nheads=1).any(2)[:, :, :, None]
     poisoned = [q, *(x.masked_fill(hidden, value) if lost in (name, "both") else x for name, x in (("k", k), ("v", v)))]
