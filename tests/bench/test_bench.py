@@ -1,4 +1,4 @@
-"""What the bench harness measures: counts, turns and medians, who takes part, and what must be correct first."""
+"""The bench harness: counts, rounds and medians, the contestants, and the checks that come before a timing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROUNDS = Rounds(least=2, most=2)
 
 @pytest.fixture(autouse=True)
 def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, the tests have chosen Triton's interpreter, which takes seconds where this takes none."""
+    """Without a GPU, the tests use Triton's interpreter, which takes seconds; the torch backend takes none."""
     of_torch = functools.partial(attention, backend="torch")
     monkeypatch.setattr("bench.work.attention.attention", of_torch)
     monkeypatch.setattr("bench.work.launch.attention", of_torch)
@@ -54,7 +54,7 @@ def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Seconds that pass only when something spends them."""
+    """Time that passes only when something spends it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -74,7 +74,7 @@ class Clock:
         ({"causal": None, "seqlen_k": 3}, 24.0),
         ({"window": (0, 0)}, 8.0),  # each query its own key
         ({"window": (2, 0)}, 1 + 2 + 6 * 3.0),
-        ({"window": (2, None)}, 1 + 2 + 6 * 3.0),  # causal still
+        ({"window": (2, None)}, 1 + 2 + 6 * 3.0),  # still causal
         ({"window": (None, 1), "causal": None}, 2 + 3 + 4 + 5 + 6 + 7 + 8 + 8.0),
         ({"window": (1, 0), "seqlen_q": 2}, 4.0),  # the last two queries
         ({"window": (1, 0), "seqlen_q": 2, "causal": "top_left"}, 3.0),  # the first two
@@ -87,12 +87,12 @@ def test_pairs(fields: dict[str, Any], pairs: float) -> None:
 
 @pytest.mark.parametrize(("direction", "factor"), [("forward", 4), ("backward", 10), ("both", 14)])
 def test_flops(direction: Any, factor: int) -> None:
-    """2 batches of 4 heads of 32 pairs of 16 features."""
+    """2 batches, 4 heads, 32 pairs, 16 features."""
     assert counts.flops(SMALL, direction) == factor * 2 * 4 * 32 * 16
 
 
 def test_bytes() -> None:
-    """Each of 2 batches: 4 heads of one query, in and out; 2 heads of 100 keys and values; 16 features of 2 bytes."""
+    """In each of 2 batches: q and out of 4 heads, one query; k and v of 2 heads, 100 keys; 16 features of 2 bytes."""
     case = replace(SMALL, seqlen_q=1, seqlen_k=100, dtype=torch.bfloat16)
     assert counts.bytes_read_and_written(case) == 2 * (2 * 4 + 2 * 2 * 100) * 16 * 2
     work = AttentionWork(PLACE, 0, case)
@@ -105,7 +105,7 @@ def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew() -> 
 
     def set_up(name: str):
         setups.append(name)
-        clock.spend(100.0)  # is in no figure
+        clock.spend(100.0)  # counted in no figure
 
         def timed() -> None:
             order.append(name)
@@ -174,7 +174,7 @@ def test_spread(samples: list[float], expected: Spread) -> None:
 
 def measured(work: Work, peers_: dict[str, Any], gate: Gate | None = None) -> dict[str, Any]:
     gate = gate or Gate(CPU)
-    gate.used |= dict.fromkeys(work.cases(), 0.5)  # the kernels have tests of their own
+    gate.used |= dict.fromkeys(work.cases(), 0.5)  # other tests check the kernels
     return measure(work, CPU, peers_, gate, {"matmul": {"float32": 2.0}}, ROUNDS, random.Random(0), Budget())
 
 
@@ -226,7 +226,7 @@ def test_what_fails_of_ours_is_red_and_what_it_cannot_do_is_not(monkeypatch: pyt
 
 
 def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate measures what it says: it is red for an attention without its mask."""
+    """The gate really measures: it is red for attention without its mask."""
     monkeypatch.setattr("fusedattn.cli.check.command.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
     gate = Gate(CPU)
     row = measure(WORK, CPU, {}, gate, {}, ROUNDS, random.Random(0), Budget())
@@ -236,7 +236,7 @@ def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_forward_without_gradients_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be another kernel."""
+    """It may run another kernel."""
     monkeypatch.setattr("bench.measuring.gate.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
     gate = Gate(CPU)
     assert not gate.passes(WORK.cases())
@@ -253,7 +253,7 @@ def test_the_gate_is_green_for_what_is_right_and_absent_checks_are_not_green() -
 
 
 def test_what_is_checked_is_what_is_timed_in_small() -> None:
-    """At every scale: few heads, their ratio, the same head_dim, dtype and features; lengths that no tile divides."""
+    """At every scale: few heads in the same ratio, equal head_dim, dtype and features, lengths that no tile divides."""
     for scale in (suites.GPU, suites.CPU, suites.QUICK):
         for work in suites.works(list(suites.SUITES), scale):
             for case in work.cases():
@@ -295,7 +295,7 @@ def test_tensors_lie_in_memory_as_models_have_them() -> None:
 
 
 def test_contestants_may_write_over_their_inputs() -> None:
-    """As Liger's rotation does; the answers of those after it are then not spoilt."""
+    """Liger's rotation does; later contestants must still get the original inputs."""
 
     def overwriting(q, k, v, **options):
         out = peers.PEERS["torch.sdpa-math"](q, k, v, **options)
@@ -354,7 +354,7 @@ def test_a_backend_of_torchs_function_is_chosen_while_it_is_timed() -> None:
 
 
 def test_a_model_is_compiled_for_each_backend() -> None:
-    """What one was compiled for must not run under the name of another."""
+    """Code compiled for one backend must not run under the name of another."""
     graphs: list[torch.fx.GraphModule] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -370,7 +370,7 @@ def test_a_model_is_compiled_for_each_backend() -> None:
 
 
 def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 in 40 ms are 2 ms each, and 500 a second."""
+    """20 in 40 ms are 2 ms each, and 500 per second."""
     monkeypatch.setattr(LaunchWork, "stopwatch", lambda *_: lambda timed: 40.0)
     own = measured(LaunchWork(PLACE, 0, SMALL, "called", True), {})["contestants"]["fusedattn"]
     assert (own["ms"]["median"], own["rate"]) == (2.0, 500.0)
@@ -415,7 +415,7 @@ def test_rope_is_applied_before_each_function_once() -> None:
     ],
 )
 def test_bands_of_other_libraries(mask: Any, band: tuple[int | None, int | None]) -> None:
-    """Relative to the diagonal that ends at the last key: 5 queries of 8 keys."""
+    """Relative to the diagonal that ends at the last key, for 5 queries and 8 keys."""
     assert libraries._band("f", mask, 5, 8) == band
 
 

@@ -1,4 +1,4 @@
-"""The commands of the bench harness, from end to end, and what plot, table and compare make of result files."""
+"""The commands of the bench harness from end to end, and the output of plot, table and compare for result files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """Two cases by hand: 2 ms beside 3 ms, and 4 ms with nothing beside it."""
+    """Two cases written by hand: 2 ms against 3 ms, and 4 ms against nothing."""
 
     def contestant(ms: float) -> dict[str, Any]:
         return {"ms": {"median": ms, "q1": ms - 0.1, "q3": ms + 0.1, "n": 9}, "rate": 600.0 / ms, "peak_bytes": None}
@@ -170,7 +170,7 @@ def test_compare(tmp_path: Path, capsys) -> None:
 
 
 def run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because the tests have chosen Triton's interpreter in this one."""
+    """Run in a separate process, because the tests use Triton's interpreter in this one."""
     env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "FORCE_COLOR")}
     env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", **extra}
     command = [sys.executable, "-m", "bench", *arguments]
@@ -179,7 +179,7 @@ def run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_run_quick_then_plot_and_compare(tmp_path: Path) -> None:
-    """All suites are touched; all that cannot run says why; the file is complete and green."""
+    """It runs every suite and names a reason for each contestant that cannot run; the file is complete and green."""
     done = run(
         "run", "--quick", "--device", "cpu", "--out", str(tmp_path), "--against", "sdpa-math", "--against", "sdpa-cudnn"
     )
@@ -205,7 +205,7 @@ def test_run_quick_then_plot_and_compare(tmp_path: Path) -> None:
 
 
 def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The clock jumps over the end after the second piece of work."""
+    """The clock passes the end of the budget after the second piece of work."""
     done: list[str] = []
 
     def fake(work: Work, *arguments: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The goals of the package: what they are about exists, and a report is judged as it should be."""
+"""The goals of the package: each refers to existing work, and reports are judged correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE: dict[str, Any] = {"environment": {"is_gpu": True}, "arguments": {"quick":
 
 
 def row(x: float, *, name: str = "", suite: str = "forward", page: str = "p", panel: str = "a", **found: Any) -> Any:
-    """A result in which one of ours takes 2 ms, another 4, and the others 3, with 1 and 2 bytes."""
+    """A result: the package takes 4 ms, and 2 ms with a peak of 1 byte; the other takes 3 ms with a peak of 2 bytes."""
 
     def contestant(ms: float, peak: int) -> dict[str, Any]:
         return {"ms": {"median": ms, "q1": ms, "q3": ms, "n": 9}, "rate": 1.0, "peak_bytes": peak}
@@ -89,7 +89,7 @@ def test_the_lowest_result_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert reached(1.0, row(1), row(2, speedup=1.1)) == (True, 2)
     assert reached(1.2, row(1), row(2, speedup=1.1)) == (False, 2)
-    assert reached(1.0, row(1)) == (None, 1)  # nothing is missed, but not all is there
+    assert reached(1.0, row(1)) == (None, 1)  # no goal is missed, but some results are
     assert reached(1.6, row(1)) == (False, 1)
     assert reached(1.0, row(1), row(2, speedup=None)) == (None, 1)
     assert reached(1.0, row(1), row(2, suite="rope"), row(2, page="q"), row(2, panel="b"), row(3)) == (None, 1)

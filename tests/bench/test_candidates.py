@@ -1,4 +1,4 @@
-"""Candidates for tuning: which tiles are tried, which faults leave one out, and how they are kept."""
+"""Candidates for tuning: the tiles tried, the faults that exclude a tile, and their storage."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report(tile: TileConfig, kernel: str = "attention_fwd", **found: Any) -> Rep
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TileConfig, str], list[Report]]], list[Any]]:
-    """Reports by tile and features, in place of a compilation; what was compiled."""
+    """Return given reports by tile and features instead of compiling, and list the compilations."""
 
     def stand_in(function: Callable[[TileConfig, str], list[Report]]) -> list[Any]:
         compiled: list[Any] = []
@@ -76,7 +76,7 @@ def _not_known() -> Any:
     raise NotImplementedError
 
 
-BOUNDARY_SPILLS = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # of a forward: full blocks, boundary, repair
+BOUNDARY_SPILLS = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # a forward: full blocks, boundary blocks, repair
 FWD = slot("fwd", 128, torch.bfloat16)
 SMALL_TILE = TileConfig(64, 32, 4, 1)
 
@@ -139,7 +139,7 @@ def test_specialised_tiles_are_judged_by_their_own_kernel(compiler) -> None:
     (found,) = candidates.clean_forms(FWD, "sm_90", tile)
     assert found.config == tile
     compiler(lambda config, _: [report(config)])
-    assert candidates.clean_forms(FWD, "sm_90", tile) == []  # its kernel takes none of the calls
+    assert candidates.clean_forms(FWD, "sm_90", tile) == []  # its kernel takes none of these calls
 
 
 def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> None:
@@ -160,7 +160,7 @@ TOUCH = Touch(0x100, "MOV", "operand written", (100,), (0xF0,), 0)
 
 
 def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
-    """It is no reason to leave it out, nor to try narrower boundary blocks; with another fault it is none less."""
+    """They neither exclude a tile nor lead to narrower boundary blocks; they do not excuse another fault."""
     pipelined = replace(SMALL_TILE, style="pipelined", BOUNDARY=32)
     last = candidates.FEATURES["streamed"][-1]
     compiled = compiler(lambda tile, features: [report(tile, touches=(TOUCH,) if features == last else ())])

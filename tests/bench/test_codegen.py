@@ -22,7 +22,7 @@ TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds
 
 
 def kernels() -> set[str]:
-    """The names of all that are launched: what :class:`launcher.Constants` are made for."""
+    """Names of all launched kernels: those that a :class:`launcher.Constants` is built for."""
     calls = (
         node
         for path in (ROOT / "kernels").glob("*.py")
@@ -34,7 +34,7 @@ def kernels() -> set[str]:
 
 
 def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
-    """Every (kernel, config in short) of the config table; `make codegen` has the largest head_dim and other scores."""
+    """Every (kernel, short config) of the config table; `make codegen` adds the largest head_dim and other scores."""
     by_kernel = {"fwd": "attention_fwd", "dkdv": "attention_bwd_dkdv", "dq": "attention_bwd_dq"}
     by_kernel["one_pass"] = "attention_bwd_dkdv"
     tiles = {("attention_bwd_exact_rows", config) for largest, config in configs.EXACT_ROWS.items() if largest <= 256}
@@ -47,7 +47,7 @@ def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
 
 
 def in_short(kernel: str, config: configs.TileConfig) -> str:
-    """As a report says it."""
+    """The config as a report prints it."""
     walked = config.BLOCK_M if kernel == "attention_bwd_dkdv" else config.BLOCK_N
     has_boundary = kernel != "attention_bwd_exact_rows" and walked > config.BOUNDARY
     return (
@@ -59,8 +59,8 @@ def in_short(kernel: str, config: configs.TileConfig) -> str:
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path) -> None:
-    """No spills, no more shared memory than there is, products on tensor cores, no product transposed, and nothing
-    worse than in the baseline of this Triton version."""
+    """No spills, shared memory within its limit, products on tensor cores, no transposed product, and nothing worse
+    than in the baseline of this Triton version."""
     result = compiling(
         "-m", "bench.codegen", "--quick", "--jobs", "1", "--json", "--target", target, cache=tmp_path
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     assert result.returncode == 0, result.stderr
     entries = (entry for by_head_dim in configs.TABLE[target].values() for entry in by_head_dim.values())
     one_pass = any(entry.streamed.one_pass or entry.pairwise.one_pass for entry in entries)
-    unused = {"attention_fwd_specialized"}  # which no table has
+    unused = {"attention_fwd_specialized"}  # which no table uses
     expected = kernels() - unused - (set() if one_pass else {"attention_bwd_dq_sum"})
     assert {r["kernel"] for r in reports} == expected
     tiles = {(r["kernel"], Report(**_fields(r)).tile) for r in reports}
@@ -84,7 +84,7 @@ def _fields(report: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_a_config_that_spills_is_found(tmp_path: Path) -> None:
-    """The check above can fail: a tile that is too large for its warps spills, and serialises its products."""
+    """The check above can fail: a tile too large for its warps spills and serialises its products."""
     script = """
 import torch
 from bench.codegen import compilations
@@ -106,7 +106,7 @@ print(report.tile, report.faults)
 
 @pytest.mark.thorough
 def test_registers_in_flight_are_found(tmp_path: Path) -> None:
-    """Triton before 3.9, or its assembler, gives weights that wgmma still reads away: in the pipelined style alone."""
+    """Triton before 3.9, or its assembler, overwrites weights that wgmma still reads, only in the pipelined style."""
     script = """
 import json
 from bench.codegen import compilations
@@ -132,8 +132,8 @@ for style in ("pipelined", "descriptors"):
 
 @pytest.mark.thorough
 def test_one_pass_adds_by_tma(tmp_path: Path) -> None:
-    """Once in each loop, which the interpreter cannot run, and pipelined: the wait comes before the next one. A total
-    that cannot be described is added to by atomics."""
+    """One addition per loop, which the interpreter cannot run, and pipelined: the wait comes before the next addition.
+    A total that no descriptor can address is added by atomics."""
     script = """
 import torch
 from bench.codegen import launches
@@ -145,12 +145,12 @@ for head_dim in (64, 62):
 """
     result = compiling("-c", script, cache=tmp_path)
     assert result.returncode == 0, result.stderr
-    # The atomic in both adds NaN where a key has one.
+    # The atomic in both adds NaN for keys that hold one.
     assert result.stdout.split("\n")[:2] == ["64 ('one-pass',) 2 1", "62 ('one-pass',) 0 3"]
 
 
 def test_what_a_launcher_gets_wrong_is_found(tmp_path: Path) -> None:
-    """A constant too many is a fault, and one that is missing an error."""
+    """A surplus constant is a fault, and a missing one is an error."""
     script = """
 import torch
 from unittest.mock import patch
@@ -176,7 +176,7 @@ with patch.object(attention_fwd, "constants_of", forgetful):
 
 @pytest.mark.thorough
 def test_a_product_that_is_transposed_is_found(tmp_path: Path) -> None:
-    """Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper where x is itself a product."""
+    """Triton before 3.7.1 miscompiles dot(trans(x), ...) on Hopper if x is itself a product."""
     script = '''
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -210,7 +210,7 @@ for product in (False, True):
         assert "warp_group_dot" in ttgir and "trans" in ttgir
         print(product, carried, transposed_products(ttgir))
 '''
-    path = tmp_path / "script.py"  # a kernel needs a file that Triton can read it from
+    path = tmp_path / "script.py"  # Triton reads a kernel's source from its file
     path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}")
     result = compiling(str(path), cache=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -222,7 +222,7 @@ for product in (False, True):
 
 @pytest.mark.thorough
 def test_the_command_compares_and_updates(tmp_path: Path) -> None:
-    """What the baseline lacks fails until --update has written it, and what has changed since fails again."""
+    """A missing entry fails until --update has written it, and a later change fails again."""
     script = """
 import sys
 from pathlib import Path
@@ -269,7 +269,7 @@ TOUCH = Touch(0x100, "MOV", "operand written", registers=(100,), products=(0xF0,
 
 
 def judged(report: Report, before: baseline.Baseline) -> list[str]:
-    """The new faults of one report."""
+    """New faults of one report."""
     return baseline.judge([report], before, set()).new.get(report.key, [])
 
 
@@ -301,7 +301,7 @@ def test_what_is_wrong_in_itself(change: dict[str, Any], fault: str) -> None:
 
 
 def test_calls_in_which_numbers_are_1_need_not_be_fast() -> None:
-    """But they must compile to what is not wrong; no baseline has them, and no other kernel has their names."""
+    """They must compile correctly; no baseline has them, and their names differ from those of other kernels."""
     of_ones = replace(REPORT, ones="one-head")
     assert of_ones.key == REPORT.key.replace(REPORT.features, f"one-head:{REPORT.features}") != REPORT.key
     assert not replace(of_ones, spill_bytes=8, serialized_wgmma=True, hgmma=0, tensor_core=0).faults
@@ -337,7 +337,7 @@ def test_what_is_worse_than_the_baseline(change: dict[str, Any], fault: str | No
 
 
 def test_only_listed_faults_are_known() -> None:
-    """A fault becomes known on request only, with its figure, and leaves the list when it is gone."""
+    """A fault is accepted only on request, with its figure, and leaves the list when it is gone."""
     bad, worse = replace(REPORT, spill_bytes=8), replace(REPORT, spill_bytes=16)
     before = baseline.updated([bad], None, "3.7.1", set(), accept_faults=False)
     assert judged(bad, before) == bad.faults
@@ -349,7 +349,7 @@ def test_only_listed_faults_are_known() -> None:
 
 
 def test_a_kernel_that_is_gone_must_leave_the_baseline() -> None:
-    """Where all of a target was compiled."""
+    """Only if the whole target was compiled."""
     other = replace(REPORT, kernel="attention_bwd_dq")
     before = baseline.updated([REPORT, other], None, "3.7.1", set(), accept_faults=False)
     assert not baseline.judge([REPORT], before, set()).new
@@ -362,7 +362,7 @@ def test_a_kernel_that_is_gone_must_leave_the_baseline() -> None:
 
 
 def test_a_baseline_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line an entry, and the same figures again."""
+    """One line per entry, and the same figures when read again."""
     monkeypatch.setattr(baseline, "FOLDER", tmp_path)
     bad = replace(REPORT, kernel="_rope", spill_bytes=8, loop_instructions=())
     before = baseline.updated([bad, REPORT], None, "3.7.1", set(), accept_faults=True)
@@ -383,7 +383,7 @@ def test_tables_are_those_of_the_baselines() -> None:
     [
         ("sm_90", 255, 100_352, 8, 1),  # 8 * 32 * 256 registers are all there are
         ("sm_90", 128, 0, 8, 2),
-        ("sm_90", 129, 0, 8, 1),  # registers are shared out in steps of 8 a thread
+        ("sm_90", 129, 0, 8, 1),  # registers are allocated in steps of 8 per thread
         ("sm_90", 32, 0, 4, 16),  # 64 warps
         ("sm_90", 16, 0, 1, 32),  # 32 programs
         ("sm_90", 64, 227 * 1024, 4, 1),
@@ -410,7 +410,7 @@ def loops(instructions: list[machine_code.Instruction]) -> list[list[str]]:
 
 
 def test_loops_of_a_disassembly() -> None:
-    """Innermost loops with products count, the outer one and the one without do not."""
+    """Innermost loops with products count; the outer loop and loops without products do not."""
     sass = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
         /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
@@ -429,7 +429,7 @@ def test_loops_of_a_disassembly() -> None:
 
 
 def test_loops_without_tensor_cores() -> None:
-    """Products of float32 are FMAs; a few of them are no product."""
+    """float32 products are FMAs; only a few of them are no product."""
     body = [machine_code.Instruction(i, "FFMA") for i in range(16)]
     assert loops([*body, machine_code.Instruction(16, "BRA", 0)]) == [["FFMA"] * 16 + ["BRA"]]
     assert loops([*body, machine_code.Instruction(16, "BRA", 1)]) == []

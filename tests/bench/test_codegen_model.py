@@ -1,4 +1,4 @@
-"""The model of bench/codegen: excerpts of machine code, and figures that can be computed by hand."""
+"""The model of bench/codegen: excerpts of machine code, and figures computed by hand."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def excerpt() -> Loop:
 
 
 def loop(*steps: Step | Iterable[Step]) -> Loop:
-    """Of steps and lists of them."""
+    """A loop of steps and lists of steps."""
     return Loop(tuple(x for step in steps for x in ([step] if isinstance(step, Step) else step)))
 
 
-# 64x64x16 of a warp group, both operands in shared memory: 32 clocks of the tensor core, and 32 of shared memory.
+# 64x64x16 in a warp group, both operands in shared memory: 32 clocks of the tensor core, 32 of shared memory.
 PRODUCT = Step("wgmma", macs=16 * 64 * 16, shared_bytes=512 + 512, commits=True)
 WAIT = Step("wait")
 
@@ -79,9 +79,9 @@ def test_instructions_of_a_loop_are_counted() -> None:
         "fma": 1,
         "mufu": 1,
         "shuffle": 1,
-        "barrier": 1,  # the other one holds one warp group, which its wgmma does anyway
+        "barrier": 1,  # the other one holds one warp group, as its wgmma does anyway
     }
-    # A warp multiplies 16 of the 64 rows.
+    # Each warp multiplies 16 of the 64 rows.
     assert found.macs == 16 * 16 * (64 + 64 + 128)
     assert found.copies
     assert found.style == "wgmma 1/3 from registers, cp.async"
@@ -89,7 +89,7 @@ def test_instructions_of_a_loop_are_counted() -> None:
 
 
 def test_bytes_of_a_loop() -> None:
-    """A left operand in shared memory is read by each warp, the right one once for four."""
+    """Each warp reads a left operand in shared memory; four warps read the right one together, once."""
     found = {i: step for i, step in enumerate(excerpt().steps) if step.shared_bytes or step.memory_bytes}
     assert found[4].shared_bytes == 16 * 32 + 64 * 32 / 4
     assert found[12].shared_bytes == 128 * 32 / 4
@@ -124,7 +124,7 @@ def test_one_instruction(instruction: str, step: Step) -> None:
 
 
 def test_order_that_the_assembler_wrote() -> None:
-    """Bits 105 to 125: stall, yield, scoreboards of the result and of the operands, those waited for."""
+    """Bits 105 to 125: stall, yield, scoreboards of the result, of the operands and of the ones to wait for."""
     control = 5 | 1 << 4 | 3 << 5 | 7 << 8 | 0b100010 << 11
     sass = f"/*0000*/ MUFU.EX2 R1, R1 ; /* 0x{17:016x} */\n  /* 0x{control << 41 | 0x123:016x} */"
     [instruction] = sass_instructions(sass)
@@ -132,7 +132,7 @@ def test_order_that_the_assembler_wrote() -> None:
 
 
 def test_resources_by_hand() -> None:
-    """Eight warps, two on each scheduler."""
+    """Eight warps, two per scheduler."""
     found = resources_of(excerpt(), H200, warps=8)
     assert found["tensor"] == 2 * (32 + 32 + 64)
     assert found["mufu"] == 2 * 8
@@ -147,7 +147,7 @@ def test_products_alone_keep_the_tensor_cores_busy() -> None:
     found = bound(loop([PRODUCT] * 8, WAIT), H200, warps=4, ctas=1)
     assert found.resources["tensor"] == 256
     assert 256 <= found.clocks <= 256 * 1.02
-    assert set(found.limiters) == {"tensor", "shared"}  # as 64 columns of two operands in shared memory take both
+    assert set(found.limiters) == {"tensor", "shared"}  # 64 columns of two operands in shared memory need both equally
 
 
 def test_narrow_products_wait_for_shared_memory() -> None:
@@ -166,8 +166,8 @@ def test_operands_of_32_bits_take_twice_as_long() -> None:
 
 
 def test_warps_share_the_clocks_of_a_scheduler() -> None:
-    """Two warps. The products of one are done at 128, those of the other at 256; 400 instructions follow in all, of
-    which the first issues 128 by then: the last at 256 + 272."""
+    """Two warps: the products of one end at clock 128, those of the other at 256. 400 instructions follow in all; the
+    first warp issues 128 of them by then, so the last ends at 256 + 272."""
     steps = loop([PRODUCT] * 4, WAIT, [Step("issue")] * 200, Step("barrier"))
     assert bound(steps, H200, warps=8, ctas=1).clocks == pytest.approx(528, rel=0.04)
 
@@ -183,7 +183,7 @@ def test_what_limits_changes_with_the_counts() -> None:
 
 
 def test_what_comes_after_a_wait_overlaps_with_nothing_of_the_same_warp() -> None:
-    """256 clocks of products, then 256 of exponentials; another program fills the gaps."""
+    """256 clocks of products, then 256 of exponentials; a second program fills the gaps."""
     serial = loop([PRODUCT] * 8, WAIT, [Step("mufu")] * 32)
     alone, shared = (bound(serial, H200, warps=4, ctas=ctas) for ctas in (1, 2))
     assert alone.clocks == pytest.approx(512, rel=0.03)
@@ -196,7 +196,7 @@ def test_what_comes_after_a_wait_overlaps_with_nothing_of_the_same_warp() -> Non
 
 
 def test_a_product_may_run_into_the_next_iteration() -> None:
-    """With one group pending, the wait is for the iteration before."""
+    """With one pending group, the wait is for the iteration before."""
     wait = Step("wait", pending=1)
     steps = loop([replace(PRODUCT, commits=False)] * 7, PRODUCT, wait, [Step("mufu")] * 32)
     assert bound(steps, H200, warps=4, ctas=1).clocks == pytest.approx(256, rel=0.03)
@@ -204,7 +204,7 @@ def test_a_product_may_run_into_the_next_iteration() -> None:
 
 
 def test_a_barrier_holds_the_warps_of_a_program() -> None:
-    """Two warps of a scheduler with 128 clocks of special functions each: a barrier after every one costs latency."""
+    """Two warps per scheduler, each with 128 clocks of special functions: a barrier after each one costs latency."""
     free = bound(loop([Step("mufu")] * 16), H200, warps=8, ctas=1)
     stalled = Step("barrier", order=Order(stall=15))
     held = bound(loop([x for _ in range(16) for x in (Step("mufu"), stalled)]), H200, warps=8, ctas=1)
@@ -221,7 +221,7 @@ def test_a_scoreboard_delays_who_needs_the_result() -> None:
 
 
 def test_narrow_loads_are_near() -> None:
-    """128 bytes through the port are 2 clocks, 512 are 8."""
+    """128 bytes take 2 clocks at the port, 512 bytes 8."""
     used = Step("fma", order=Order(needs=(2,)))
 
     def clocks(n_bytes: int) -> float:
@@ -233,7 +233,7 @@ def test_narrow_loads_are_near() -> None:
 
 
 def test_copies_are_waited_for() -> None:
-    """4 KiB of each of four warps through 64 bytes a clock are 256 clocks, and the latency; or asked for in time."""
+    """4 KiB for each of four warps at 64 bytes per clock take 256 clocks plus latency, unless requested in time."""
     copies = [Step("issue", shared_bytes=512, memory_bytes=512)] * 8
     commit = Step("commit", commits=True)
 
@@ -251,7 +251,7 @@ def test_programs_that_do_not_fit() -> None:
 
 
 def brute_force(kernel: Kernel, problem: Workload) -> list[tuple[int, int]]:
-    """Of each tile: the blocks that are seen as a whole, and those of which something is seen, by the mask itself."""
+    """For each tile, the numbers of fully visible and of partly visible blocks, from the mask itself."""
     mask = masks.causal() if problem.causal else masks.full()
     visible = mask.dense(problem.seqlen_q, problem.seqlen_k).expand(1, 1, problem.seqlen_q, problem.seqlen_k)[0, 0]
     own, walked, heads = kernel.block_m, kernel.block_n, 1
@@ -260,7 +260,7 @@ def brute_force(kernel: Kernel, problem: Workload) -> list[tuple[int, int]]:
     found = []
     for tile in visible.split(own):
         parts = tile.split(walked, 1)
-        # What reaches beyond the last key or query needs a mask.
+        # A block that reaches beyond the last key or query needs a mask.
         full = sum(bool(x.all()) for x in parts if x.shape[1] == walked and (len(tile) == own or not kernel.by_keys))
         found.append((heads * full, heads * (sum(bool(x.any()) for x in parts) - full)))
     return found
@@ -276,7 +276,7 @@ def test_blocks_are_those_of_the_mask(by_keys: bool, causal: bool, seqlen_q: int
 
 
 def test_waves() -> None:
-    """132 multiprocessors: one program more than fit takes twice as long."""
+    """132 multiprocessors: one program beyond a full wave doubles the time."""
     kernel = Kernel(128, 64, 64, 1, 1000.0, 2000.0)
     one, two = (Workload(1, 1, nheads, 128, 6400, 128) for nheads in (132, 133))
     first, second = estimate(kernel, one, H200), estimate(kernel, two, H200)
@@ -285,12 +285,12 @@ def test_waves() -> None:
     assert second.seconds == pytest.approx(2 * first.seconds)
     assert second.filled == pytest.approx(133 / 264)
     both = replace(kernel, ctas=2)
-    assert estimate(both, two, H200).seconds == pytest.approx(first.seconds)  # there is a place for each
+    assert estimate(both, two, H200).seconds == pytest.approx(first.seconds)  # each has a place
     assert estimate(kernel, Workload(1, 1, 1, 1, 0, 128), H200).seconds == pytest.approx(2 * 479 / 1.755e9)
 
 
 def test_a_small_launch_wants_small_tiles_and_a_large_one_the_fastest() -> None:
-    """Which of two configs: 64 rows where 128 leave half of the GPU without work, else 128."""
+    """64 rows are faster if 128 leave half of the GPU idle; otherwise 128 are."""
     large = Kernel(128, 64, 64, 1, 1100.0, 1400.0)
     small = Kernel(64, 64, 64, 1, 700.0, 900.0)
     few, many = Workload(1, 8, 1, 1024, 4096, 128), Workload(8, 16, 1, 4096, 4096, 128)
@@ -307,11 +307,11 @@ def test_memory_is_a_floor() -> None:
 
 
 def test_rotation_once_or_in_place() -> None:
-    """By hand: 2 * 64 * 128 * 2 bytes at 4.3 TB/s are 7.6 ns, and 256 clocks of one of 132 multiprocessors 1.1 ns."""
+    """By hand: 2 * 64 * 128 * 2 bytes at 4.3 TB/s take 7.6 ns, and 256 clocks on 132 multiprocessors 1.1 ns."""
     break_even = rotation_break_even(128, 64, 256, 128, H200)
     assert break_even == pytest.approx(128 * (32768 / 4.3e12) / (256 / 1.755e9 / 132), rel=1e-12)
     assert 880 < break_even < 885
-    # Where they break even, the rows of all tiles cost as much as the pass.
+    # At break-even, rotating the rows of all tiles costs as much as the separate pass.
     problem = Workload(1, 8, 1, round(break_even), 6400, 128)
     tiles = problem.nheads_q * break_even / 128 * 6400 / 64
     assert H200.seconds(256 * tiles) / 132 == pytest.approx(rotation_seconds(problem, H200))
@@ -332,7 +332,7 @@ def test_only_known_loops_are_predicted() -> None:
     [("bf16", 256, False), ("bf16", 260, True), ("tf32", 128, False), ("tf32", 132, True)],
 )
 def test_products_in_pieces_are_not_predicted(dtype: str, head_dim: int, pieces: bool) -> None:
-    """Their loops would be taken for those of whole blocks."""
+    """Their loops would be mistaken for loops of whole blocks."""
     config = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     loops = (excerpt(), excerpt())
     report = Report("attention_bwd_dkdv", "sm_90", head_dim, dtype, "all", config, True, ctas_per_sm=1, loops=loops)
@@ -353,7 +353,7 @@ def test_a_page_may_have_figures_of_several_writers() -> None:
 
 @pytest.mark.thorough
 def test_a_compiled_kernel(tmp_path: Path) -> None:
-    """The products of a tile take the clocks that its multiply-adds need: with `rest`, 16 columns more than 2 * 64."""
+    """A tile's products take the clocks of their multiply-adds; the residual adds 16 columns to 2 * 64."""
     script = """
 import json
 from bench.codegen import compilations, predictions
@@ -372,7 +372,7 @@ for report in compilations.compile_case(case):
         assert repeated == padding
         pairs = config["BLOCK_M"] * config["BLOCK_N"]
         assert resources["tensor"] == padding * 2 * pairs * 64 / 2048
-        # An exponential for each pair, and one or two for each row of a warp.
+        # One exponential per pair, and one or two for each row of a warp.
         assert pairs / 16 < resources["mufu"] < 1.1 * pairs / 16
         assert resources["L2"] == pytest.approx(2 * config["BLOCK_N"] * 64 * 2 / 37)
         assert max(resources.values()) <= clocks < 10 * max(resources.values())

@@ -1,4 +1,4 @@
-"""``python -m bench first``: what it asks covers every kernel, nothing that happens to it loses what is known."""
+"""``python -m bench first``: its jobs cover every kernel, and no failure loses a known result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are com
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, job: Job) -> set[str]:
-    """Kernels that a job runs, in the interpreter."""
+    """Kernels that a job runs in the interpreter."""
     from triton.runtime import interpreter
 
     run = interpreter.GridExecutor.__call__
@@ -75,7 +75,7 @@ def test_what_is_asked_is_in_the_order_of_worth_and_has_names() -> None:
 
 @interpreted
 def test_styles_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one bit of one element, far below the error budget."""
+    """They differ in one bit of one element, far below the error budget."""
     (job, *_) = (job for job in plan.jobs("cpu") if isinstance(job, jobs.Styles))
     assert job.run(CPU).ok
     both = jobs._both_forwards
@@ -126,7 +126,7 @@ def test_a_feature_beyond_the_budget_is_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Behaving(Job):
-    """A job for the pool that does what it is called."""
+    """A job for the pool that behaves as its name says."""
 
     part = "x"
 
@@ -143,7 +143,7 @@ class Behaving(Job):
 
 @pytest.mark.thorough
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
-    """The others' answers come, and those of jobs behind it; nothing hangs for longer than it may."""
+    """Other jobs and later ones still get their results, and no job hangs longer than allowed."""
     names = ["dies", "hangs", "right 1", "raises", "wrong", "right 2"]
     found = pool.run_jobs([Behaving(name) for name in names], CPU, 2, 5.0, Budget(), Kernels())
     records = {record.name: record for record in found}
@@ -185,7 +185,7 @@ def test_records_outlive_a_line_that_was_cut(tmp_path: Path) -> None:
 
 
 def breaking(connection: Any, works: list[Any], device: str, measured: Any, *_: Any) -> None:
-    """As measure_all, of work that is called as what happens."""
+    """Send messages as measure_all does; the name of each work selects what happens."""
     verdict = {"ok": True, "cases": 1, "most_used": 0.5, "failures": {}}
     if not measured:
         connection.send(("ceilings", {"copy": 1.0}))
@@ -234,7 +234,7 @@ def done(out: Path) -> dict[tuple[str, str], Record]:
 
 @pytest.fixture
 def cut_at() -> list[float]:
-    """Seconds after which a call is killed, drawn anew on every run."""
+    """Seconds after which each call is killed, random on every run."""
     drawn = [random.uniform(0.0, 25.0) for _ in range(2)]
     print("cut after", drawn)
     return drawn
@@ -242,7 +242,7 @@ def cut_at() -> list[float]:
 
 @pytest.mark.thorough
 def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list[float]) -> None:
-    """Each finds what those before it have left, which is whole, and adds to it."""
+    """Each call finds the complete results of earlier calls, and adds to them."""
     before: dict[tuple[str, str], Record] = {}
     for seconds in cut_at:
         call = start(tmp_path)
@@ -255,7 +255,7 @@ def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list
         assert before.items() <= found.items()
         before = found
 
-    # What was wrong is kept and shown, and done again when asked.
+    # A wrong result is kept, shown again, and repeated only on request.
     keys = {(job.part, job.name) for job in plan.jobs("cpu")} | {(plan.TIMINGS, w.name) for w in plan.works("cpu")}
     wrong = ("smoke", "_rope")
     Records(tmp_path / "results.jsonl").add(Record(*wrong, ok=False, text="it hangs"))

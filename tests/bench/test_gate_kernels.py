@@ -1,4 +1,4 @@
-"""What is timed on a GPU is what was checked: the same kernels, as Triton tells them apart."""
+"""Every kernel timed on a GPU has been checked: the same kernels, as Triton distinguishes them."""
 
 from __future__ import annotations
 

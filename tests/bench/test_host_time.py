@@ -1,4 +1,4 @@
-"""The time that a call costs the host, and hooks of Triton: its own launchers, over a driver that launches nothing."""
+"""The host time of a call, and Triton's hooks: Triton's own launchers, over a driver that launches nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.skipif(
     not (shutil.which("gcc") or shutil.which("clang")), reason="Triton's launchers are built by a C compiler"
 )
 
-# In launches of a kernel of four arguments. The goals are 6 and 8; processors differ by a fifth. On a machine that does
-# other work too, a backward waits longer for the scheduler than it works: `python -m bench run` has to measure that.
+# In launches of a kernel with four arguments. The goals are 6 and 8; processors differ by a fifth. Under other load, a
+# backward mostly waits for the scheduler, so `python -m bench run` measures that.
 BOUNDS = {"forward": 7.2, "decode": 9.6}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("panel", BOUNDS)
 def test_calls_cost_the_host_little(tmp_path: Path, panel: str) -> None:
-    """In one of three tries: whatever else the machine does makes them longer, not shorter."""
+    """One of three tries must succeed: other load on the machine makes calls longer, not shorter."""
     ratios = []
     for attempt in range(3):
         out = tmp_path / str(attempt)
@@ -38,7 +38,7 @@ def test_calls_cost_the_host_little(tmp_path: Path, panel: str) -> None:
 
 
 def _ratio(folder: Path) -> float:
-    """Of the medians."""
+    """The ratio of the medians."""
     (file,) = folder.rglob("*.json")
     (result,) = json.loads(file.read_text())["results"]
     ours, four_arguments = (result["contestants"][name]["ms"]["median"] for name in (OWN, FOUR_ARGUMENTS))
@@ -47,7 +47,7 @@ def _ratio(folder: Path) -> float:
 
 @pytest.mark.thorough
 def test_hooks_of_triton_are_told_of_every_launch(tmp_path: Path) -> None:
-    """Profilers add them while a process runs: launches that are known, and replayed calls, must not pass them by."""
+    """Profilers add them to a running process: known launches and replayed calls must notify them too."""
     script = """
 import torch, triton
 from bench.work.stubbed_driver import launching_nothing

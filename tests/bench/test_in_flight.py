@@ -1,4 +1,4 @@
-"""Registers of a wgmma that may still be running: what of hand-written machine code touches them, and what does not."""
+"""Registers of a wgmma that may still run: which instructions of hand-written machine code touch them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from bench.codegen.disassembly import Instruction, sass_instructions
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.registers import product_of, read, written
 
-# A product whose left operand is R100 to R103 and whose sum R24 to R55; one that reads both from shared memory.
+# A product with its left operand in R100 to R103 and its sum in R24 to R55; one with both operands in shared memory.
 FROM_REGISTERS = "HGMMA.64x64x16.F32.BF16 R24, R100, gdesc[UR4].tnspB, R24"
 FROM_MEMORY = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
 def disassembly(*lines: str) -> list[Instruction]:
-    """As cuobjdump prints it: an instruction every 16 bytes."""
+    """Print like cuobjdump, with an instruction every 16 bytes."""
     return sass_instructions("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
 
 
 def found(*lines: str) -> list[tuple[int, str]]:
-    """(line, what) of each touch."""
+    """(line, kind) of each touch."""
     return [(touch.address // 16, touch.what) for touch in touches(disassembly(*lines))]
 
 
@@ -38,8 +38,8 @@ def test_a_write_right_behind_the_product() -> None:
         (f"{FROM_REGISTERS}, gsb0", "MOV R99, R100", "MOV R104, R103", "LDS.128 R96, [R100]", WAIT, "EXIT"),
         (f"{FROM_MEMORY}, gsb0", "MOV R100, R2", WAIT, "FADD R24, R24, R25", "EXIT"),
         (f"{FROM_REGISTERS}, gsb0", "@P0 EXIT", "@!P0 BRA 0x40", "NOP", WAIT, "MOV R100, R2", "EXIT"),
-        (f"{FROM_REGISTERS}, gsb0", "EXIT", "MOV R100, R2", "EXIT"),  # which nothing leads to
-        # The second product adds to what the first has left, and needs no wait.
+        (f"{FROM_REGISTERS}, gsb0", "EXIT", "MOV R100, R2", "EXIT"),  # unreachable
+        # The second product adds to the sum of the first, and needs no wait.
         (FROM_MEMORY, f"{FROM_REGISTERS}, gsb0", WAIT, "FADD R24, R24, R25", "EXIT"),
     ],
     ids=["behind the wait", "neighbours", "from memory", "a wait on both paths", "unreachable", "one sum"],
@@ -49,7 +49,7 @@ def test_clean(lines: tuple[str, ...]) -> None:
 
 
 def test_only_a_group_that_has_ended_is_waited_for() -> None:
-    """A product without gsb0 belongs to the group of the next one that has it."""
+    """A product without gsb0 belongs to the group of the next product with it."""
     assert found(FROM_REGISTERS, WAIT, "MOV R100, R2", "EXIT") == [(2, "operand written")]
     second = FROM_REGISTERS.replace("R100", "R108")
     assert found(FROM_REGISTERS, f"{second}, gsb0", WAIT, "MOV R100, R2", "EXIT") == []
@@ -65,21 +65,21 @@ def test_a_wait_leaves_the_newest_groups() -> None:
 
 
 def test_a_wait_on_one_path_is_none_on_the_other() -> None:
-    """Where they meet, the product may be running."""
+    """After the paths meet, the product may still run."""
     assert found(f"{FROM_REGISTERS}, gsb0", "@P0 BRA 0x30", WAIT, "MOV R100, R2", "EXIT") == [(3, "operand written")]
     assert found(f"{FROM_REGISTERS}, gsb0", f"@P0 {WAIT}", "MOV R100, R2", "EXIT") == [(2, "operand written")]
 
 
 def test_what_a_loop_leaves_running_runs_in_its_next_turn() -> None:
-    """The write comes before the product, the wait behind the loop; with the wait inside there is nothing."""
+    """The write precedes the product, and the wait follows the loop; with a wait inside, there is no touch."""
     loop = "MOV R100, R2", f"{FROM_REGISTERS}, gsb0", "@P0 BRA 0x0", WAIT, "EXIT"
     assert found(*loop) == [(0, "operand written")]
-    assert found(WAIT, *loop) == []  # which is inside: the branch goes to its address
+    assert found(WAIT, *loop) == []  # inside the loop: the branch goes to its address
 
 
 def test_ages_count_around_loops() -> None:
-    """Two products take turns with two operands, and one stays in flight: each write comes behind the wait for the
-    turn before last. With an operand only, it does not."""
+    """Two products alternate between two operands, and one stays in flight: each write follows the wait for the product
+    before last. With the operands swapped, it does not."""
     wait = WAIT.replace("0x0", "0x1")
     other = FROM_REGISTERS.replace("R100", "R108")
 
@@ -93,14 +93,14 @@ def test_ages_count_around_loops() -> None:
 
 def test_a_predicate_may_hold() -> None:
     assert found(f"{FROM_REGISTERS}, gsb0", "@!P1 MOV R100, R2", WAIT, "EXIT") == [(1, "operand written")]
-    # A group that may not have ended is not counted: the wait for all but one may leave the first.
+    # A group that may not exist is not counted: the wait for all but one may leave the first running.
     newer = f"@P0 {FROM_REGISTERS.replace('R100', 'R108')}, gsb0"
     code = f"{FROM_REGISTERS}, gsb0", newer, WAIT.replace("0x0", "0x1"), "MOV R100, R2", WAIT, "EXIT"
     assert found(*code) == [(3, "operand written")]
 
 
 def test_sums() -> None:
-    """They may not be read either, nor by another product, nor written by one with another sum."""
+    """Nothing may read a sum, other products included, nor may a product with another sum write it."""
     running = f"{FROM_MEMORY}, gsb0"
     assert found(running, "FADD R2, R55, R3", "MOV R24, RZ", "EXIT") == [(1, "sum read"), (2, "sum written")]
     assert found(running, "STG.E.128 desc[UR4][R2.64], R52", "STS [R24], R3", "EXIT") == [
@@ -117,19 +117,19 @@ def test_sums() -> None:
 
 
 def test_functions_return_to_behind_their_calls() -> None:
-    """One that waits for the caller, and one that does not."""
+    """One function waits for the caller's product, and one does not."""
     caller = f"{FROM_REGISTERS}, gsb0", "CALL.REL.NOINC 0x40", "MOV R100, R2", "EXIT"
     assert found(*caller, WAIT, "RET.REL.NODEC R20 0x0") == []
     assert found(*caller, "NOP", "RET.REL.NODEC R20 0x0") == [(2, "operand written")]
 
 
 def test_paths_meet_behind_a_barrier() -> None:
-    """BSYNC goes on behind itself, where its BSSY said; if it lies elsewhere, perhaps there."""
+    """BSYNC continues after itself if its BSSY says so; if the BSSY names another place, perhaps there."""
     code = f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x50", "@P0 BRA 0x40", WAIT, "BSYNC B0", "MOV R100, R2", "EXIT"
     assert found(*code) == [(5, "operand written")]
     far = f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x40", "BSYNC B0", WAIT, "MOV R100, R2", "EXIT"
     assert found(*far) == [(4, "operand written")]
-    # A barrier that is used again does not lead back.
+    # Reusing a barrier does not lead back.
     before = "BSSY B0, 0x20", "BSYNC B0", "MOV R100, R2"
     assert found(*before, f"{FROM_REGISTERS}, gsb0", "BSSY B0, 0x60", "BSYNC B0", WAIT, "EXIT") == []
 
@@ -152,7 +152,7 @@ def test_products_since_are_counted_by_the_shortest_path() -> None:
 
 
 def with_order(instruction: Instruction, *, operands: int = 7, needs: tuple[int, ...] = ()) -> Instruction:
-    """Encoded with a scoreboard for its operands, and those that it waits for; 7 is none."""
+    """Encode a scoreboard for its operands and the scoreboards that it waits for; 7 means none."""
     bits = 1 | 7 << 5 | operands << 8 | sum(1 << 11 + i for i in needs)
     return replace(instruction, encoding=bits << 105)
 
@@ -162,7 +162,7 @@ def with_order(instruction: Instruction, *, operands: int = 7, needs: tuple[int,
     [(3, (3,), True), (3, (1, 2), False), (7, (0, 1, 2, 3, 4, 5), False), (3, (), False)],
 )
 def test_a_scoreboard_may_order_the_write(scoreboard: int, needs: tuple[int, ...], is_ordered: bool) -> None:
-    """Of the write itself, or of what comes before it on every path. It stays one that the wait does not cover."""
+    """On the write itself, or on an instruction before it on every path. It is reported as not covered by the wait."""
     product, write, *rest = disassembly(f"{FROM_REGISTERS}, gsb0", "MOV R100, R2", WAIT, "EXIT")
     product = with_order(product, operands=scoreboard)
     (touch,) = touches([product, with_order(write, needs=needs), *rest])
@@ -269,7 +269,7 @@ def test_registers_of_an_instruction(code: str, results: list[int], sources: lis
     ],
 )
 def test_registers_of_a_product(opcode: str, of_sum: int, of_operand: int) -> None:
-    """64 rows and 128 threads; 32 bytes of each row are multiplied at once."""
+    """64 rows and 128 threads; an instruction multiplies 32 bytes of each row."""
     (instruction,) = disassembly(f"{opcode} R24, R152, gdesc[UR4], R24, gsb0")
     product = product_of(instruction)
     assert product is not None
@@ -282,12 +282,12 @@ def test_registers_of_a_product(opcode: str, of_sum: int, of_operand: int) -> No
 
 
 def test_a_path_that_may_end_goes_on() -> None:
-    """An instruction with a predicate runs, and does not."""
+    """A predicated instruction may run or not."""
     assert found(f"{FROM_REGISTERS}, gsb0", "@P0 EXIT", "MOV R100, R2", WAIT, "EXIT") == [(2, "operand written")]
 
 
 def test_all_products_must_have_told() -> None:
-    """A scoreboard orders a write only behind the products that take it."""
+    """A scoreboard only orders a write after the products that set it."""
     code = disassembly(FROM_REGISTERS, f"{FROM_REGISTERS}, gsb0", "MOV R100, R2", WAIT, "EXIT")
     code[0], code[1], code[2] = with_order(code[0], operands=3), with_order(code[1]), with_order(code[2], needs=(3,))
     assert [touch.is_ordered for touch in touches(code)] == [False]

@@ -1,4 +1,4 @@
-"""Kernels compiled beforehand are found by the same call from another checkout, in another cache, and by none other."""
+"""The same call finds precompiled kernels from another checkout and in another cache; other calls do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Compile what one small call launches, pack and unpack it; and what another process finds.
+# Compile the launches of a small call, pack and unpack them; print what another process finds.
 COMPILE = """
 import json, os, sys
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_another_checkout_finds_what_was_compiled(tmp_path: Path) -> None:
     n_compiled, n_found, kernels = compiled(ROOT, tmp_path / "cache", archive)
     assert int(n_compiled) >= 4
     assert n_found == "0"
-    shutil.rmtree(tmp_path / "cache")  # the paths in it are not those that count
+    shutil.rmtree(tmp_path / "cache")  # kernels do not depend on its paths
     elsewhere = tmp_path / "elsewhere"
     for name in ("fusedattn", "kernels", "bench"):
         shutil.copytree(ROOT / name, elsewhere / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

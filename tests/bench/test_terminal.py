@@ -1,4 +1,4 @@
-"""What commands show: tables in terminals of any width, and pictures."""
+"""Output of commands: tables in terminals of any width, and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = (30, 44, 80, 120)
 
 
 def printed(width: int, show: Any, *arguments: Any) -> str:
-    """The output of `show` in a terminal, every line of which fits and has lost nothing."""
+    """The output of `show` in a terminal; every line must fit and be complete."""
     console = Console(file=io.StringIO(), width=width, highlight=False)
     show(console, *arguments)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_the_last_loss_does_not_end_the_smoothed_curve() -> None:
 
 
 def panels(monkeypatch: pytest.MonkeyPatch, path: Path, compared: list[Comparison]) -> list[str]:
-    """The titles of the panels of the demo's figure."""
+    """The panel titles of the demo's figure."""
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda drawn, path: saved.append(drawn))
     figure.draw(path, "title", [3.0, 2.0, 1.0], 1.5, compared)

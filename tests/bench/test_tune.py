@@ -1,4 +1,4 @@
-"""Tuning: what is tried, that it is what runs, that nothing wrong is timed, and which one is called faster."""
+"""Tuning: the candidates, proof that they run, that no wrong one is timed, and which one is called faster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, to
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Kernels with the tiles they ran in."""
+    """The kernels that ran, and their tiles."""
     from triton.runtime import interpreter
 
     run = interpreter.GridExecutor.__call__
@@ -59,7 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 def test_the_candidates_that_are_kept_can_be_tried() -> None:
-    """Those of the slots that are tried by default, and no tile that the table would refuse."""
+    """They belong to the slots tried by default, and the table would refuse no tile of theirs."""
     for path in sorted((ROOT / command.CANDIDATES).glob("*.json")):
         arch = path.name.partition("-")[0]
         assert arch in configs.TABLE
@@ -150,7 +150,7 @@ def test_every_slot_has_work_of_its_own_kind() -> None:
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
-    """Of 64, 128 and 1024 rows the first keeps the budget, and the last does not run."""
+    """Tiles of 64 rows keep the budget, of 128 exceed it, and of 1024 do not run."""
 
     def used(its: Slot, device: torch.device) -> Any:
         rows = configs.lookup("interpreter", 16, torch.float16).fwd.BLOCK_M
@@ -236,7 +236,7 @@ def test_a_specialised_tile_must_be_what_is_launched(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("part", "head_dim"), [*itertools.product(get_args(Part), (64, 128, 256))])
 def test_for_triton_some_small_problem_is_the_same_as_each_that_is_timed(part: Part, head_dim: int) -> None:
-    """Else the timing would compile again, one after the other, what the check has compiled in many processes."""
+    """Otherwise the timing would compile again, one by one, the kernels that the check compiled in many processes."""
 
     def classes(case: Case) -> tuple[Any, ...]:
         numbers = (case.nheads_q, case.nheads_kv, case.seqlen_q, case.seqlen_k)

@@ -1,4 +1,4 @@
-"""``python -m fusedattn``: every command end to end, in processes of its own, and what can go wrong."""
+"""``python -m fusedattn``: every command end to end, in its own process, and the errors that can occur."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ESCAPE = "\x1b"
 
 
 def environment(**extra: str) -> dict[str, str]:
-    # A user's: nothing set for Triton, no terminal. One thread, because the tests share the machine.
+    # A user's environment: nothing set for Triton, no terminal. One thread, because the tests share the machine.
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "COLUMNS", "FORCE_COLOR")}
     return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | extra
 
@@ -59,7 +59,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command sets for its own process is undone."""
+    """Undo the settings that a command makes for its own process."""
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
 
 
@@ -265,7 +265,7 @@ def test_check_prints_json() -> None:
 def test_check_draws_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], used: float, by_chance: bool
 ) -> None:
-    """Another seed, other inputs; it is named where the budget is exceeded by no more than chance does."""
+    """Another seed draws other inputs; the message names it if the budget is exceeded by no more than chance allows."""
     seen: list[torch.Tensor] = []
 
     def measure(inputs: testing.Inputs, backend: str) -> dict[str, testing.Ratios]:
@@ -273,7 +273,7 @@ def test_check_draws_again(
         return {"out": testing.Ratios(1.0, 1.0, 1.0, used)}
 
     monkeypatch.setattr(check_command, "_measure", measure)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)  # of this process, which has other tests
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)  # other tests run in this process
     given = ["check", "--feature", "negative", "--dtype", "float32", "--backend", "torch", "--device", "cpu"]
     for seed in ("0", "1", "1"):
         assert main([*given, "--seed", seed]) == (used > 1.0)
@@ -355,7 +355,7 @@ def test_json_has_the_worst_of_each_feature_and_of_each_tensor() -> None:
     assert json.loads(json_report.dumps(report)) == report
 
 
-# Of the few numbers of a tiny case it is luck whether one of them is beyond the budget.
+# With the few numbers of a tiny case, it is chance whether one of them exceeds the budget.
 COMPARED = BROKEN.replace("seqlen_q=8, seqlen_k=8", "seqlen_q=48, seqlen_k=48")
 
 MINE = """
@@ -375,7 +375,7 @@ def crash(*arguments, **options):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_triton")
 def test_check_against_others(tmp_path: Path) -> None:
-    """What they get wrong, or cannot do, is printed and does not make the check fail."""
+    """Their errors and refusals are printed, and do not fail the check."""
     (tmp_path / "mine.py").write_text(MINE)
     arguments = ["check", "--dtype", "float32", "--device", "cpu"]
     for name in ("sdpa-math", "sdpa-cudnn", "mine:wrong"):
@@ -408,7 +408,7 @@ def test_check_against_a_function_fails_where_a_kernel_is_wrong(tmp_path: Path) 
     assert (math["name"], crash["name"]) == ("torch.sdpa-math", "mine:crash")
     assert [row["tensor"] for row in math["results"] if row["ok"] is not None] == ["out", "dq", "dk", "dv"]
     assert crash["results"][0]["error"] == "RuntimeError: out of luck"
-    # The same problem for all: torch's function gives no gradient through lse.
+    # All get the same problem: torch's function has no gradient through lse.
     assert not any(row["lse_gradient"] for row in report["results"])
 
 
@@ -431,7 +431,7 @@ def test_the_most_accurate_is_marked(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_all_solve_what_the_least_of_them_can() -> None:
-    """A function with a gradient through lse is measured without it beside one that has none."""
+    """A function with a gradient through lse is measured without it beside a function that has none."""
     inputs = testing.make_inputs(testing.Case(seqlen_q=8, seqlen_k=8, head_dim=8))
 
     def complete(q, k, v, *, return_lse, **options):
@@ -539,7 +539,7 @@ def test_fastest_number_of_threads() -> None:
     ids=["check", "demo"],
 )
 def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> None:
-    """Of work. While torch imports its compiler, for the first call, Python may end by the signal or not notice it."""
+    """During the work. While torch imports its compiler, for the first call, the signal may end Python or get lost."""
     if command[0] == "demo":
         for package in ("rich", "matplotlib"):
             pytest.importorskip(package)
@@ -551,7 +551,7 @@ def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> 
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell has what it runs in the background ignore this signal, and children inherit that.
+        # A shell makes background processes ignore this signal, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
@@ -577,7 +577,7 @@ def test_a_quick_check_has_each_case_once() -> None:
 
 
 def test_output_that_nobody_reads_to_its_end() -> None:
-    """As in ``| head``: no traceback."""
+    """With ``| head``, no traceback appears."""
     command = f"{shlex.quote(sys.executable)} -W ignore -m fusedattn check --backend torch --quick --feature causal"
     done = subprocess.run(f"{command} | head -n 1", shell=True, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr

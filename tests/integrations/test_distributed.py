@@ -1,4 +1,4 @@
-"""Fused models under DDP and FSDP2: two processes on the CPU, compared with one model that sees the whole batch."""
+"""Fused models under DDP and FSDP2: two CPU processes, compared with one model on the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conftest import INTERPRETING
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
-# A GPU is not asked for: what is tested is how processes share parameters, which are on the CPU here.
+# No GPU is needed: the subject is how processes share parameters, which stay on the CPU here.
 BACKENDS = ("torch", *(["triton"] if INTERPRETING else []))
 WORLD, BATCH, SEQLEN, VOCAB = 2, 4, 6, 11
 
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def train_a_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss after a step, and the gradients of the step."""
+    """Train one step. Returns the loss after the step, and its gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss_of(model, ids).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -80,7 +80,7 @@ CASES = (("gpt", "ddp"), ("gpt", "fsdp2"), ("gpt", "fsdp2, bfloat16"), ("torch.n
 
 
 def spread(model: Any, how: str) -> Any:
-    """The model, over all processes."""
+    """Distribute the model over all processes."""
     if how == "ddp":
         return DistributedDataParallel(model)
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (WORLD,))}
@@ -110,7 +110,7 @@ def in_each_process(rank: int, directory: str, backend: str) -> None:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def results(request, tmp_path_factory) -> list[Any]:
-    """What each process found, in the order of the cases; starting processes takes longer than training in them."""
+    """Results of each process, in the order of the cases; all cases share processes, which are slow to start."""
     directory: Path = tmp_path_factory.mktemp("processes")
     torch.multiprocessing.spawn(in_each_process, (str(directory), request.param), nprocs=WORLD)
     return [torch.load(directory / f"results{rank}") for rank in range(WORLD)]
@@ -118,7 +118,7 @@ def results(request, tmp_path_factory) -> list[Any]:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=map(" by ".join, CASES))
 def test_two_processes_train_as_one_does(results, case):
-    """To the loss after the step, which has the parameters that all have then."""
+    """Up to the loss after the step, computed with the parameters that all processes then have."""
     (loss, grads), (other_loss, other_grads) = (of_rank[case] for of_rank in results)
     name, how = CASES[case]
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_two_processes_train_as_one_does(results, case):
 
 
 def test_the_comparison_sees_a_wrong_gradient():
-    """Of half the batch rather than the whole: what unsharded training of one process would leave out."""
+    """Half of the batch gives it, as if one process trained without the other."""
     torch.manual_seed(0)
     model = gpt()
     _, expected = train_a_step(copy.deepcopy(model), whole_batch())

@@ -31,7 +31,7 @@ LENGTHS = ((2, 5, 7), (3, 9, 9), (5, 2, 33))  # batch, seqlen_q, seqlen_k; expor
 
 
 class Layer(nn.Module):
-    """Attention alone, of q, k, v and a padding mask, with what is named."""
+    """Attention of q, k, v and a padding mask, with the options that its kind names."""
 
     def __init__(self, kind: str, backend: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 
 
 def assert_same(actual: Callable[..., Any], expected: Callable[..., Any], *inputs: Tensor) -> None:
-    """With the same seed, for what draws one of dropout."""
+    """With the same seed for both, in case a function draws dropout."""
     results = []
     for function in (actual, expected):
         torch.manual_seed(7)
@@ -98,7 +98,7 @@ def test_export(kind, strict, backend):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_exported_is_the_op(strict):
-    """On the Triton backend: one node, and none of what eager code would compute."""
+    """On the Triton backend: one node, and no operation of eager attention."""
     program = export(Layer("padding", "triton"), inputs_of(*LENGTHS[0]), dynamic_shapes=DYNAMIC, strict=strict)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert called.count("fusedattn.attention_fwd.default") == 1
@@ -118,7 +118,7 @@ def test_an_exported_program_has_gradients():
 
 
 def test_a_program_without_its_function_says_so(monkeypatch):
-    """As in a process that has not made the mask; another function is never taken for it."""
+    """As in a process that never made the mask; no other function may take its place."""
     layer = Layer("functions", "triton")
     program = saved_and_loaded(export(layer, inputs_of(*LENGTHS[0]), dynamic_shapes=DYNAMIC))
     monkeypatch.setattr(functions, "_FUNCTIONS", {})
@@ -136,7 +136,7 @@ print(triton_functions.mask_function(2, 4, generator).function.key)
 
 
 def test_functions_have_the_same_keys_in_every_process():
-    """Which a saved program calls them by."""
+    """A saved program calls functions by these keys."""
     mask = triton_functions.mask_function(2, HEADS, torch.Generator())
     done = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS], check=True, capture_output=True, text=True, timeout=120
@@ -145,8 +145,6 @@ def test_functions_have_the_same_keys_in_every_process():
 
 
 class Packed(nn.Module):
-    """Packed sequences, and their lse."""
-
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend = backend
@@ -183,7 +181,7 @@ def test_export_of_a_fused_model(backend):
 @backends
 @pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_a_package_of_aot_inductor(backend, tmp_path, monkeypatch):
-    """Compiled ahead for changing lengths; the op is called from C++ on the Triton backend."""
+    """Compiled in advance for changing lengths; on the Triton backend, C++ calls the op."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layer = Layer("padding", backend)
     with torch.no_grad():

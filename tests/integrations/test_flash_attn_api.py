@@ -1,4 +1,4 @@
-"""The functions of flash_attn: its signatures, and what they mean."""
+"""The functions of flash_attn: their signatures and results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PACKS = (
 )  # fmt: skip
 TABLES = (("cos", REQUIRED), ("sin", REQUIRED))
 
-# Of flash_attn 2.8.3, by module.
+# From flash_attn 2.8.3, by module.
 SIGNATURES: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {
     "flash_attn_interface": {
         "flash_attn_func": (("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), *OPTIONS),
@@ -98,7 +98,7 @@ def test_signature(module, name):
 
 
 def test_exports():
-    """What `flash_attn` exports itself, and what is used most of its modules."""
+    """The names that `flash_attn` exports, and the most used names of its modules."""
     for name in (*SIGNATURES["flash_attn_interface"], "apply_rotary_emb", "pad_input", "unpad_input"):
         assert name in flash_attn.__all__
         assert callable(getattr(flash_attn, name))
@@ -115,7 +115,7 @@ def qkv_of(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, di
     return {name: torch.randn(*shape, dtype=torch.float64) for name, shape in zip("qkv", shapes, strict=True)}
 
 
-# By name: lengths, heads and head_dim; the options.
+# By name: lengths, heads and head_dim; options.
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((7, 9, 2, 2, 8), {}),
     "causal, fewer queries": ((5, 9, 4, 2, 8), {"causal": True}),
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def options_at(place: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """With slopes of the shape that a case gives."""
+    """Replace the shape of slopes by slopes of that shape."""
     options = dict(options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.rand(options["alibi_slopes"]).to(**place)
@@ -162,7 +162,7 @@ def test_meaning(name, place):
     leaves = {name: x.to(**place) for name, x in qkv_of(*shape).items()}
     assert_right(ours, lambda **x: attend(**x, **options), leaves)
     alone = flash_attn_func(*leaves.values(), **options)
-    # The torch backend computes out by another function where lse is not asked for.
+    # Without lse, the torch backend computes out with another function.
     torch.testing.assert_close(
         alone, ours(**leaves)[0], rtol=1e-9, atol=1e-6 if alone.dtype != torch.float64 else 1e-12
     )
@@ -180,14 +180,14 @@ def test_budget_in_16_bits(dtype):
 
 
 def weights_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """``(batch, nheads, seqlen_q, seqlen_k)``: what queries give to keys whose values are unit vectors."""
+    """``(batch, nheads, seqlen_q, seqlen_k)``: the weights, read from out with unit vectors as values."""
     unit = torch.eye(k.shape[1]).to(k)[None, :, None].expand(*k.shape[:3], -1)
     return flash_attn_func(q, k, unit, **options).transpose(1, 2)
 
 
 @pytest.mark.parametrize("slopes", [False, True])
 def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
-    """As flash_attn's own tests read it: out is made of the weights that are not negative."""
+    """flash_attn's own tests read it so: out is the sum over weights that are not negative."""
     q, k, v = (x.to(**place) for x in qkv_of(13, 17, 4, 2, 8).values())
     options: dict[str, Any] = {"causal": True, "window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.7}
     if slopes:
@@ -204,7 +204,7 @@ def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_sign_of_weights_of_packed_sequences(shared, place):
-    """Each as if alone; 0 behind its end. Slopes may be those of all."""
+    """Each sequence as if alone; 0 after its end. All may share the slopes."""
     leaves = {name: x.detach() for name, x in packed_leaves(place).items()}
     device = place["device"]
     lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
@@ -235,7 +235,7 @@ def test_the_sign_of_weights_of_packed_sequences(shared, place):
 
 
 def test_gradients_of_slopes(place):
-    """Which flash_attn has none of."""
+    """flash_attn has none."""
     leaves = {name: x.to(**place) for name, x in qkv_of(6, 8, 2, 2, 8).items()}
     leaves["alibi_slopes"] = torch.rand(2, 2, **place)
     assert_right(lambda **x: flash_attn_func(**x, return_attn_probs=True)[:2], attend, leaves)
@@ -245,7 +245,7 @@ EVERY_OPTION: dict[str, Any] = {"softmax_scale": 0.9, "causal": True, "window_si
 
 
 def packed_gradients(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> list[Tensor]:
-    """Of a call with dropout, and of lse, which is not given together with it."""
+    """Gradients of a call with dropout plus those of lse, which a call with dropout does not return."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     torch.manual_seed(0)
     out = function(*leaves, dropout_p=0.3, **options)
@@ -256,7 +256,7 @@ def packed_gradients(function: Callable[..., Any], *tensors: Tensor, **options: 
 
 
 def test_packed_tensors(place):
-    """Bit for bit what the function of three tensors gives."""
+    """The same bits as from the function of three tensors."""
     q, k, v = torch.randn(3, 2, 7, 2, 8).to(**place)
     options = {**EVERY_OPTION, "alibi_slopes": torch.rand(2, **place)}
     expected = packed_gradients(flash_attn_func, q, k, v, **options)
@@ -333,7 +333,7 @@ def test_packed_sequences(name, paged, place):
 
 
 def pages_of(lengths: list[int], size: int, device: str) -> tuple[Tensor, list[tuple[int, int]]]:
-    """A block table with pages in no order and garbage where none is needed, and page and row of every token."""
+    """Return a block table, with pages in random order and garbage in unused entries, and each token's page and row."""
     free = iter([7, 2, 10, 0, 5, 11, 3, 8, 1, 6, 4, 9])
     table = torch.full((len(lengths), 3), -(10**6), dtype=torch.int32)
     places = []
@@ -346,14 +346,14 @@ def pages_of(lengths: list[int], size: int, device: str) -> tuple[Tensor, list[t
 
 
 def in_pages(x: Tensor, places: list[tuple[int, int]], size: int, n_pages: int) -> Tensor:
-    """Tokens in their pages, differentiable; NaN where there are none."""
+    """Put tokens into their pages, differentiably; rows without a token are NaN."""
     empty = x.new_full((n_pages * size, *x.shape[1:]), math.nan)
     index = torch.tensor([page * size + row for page, row in places], device=x.device)
     return empty.index_copy(0, index, x).unflatten(0, (n_pages, size))
 
 
 def test_pages_get_the_gradients_of_what_is_read(place):
-    """A page that two sequences share gets both, and what none reads gets 0."""
+    """A page that two sequences share gets the sum of both gradients, and an unread page gets 0."""
     k = torch.randn(3, 4, 1, 8, **place, requires_grad=True)
     q = torch.randn(2, 1, 8, **place)
     table = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32, device=place["device"])
@@ -371,7 +371,7 @@ def test_pages_get_the_gradients_of_what_is_read(place):
 
 
 def test_no_sequence(place):
-    """Tokens behind the last: out 0, lse -inf, gradients 0; nothing reads their NaN."""
+    """Tokens after the last sequence: out is 0, lse -inf, gradients are 0, and their NaN reaches nothing."""
     leaves = {name: x.requires_grad_() for name, x in packed_leaves(place, total_k=24).items()}
     with torch.no_grad():
         leaves["q"][-2:], leaves["k"][-3:], leaves["v"][-3:] = math.nan, math.nan, math.nan
@@ -387,7 +387,7 @@ def test_no_sequence(place):
 
 
 def test_longest_lengths_as_tensors(place):
-    """As transformers passes them."""
+    """transformers passes them so."""
     leaves = packed_leaves(place)
     cu_seqlens = stops(LENGTHS_Q, place["device"]), stops(LENGTHS_K, place["device"])
     expected = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, 7, 9)
@@ -411,7 +411,7 @@ def test_nan_behind_the_mask(place):
 
 
 def test_any_strides(place):
-    """Expanded keys, heads before tokens, features that are not contiguous (which alone are copied)."""
+    """Expanded keys, heads before tokens, and features that are not contiguous; only the last are copied."""
     q = torch.randn(2, 2, 7, 8).to(**place).transpose(1, 2)
     k = torch.randn(1, 9, 1, 8).to(**place).expand(2, -1, 2, -1)
     v = torch.randn(2, 9, 8, 2).to(**place).transpose(2, 3)
@@ -439,7 +439,7 @@ def test_nothing_is_copied(monkeypatch):
 
 
 def test_dropout(place):
-    """The weights that torch's seed leaves; together with a soft-cap, which flash_attn refuses."""
+    """The same weights remain as with torch's seed; also with a soft-cap, which flash_attn refuses."""
     q, k, v = (x.to(**place) for x in qkv_of(6, 8, 2, 2, 8).values())
     torch.manual_seed(3)
     out = flash_attn_func(q, k, v, dropout_p=0.4, softcap=2.0)

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache``: what is appended, where, and what is attended to."""
+"""``flash_attn_with_kvcache``: the tokens appended, their places, and the keys visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("_seed")
 
 BATCH, CAPACITY, HEADS, KV_HEADS, DIM, PAGE = 2, 16, 4, 2, 8, 4
 LENGTHS = [3, 10]
-# Pages of both sequences, four each, in no order; those that nothing is in are garbage.
+# Four pages for each of both sequences, in random order; entries of empty pages are garbage.
 TABLE = [[5, 2, 7, -(10**6)], [0, 6, 3, 1]]
 
 
@@ -33,7 +33,7 @@ def int32(x: Any, device: str) -> Tensor:
 
 
 def truth(q, k_cache, v_cache, k, v, *, lengths, rows, leftpad, cos=None, sin=None, interleaved=True, **options):
-    """Out, lse and both caches after it, one sequence after the other."""
+    """Compute out, lse and both caches after the call, one sequence at a time."""
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     ordered = options.get("causal") or options.get("window_size", (-1, -1)) != (-1, -1)
     slopes = options.pop("alibi_slopes", None)
@@ -55,7 +55,7 @@ def truth(q, k_cache, v_cache, k, v, *, lengths, rows, leftpad, cos=None, sin=No
     return torch.stack(outs), torch.stack(lses), k_cache, v_cache
 
 
-# By name: how many queries and new keys; what holds the caches; lengths as what; the options.
+# By name: number of queries and of new keys; type of the lengths; options.
 NEW: dict[str, tuple[int, int | None, str, dict[str, Any]]] = {
     "one query": (1, 1, "tensor", {}),
     "one query, window": (1, 1, "tensor", {"causal": True, "window_size": (4, 0)}),
@@ -86,7 +86,7 @@ def assert_as_in_truth(
         options["alibi_slopes"] = torch.rand(options["alibi_slopes"]).to(**place)
     rows = [2, 0] if held == "rows" else [0, 1]
     lengths = {"tensor": LENGTHS, "int": [6] * BATCH, "none": [CAPACITY] * BATCH}[lengths_as]
-    table = [[*TABLE[0][:3], 4], TABLE[1]] if lengths_as == "none" else TABLE  # full caches have tokens in every page
+    table = [[*TABLE[0][:3], 4], TABLE[1]] if lengths_as == "none" else TABLE  # pages of full caches are all in use
     pads = [4, 5] if leftpad else [0] * BATCH
     q = torch.randn(BATCH, n_queries, HEADS, DIM, **place)
     k_cache, v_cache = torch.randn(2, 3, CAPACITY, KV_HEADS, DIM, **place)
@@ -97,7 +97,7 @@ def assert_as_in_truth(
         *(x if x is None else x.double() for x in (q, k_cache, v_cache, k, v)),
         lengths=lengths, rows=rows, leftpad=pads, cos=tables[0], sin=tables[1], interleaved=interleaved, **options,
     )  # fmt: skip
-    # What lies behind the last token is not read.
+    # Rows after the last token are not read.
     before = []
     for cache in (k_cache, v_cache):
         cache = cache.clone()
@@ -146,7 +146,7 @@ def test_meaning(name, held, place):
 @pytest.mark.parametrize("held", ["rows", "pages"])
 @pytest.mark.parametrize(("lengths_as", "options"), [("tensor", {"causal": True}), ("tensor", {}), ("int", {})])
 def test_padding_on_the_left(held, lengths_as, options, place):
-    """With less of it than there are tokens, and with as much, which leaves nothing to see."""
+    """Less padding than there are tokens, or as much, which leaves nothing visible."""
     assert_as_in_truth(place, held, 2, 1, lengths_as, options, leftpad=True)
 
 
@@ -154,7 +154,7 @@ def test_padding_on_the_left(held, lengths_as, options, place):
 @pytest.mark.parametrize("lengths_as", ["tensor", "int"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 1)}, {"window_size": (4, -1)}, {}], ids=str)
 def test_rotation(options, lengths_as, interleaved, place):
-    """All queries at one position where no order is asked for."""
+    """All queries have the same position unless a mask orders them."""
     options = {"rope": True, "interleaved": interleaved, "options": options, "leftpad": True}
     assert_as_in_truth(place, "first rows", 4, 4, lengths_as, **options)
 
@@ -198,7 +198,7 @@ def test_without_lse(place):
 
 
 def test_a_page_behind_the_last_is_not_looked_up(place):
-    """Where a sequence ends with a page, too."""
+    """Also if the sequence fills its last page."""
     q, *kept = caches(**place)
     pages = [x.unflatten(1, (-1, PAGE)).flatten(0, 1) for x in kept]
     table = int32([[0, -(10**6), 10**6, 0], [4, 5, 10**6, -(10**6)]], place["device"])
@@ -208,7 +208,7 @@ def test_a_page_behind_the_last_is_not_looked_up(place):
 
 
 def test_step_by_step(place):
-    """Token after token gives what all of them give at once."""
+    """One token at a time gives the same results as all at once."""
     q, k, v = torch.randn(3, BATCH, 6, KV_HEADS, DIM, **place)
     k_cache, v_cache = torch.full((2, BATCH, CAPACITY, KV_HEADS, DIM), math.nan, **place)
     steps = []
@@ -221,7 +221,7 @@ def test_step_by_step(place):
 
 
 def test_caches_of_any_strides(place):
-    """Heads before tokens, as the static caches of transformers; and more rows than sequences."""
+    """Heads before tokens, as in the static caches of transformers; and more rows than sequences."""
     storage = torch.randn(2, 3, KV_HEADS, CAPACITY, DIM, **place)
     k_cache, v_cache = storage.transpose(2, 3)
     copies = k_cache.contiguous(), v_cache.contiguous()
@@ -236,7 +236,7 @@ def test_caches_of_any_strides(place):
 
 
 def test_has_no_gradients():
-    """As in flash_attn, whatever requires them; even leaves are written to."""
+    """As in flash_attn, even if inputs require them; leaves are written to as well."""
     q, k_cache, v_cache = (x.requires_grad_() for x in caches(device=DEVICE))
     new = torch.randn(BATCH, 1, KV_HEADS, DIM, device=DEVICE, requires_grad=True)
     out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3, return_softmax_lse=True)

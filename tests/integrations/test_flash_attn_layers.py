@@ -42,7 +42,7 @@ def int32(x: Any) -> Tensor:
 
 
 def assert_same_with_gradients(actual: Any, truth: Any, *leaves: Tensor) -> None:
-    """Of two functions of the leaves."""
+    """Compare two functions of the leaves."""
     found = []
     for function in (actual, truth):
         own = [x.detach().clone().requires_grad_() for x in leaves]
@@ -62,7 +62,7 @@ def test_rotation(offsets, inplace, interleaved):
     positions = (starts[:, None] + step) if isinstance(offsets, list) else (starts + step).expand(2, -1)
 
     def ours(x: Tensor) -> Tensor:
-        x = x * 1.0  # no leaf, which torch would not have changed
+        x = x * 1.0  # not a leaf, which torch would refuse to change
         out = apply_rotary_emb(x, cos, sin, interleaved, inplace, starts)
         assert (out is x) == inplace
         return out
@@ -75,7 +75,7 @@ def test_rotation(offsets, inplace, interleaved):
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("offsets", [2, [3, 9, 0, 11]], ids=str)
 def test_rotation_of_packed_sequences(offsets, inplace):
-    """Tokens behind the last sequence stay as they are."""
+    """Tokens after the last sequence stay unchanged."""
     cos, sin = tables()
     lengths, starts = [4, 0, 6, 1], offsets if isinstance(offsets, list) else [offsets] * 4
     cu_seqlens = int32([0, 4, 4, 10, 11])
@@ -154,7 +154,7 @@ def test_rotation_of_keys_in_place():
     ids=["x", "qkv", "grouped qkv", "kv"],
 )
 def test_a_leaf_is_changed_in_place(function, shape):
-    """Its gradient is that of the values before."""
+    """Its gradient is that of the values before the change."""
     cos, sin = tables()
     x = torch.randn(shape, **EXACT, requires_grad=True)
     before = x.detach().clone().requires_grad_()
@@ -171,7 +171,7 @@ def test_a_leaf_is_changed_in_place(function, shape):
 
 
 def test_what_needs_no_gradient_is_changed_in_place_by_tables_that_do():
-    """And has one then, as torch's own functions in place give it."""
+    """It then requires a gradient, as after torch's own in-place functions."""
     cos, sin = (table.clone().requires_grad_() for table in tables())
     x = torch.randn(2, 7, 3, 8, **EXACT)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_what_needs_no_gradient_is_changed_in_place_by_tables_that_do():
 
 
 def test_a_leaf_is_not_changed_in_place_where_a_gradient_needs_it():
-    """Those of the tables read it."""
+    """The gradients of the tables read it."""
     cos, sin = (table.requires_grad_() for table in tables())
     x = torch.randn(2, 7, 3, 8, **EXACT, requires_grad=True)
     out = apply_rotary_emb(x, cos, sin, inplace=True)
@@ -232,7 +232,7 @@ def test_positions_outside_of_the_tables_are_refused_before_anything_is_written(
 
 
 def test_positions_outside_of_the_tables_are_nan_where_they_are_not_read(monkeypatch):
-    """And tokens of no sequence keep a gradient of their own, wherever an offset would put them."""
+    """Tokens of no sequence still get their own gradient, whatever position an offset gives them."""
     monkeypatch.setattr(rotary, "can_read", lambda x: False)
     found = apply_rotary_emb(X, COS, COS, seqlen_offsets=int32([0, 3]))
     assert found[0].isfinite().all()
@@ -286,7 +286,7 @@ def test_padding(name, features):
 
 def test_unused_tokens_are_packed_but_not_counted():
     mask, unused = MASKS["int"].to(DEVICE), torch.zeros(3, 5, device=DEVICE).bool()
-    unused[0, 2], unused[1, 0], unused[2, 4] = True, True, True  # the last is in both
+    unused[0, 2], unused[1, 0], unused[2, 4] = True, True, True  # the last is in both masks
     packed, _, cu_seqlens, longest, used = unpad_input(torch.arange(15, device=DEVICE).view(3, 5), mask, unused)
     assert packed.tolist() == [0, 1, 2, 3, 5, 11, 12, 13, 14]
     assert cu_seqlens.tolist() == [0, 4, 5, 9]
@@ -304,7 +304,7 @@ def test_concatenated_sequences():
 
 
 def test_rows():
-    """A row that is taken twice gets both gradients, where flash_attn keeps one."""
+    """A row that is taken twice gets the sum of both gradients; flash_attn keeps only one."""
     index = torch.tensor([2, 0, 2], device=DEVICE)
     assert_same_with_gradients(
         lambda x: index_first_axis(x, index),

@@ -1,4 +1,4 @@
-"""Code that was written for flash_attn: that of transformers, with this package in its place."""
+"""Code written for flash_attn, that of transformers, with this package in its place."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("installed", "_seed")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as `flash_attn`, which transformers then takes for installed; and nothing of that afterwards."""
+    """Install the package as `flash_attn` and make transformers accept it; undo both afterwards."""
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", bert_padding)
     softmax = F.softmax
-    # Their eager attention computes it in float32 whatever the model is of.
+    # Eager attention of transformers computes softmax in float32, whatever the dtype of the model.
     monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *_, **__: True)
     monkeypatch.setattr(utils, "_loaded_implementation", None)
@@ -42,11 +42,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
-CLOSE_FLOATS = {"rtol": 1e-6, "atol": 1e-6}  # of float64, rounded to float32
+CLOSE_FLOATS = {"rtol": 1e-6, "atol": 1e-6}  # for float64 rounded to float32
 
 
 def logits_and_gradients(model: torch.nn.Module, implementation: str, mask: Tensor | None, **inputs: Tensor) -> Any:
-    # Set past the checks of transformers, which refuse flash_attn without a GPU.
+    # Set without the checks of transformers, which refuse flash_attn without a GPU.
     model.config._attn_implementation_internal = implementation
     out = model(**inputs, attention_mask=mask)[0]
     if mask is not None:
@@ -94,7 +94,7 @@ def test_models_of_transformers(name, config, padding):
 
 
 def test_sequences_packed_by_transformers():
-    """Position ids that begin again begin another sequence."""
+    """Position ids that start again begin another sequence."""
     model = model_of("Llama", num_key_value_heads=1)
     ids = torch.randint(1, 40, (1, 12), device=DEVICE)
     lengths = (5, 1, 6)
@@ -107,7 +107,7 @@ def test_sequences_packed_by_transformers():
 
 
 def test_generation_by_transformers():
-    """Padded on the left, with a cache: one query beside many keys, whose places transformers gives in int32."""
+    """Padded on the left, with a cache: one query against many keys, whose positions transformers gives in int32."""
     model = model_of("Llama", num_key_value_heads=1)
     ids = torch.randint(1, 40, (2, 6), device=DEVICE)
     mask = torch.ones_like(ids)
@@ -129,7 +129,7 @@ def test_generation_by_transformers():
 
 
 def test_paged_caches_of_transformers():
-    """What its continuous batching calls: one query a sequence, written to and read from pages."""
+    """The call of its continuous batching: one query per sequence; pages are written and read."""
     dtype = torch.float64 if INTERPRETING else torch.float32
     lengths, table = [6, 3], torch.tensor([[2, 0], [1, -1]], dtype=torch.int32, device=DEVICE)
     k_cache, v_cache = torch.randn(2, 3, 4, 1, 8, device=DEVICE, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The exported kernel: alone, beside the installed package and itself, and as Hugging Face's ``kernels`` loads it."""
+"""The exported kernel: alone, beside the installed package and a copy of itself, and loaded by the library."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.conftest import DEVICE, INTERPRETING
 pytestmark = pytest.mark.usefixtures("_seed")
 
 VARIANT = f"build/torch-{'rocm' if DEVICE == 'cuda' and torch.version.hip else DEVICE}"
-# The library goes by how torch was built, whether there is a GPU or not.
+# The library chooses by the build of torch, whether or not there is a GPU.
 BUILT_FOR = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
 SOURCE = "torch-ext/fusedattn"
 
-# What the loaded kernel cannot reach: an installed fusedattn, wherever it is.
+# The loaded kernel must not reach an installed fusedattn, wherever it is.
 ALONE = """
 import json, sys
 from pathlib import Path
@@ -48,7 +48,7 @@ class NoFusedattn:
 sys.meta_path.insert(0, NoFusedattn())
 """
 
-# As the library does it, without the library.
+# Load a kernel as the library does, without the library.
 LOAD = """
 import importlib.util
 
@@ -90,7 +90,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_python(code: str, *arguments: Path, cwd: Path) -> str:
-    """Output of ``code`` in a fresh interpreter away from the checkout."""
+    """Run ``code`` in a fresh interpreter away from the checkout, and return its last line of output."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
@@ -100,7 +100,7 @@ def run_python(code: str, *arguments: Path, cwd: Path) -> str:
 
 @pytest.fixture
 def load(exported: Path) -> Iterator[Any]:
-    """A function that imports the variant of this machine under a name."""
+    """A function that imports this machine's variant under a given name."""
     names: list[str] = []
 
     def load_as(name: str) -> ModuleType:
@@ -128,7 +128,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, dout: Tensor) -> list[Tensor]:
-    """out, lse, dq, dk and dv, causal with the last query at the last key."""
+    """out, lse, dq, dk and dv of causal attention; the last query is aligned to the last key."""
     v = v.nan_to_num()
     group = q.shape[1] // k.shape[1]
     i, j = torch.arange(7, device=q.device)[:, None], torch.arange(11, device=q.device)
@@ -180,7 +180,7 @@ def test_beside_the_package_and_itself(load: Any) -> None:
     first, second = load("hub_kernel_first"), load("hub_kernel_second")
     for backend in ("triton", "torch"):
         expected = computed(fusedattn, given, backend)
-        for package in (first, second, fusedattn, first):  # none has replaced the operators of another
+        for package in (first, second, fusedattn, first):  # no copy has replaced the operators of another
             assert_same(computed(package, given, backend), expected)
     assert all(hasattr(torch.ops, name) for name in ("fusedattn", "hub_kernel_first", "hub_kernel_second"))
     operators = {
@@ -196,7 +196,7 @@ def test_values_of_another_copy_are_refused(load: Any) -> None:
 
 
 def test_functions_of_the_user(load: Any) -> None:
-    """They are found by names in a table that each copy has of its own."""
+    """They are found by name in a table that each copy has for itself."""
     kernel = load("hub_kernel")
     q, k, _ = inputs()["qkv"]
     theirs = triton_functions.score_function(4, torch.Generator().manual_seed(0)).to(DEVICE)
@@ -237,7 +237,7 @@ def test_layers(load: Any) -> None:
     assert_same([layers.CausalAttention()(q, k, k)], [fusedattn.attention(q, k, k, mask=masks.causal())])
     visible = torch.rand(1, 1, 7, 11, device=DEVICE) < 0.5
     assert_same([layers.Attention()(q, k, k, visible)], [fusedattn.attention(q, k, k, mask=visible)])
-    for layer in (layers.Attention, layers.CausalAttention):  # what the library asks of a layer
+    for layer in (layers.Attention, layers.CausalAttention):  # the library requires this of a layer
         assert layer.__init__ is torch.nn.Module.__init__
         assert {name for name in vars(layer) if not name.startswith("_")} == {
             "has_backward", "can_torch_compile", "forward",
@@ -258,7 +258,7 @@ def test_layers_compile(load: Any) -> None:
 
 @pytest.fixture
 def library() -> None:
-    """Skip where the library is not installed: not by its import name, which the folder of the kernels has too."""
+    """Skip if the library is not installed; its import name is also that of the folder of the kernels."""
     try:
         metadata.version("kernels")
     except metadata.PackageNotFoundError:
@@ -346,7 +346,7 @@ def test_nothing_but_torch_and_triton_is_imported(exported: Path) -> None:
 
 
 def test_operators_are_named_by_the_prefix(exported: Path) -> None:
-    """As kernel-builder checks it: the call itself stands where the name would."""
+    """kernel-builder checks it in the same way: the call itself stands in the place of the name."""
     count = 0
     for path in python_files(exported / SOURCE):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -383,7 +383,7 @@ def test_layout(exported: Path) -> None:
     files = {path for path in files if "__pycache__" not in path}
     source = {path.removeprefix(f"{SOURCE}/") for path in files if path.startswith(f"{SOURCE}/")}
     assert {"__init__.py", "layers.py", "attention.py", "kernels/attention_fwd.py", "kernels/rope.py"} <= source
-    # Not the _ops.py that kernel-builder makes, and nothing that `import kernels` could take for the library.
+    # Not kernel-builder's own _ops.py, and nothing that `import kernels` could mistake for the library.
     assert not source & {"_ops.py", "fusedattn", "kernels/__init__.py"}
     assert not {"testing.py", "fusion.py", "transformer/__init__.py", "cli/__init__.py"} & source
     top = {"build.toml", "flake.nix", "CARD.md", "LICENSE", "build/CARD.md", RECORD}
@@ -445,7 +445,7 @@ def test_id_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_writes_over_an_earlier_export(tmp_path: Path) -> None:
     export(tmp_path)
     expected = contents(tmp_path)
-    # An earlier export had a file that there is no more, and the folder has become a repository.
+    # An earlier export had a file that no longer exists, and the folder has become a repository.
     gone = "build/torch-cpu/gone.py"
     (tmp_path / gone).write_bytes(b"")
     with (tmp_path / RECORD).open("a") as record:
@@ -496,7 +496,7 @@ def test_refuses_a_wrong_repository(repo_id: str, tmp_path: Path) -> None:
         ("import importlib\nimportlib.import_module('fusedattn.masks')", "import_module"),
         ("f = torch.ops.fusedattn.attention_fwd", "got fusedattn"),
         ("library.define('fusedattn::f() -> ()')", "operators"),
-        ("@custom_op('fusedattn::f')\ndef f(): ...", "cannot rewrite"),  # in the other quotes
+        ("@custom_op('fusedattn::f')\ndef f(): ...", "cannot rewrite"),  # only double quotes are understood
     ],
 )
 def test_refuses_to_reach_out(source: str, what: str) -> None:

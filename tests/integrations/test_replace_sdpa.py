@@ -216,7 +216,7 @@ def test_checkpointing_recomputes_inside(backend: Backend, use_reentrant: bool, 
     runs: list[int] = []
 
     def layer(x: Tensor) -> Tensor:
-        # What comes behind attention lets the recomputation finish it.
+        # Later operations let the recomputation finish attention.
         out = F.scaled_dot_product_attention(x * 1, key, value).sin().exp()
         runs.append(replaced.fused)
         return out * out
@@ -273,7 +273,7 @@ def test_transforms(backend: Backend) -> None:
 
 
 def compiled(function: Callable[..., Tensor], graphs: list[str], **options: Any) -> Callable[..., Tensor]:
-    """By dynamo alone; `graphs` gets what of attention each graph calls."""
+    """Compile with dynamo alone; `graphs` collects the attention functions that each graph calls."""
     torch._dynamo.reset()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -287,7 +287,7 @@ def compiled(function: Callable[..., Tensor], graphs: list[str], **options: Any)
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled(backend: Backend) -> None:
-    """Compiled inside, or outside and called inside: the context is a part of what compiled code depends on."""
+    """Compiled inside, or outside and called inside: compiled code depends on the context."""
     graphs: list[str] = []
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

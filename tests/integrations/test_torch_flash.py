@@ -1,4 +1,4 @@
-"""The kernels behind torch's flash attention operators, registered for the tensors of the tests' device."""
+"""The kernels behind torch's flash attention operators, registered for tensors of the tests' device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_mathematics(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
 
 
 def band(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> Tensor:
-    """Which keys are seen, counted from the last query and key."""
+    """The visible keys, counted from the last query and key."""
     distance = torch.arange(seqlen_k, device=DEVICE) - torch.arange(seqlen_q, device=DEVICE)[:, None]
     distance = distance - (seqlen_k - seqlen_q)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=DEVICE)
@@ -59,7 +59,7 @@ def band(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> T
 
 
 def assert_same(results: tuple[Tensor, ...], leaves: list[Tensor], expected: tuple[Tensor, ...]) -> None:
-    """out and lse, and the gradients of out."""
+    """Compare out and lse, and the gradients of out."""
     torch.testing.assert_close(results[:2], expected, **CLOSE)
     dout = torch.randn_like(expected[0])
     actual = torch.autograd.grad(results[0], leaves, dout)
@@ -71,7 +71,7 @@ def assert_same(results: tuple[Tensor, ...], leaves: list[Tensor], expected: tup
     ("lengths", "scale"), [((5, 9), None), ((9, 5), None), ((1, 6), None), ((5, 9), 0.7), ((5, 9), -0.3), ((5, 9), 0.0)]
 )
 def test_dense(lengths: tuple[int, int], is_causal: bool, scale: float | None) -> None:
-    """Of grouped heads; causal masks end with the last key, and queries before the first key see nothing."""
+    """Grouped heads; causal masks end with the last key, and queries before the first key see nothing."""
     seqlen_q, seqlen_k = lengths
     leaves = [normal(2, 4, seqlen_q, 8), normal(2, 2, seqlen_k, 8), normal(2, 2, seqlen_k, 8)]
     leaves = [x.requires_grad_() for x in leaves]
@@ -100,7 +100,7 @@ STOPS_Q, STOPS_K = [0, 3, 3, 8], [0, 4, 6, 9]
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (1, 0), (2, 1)])
 def test_packed(window: tuple[int, int]) -> None:
-    """With rows that belong to no sequence; and through the operator that writes into a tensor."""
+    """Some rows belong to no sequence; the operator that writes into a given tensor is tested too."""
     leaves = [normal(10, 4, 8).requires_grad_(), *(normal(9, 2, 8).requires_grad_() for _ in range(2))]
     stops_q, stops_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
     left, right = window

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention by the package; test_replace_sdpa.py puts it in torch's place."""
+"""The package's version of torch's scaled_dot_product_attention; test_replace_sdpa.py puts it in torch's place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPE = torch.float64 if INTERPRETING else torch.float32
 CLOSE = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
 L, S, E, EV = 5, 7, 8, 6
 
-# What is made of arguments is the same for all backends; the interpreter is slow.
+# The treatment of arguments is the same for all backends, and the interpreter is slow.
 on_fastest_backend = pytest.mark.parametrize("backend", ["torch" if INTERPRETING else "triton"], indirect=True)
 
 normal = partial(torch.randn, dtype=DTYPE, device=DEVICE)
@@ -39,7 +39,7 @@ def random_mask(*shape: int) -> Tensor:
 
 @pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What ``backend=None`` means, through what users set: the variable, or the device."""
+    """Set the default backend as users do: by the variable, or by the device."""
     if INTERPRETING:
         monkeypatch.setenv("TRITON_INTERPRET", "1" if request.param == "triton" else "0")
     elif request.param == "torch":
@@ -58,7 +58,7 @@ def by_mathematics(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch documents, by broadcasting; rows that see nothing are 0."""
+    """torch's documented formula, by broadcasting; rows that see nothing are 0."""
     assert dropout_p == 0.0
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
@@ -78,7 +78,7 @@ def by_mathematics(
 def assert_same(
     actual: Callable[..., Tensor], expected: Callable[..., Tensor], tensors: dict[str, Any], **options: Any
 ) -> None:
-    """Of the same tensors: out and the gradients of all that are floating-point."""
+    """Compare out and the gradients of all floating-point tensors."""
     results = []
     for function in (actual, expected):
         inputs = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
@@ -197,7 +197,7 @@ def test_masks_of_several_batches_and_of_fewer_dimensions_than_torch_takes(shape
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_is_causal_beside_a_mask_is_both(kind: str) -> None:
-    """As torch's kernel for CPUs had it before 2.15; now all of its paths raise."""
+    """As in torch's CPU kernel before 2.15; now all of its paths raise."""
     tensors = {"query": normal(Q), "key": normal(K), "value": normal(*V[:3], E)}
     attn_mask = random_mask(L, S) if kind == "bool" else normal(L, S)
     assert_same(scaled_dot_product_attention, by_mathematics, tensors | {"attn_mask": attn_mask}, is_causal=True)
@@ -255,7 +255,7 @@ def test_scales(scale: Any) -> None:
 
 
 def test_strides() -> None:
-    """Transposed, with another last dimension than the contiguous one, expanded, reversed."""
+    """Transposed, with another contiguous dimension than the last, and expanded."""
     query = normal(2, L, 4, E).transpose(1, 2)
     key = normal(2, 4, E, S).mT
     value = normal(EV).expand(2, 4, S, EV)
@@ -283,7 +283,7 @@ def test_one_kv_head_and_shared_batches_are_not_copied(monkeypatch: pytest.Monke
     scaled_dot_product_attention(query, key, value)
     assert [x.shape for x in seen] == [(3, 4, L, E), (3, 1, S, E), (3, 1, S, EV)]
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (query, key, value)]
-    # Nor one head of queries.
+    # A single head of queries is not copied either.
     scaled_dot_product_attention(query[:, :1], key.expand(3, 4, S, E), value.expand(3, 4, S, EV))
     assert seen[3].shape == (3, 4, L, E)
     assert seen[3].data_ptr() == query.data_ptr()
@@ -391,7 +391,7 @@ def test_wrong_arguments(case: tuple[type[Exception], str, dict[str, Any]]) -> N
     arguments = {name: x.to(DEVICE) if type(x) is Tensor and not x.is_meta else x for name, x in on_cpu.items()}
     with pytest.raises(error, match=message):
         scaled_dot_product_attention(**arguments)
-    # Neither does the context hide it.
+    # The context does not hide the error.
     with replace_sdpa(fallback=True) as replaced, pytest.raises((error, TypeError)):
         F.scaled_dot_product_attention(**arguments)
     assert replaced.left_to_torch == 0
@@ -408,7 +408,7 @@ class Overriding(Tensor):
 
 
 class Plain(Tensor):
-    """One without."""
+    """A tensor subclass without them."""
 
 
 def test_what_cannot_be_run_is_refused_with_every_reason() -> None:
@@ -422,7 +422,7 @@ def test_what_cannot_be_run_is_refused_with_every_reason() -> None:
         by_mathematics(query, key, value),
         **CLOSE,
     )
-    # Two dimensions and a head, ragged there: torch's layout for what is not a sequence.
+    # Not transposed, so ragged in the place of the heads.
     ragged = torch.nested.nested_tensor([normal(3, 2, E), normal(4, 2, E)], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match=r"query: got a nested tensor .*; key: .*; attn_mask: "):
         scaled_dot_product_attention(ragged, ragged, ragged, attn_mask=normal(2, 2))

@@ -45,7 +45,7 @@ pytestmark = [
 
 
 def pair(backend: str, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
-    """torch's module and its fused copy; biases that torch starts at 0 are not."""
+    """torch's module and its fused copy; biases that torch initialises to 0 are random."""
     reference = nn.MultiheadAttention(WIDTH, HEADS, device=DEVICE, dtype=exact(backend), **options)
     for bias in (reference.in_proj_bias, reference.out_proj.bias):
         if bias is not None:
@@ -69,7 +69,7 @@ def inputs_of(module: nn.MultiheadAttention, kind: str, batched: bool = True) ->
 
 
 def mask_of(kind: str | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """In torch's polarity, "bool" or "float"; the first key is visible."""
+    """A mask with torch's polarity, "bool" or "float"; the first key is visible."""
     if kind is None:
         return None
     hidden = torch.rand(shape, device=DEVICE) < 0.4
@@ -80,7 +80,7 @@ def mask_of(kind: str | None, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def outcome(module: nn.Module, inputs: list[Tensor], **options: Any) -> list[Tensor | None]:
-    """Output, weights, and the gradients by inputs, float masks and parameters of what depends on both."""
+    """Output, weights, and the gradients of a loss of both by inputs, float masks and parameters."""
     out, weights = module(*inputs, **options)
     generator = torch.Generator().manual_seed(1)
     loss = sum(
@@ -108,7 +108,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def pairs_of_options() -> list[dict[str, Any]]:
-    """Combinations in which each two values of different options meet."""
+    """Combinations that contain every pair of values of different options."""
     possible = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
     possible = [case for case in possible if not case["widths"] or case["inputs"] == "all"]
     random.Random(0).shuffle(possible)
@@ -127,7 +127,7 @@ PAIRS = pairs_of_options()
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    # What becomes of the options does not depend on the backend, and the interpreter is slow.
+    # The treatment of options does not depend on the backend, and the interpreter is slow.
     [*(("torch", case) for case in PAIRS), *(("triton", case) for case in PAIRS[:: 4 if INTERPRETING else 1])],
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
@@ -152,7 +152,7 @@ def test_options(backend, case):
         "average_attn_weights": case["weights"] == "average",
     }
     assert_same(outcome(fused, inputs, **options), outcome(reference, inputs, **options))
-    with torch.no_grad():  # torch's fused operator, where it has one for the case
+    with torch.no_grad():  # torch's fused operator, if it supports the case
         assert_same(fused(*inputs, **options), reference(*inputs, **options))
 
 
@@ -175,7 +175,7 @@ def test_causal_hint(backend, kind, padded, inputs):
     expected = outcome(reference, inputs, **options)
     for reading in (mask, torch.full_like(mask, torch.nan) if kind == "float" else ~mask):
         assert_same(outcome(fused, inputs, **{**options, "attn_mask": reading}, is_causal=True), expected)
-    # With weights the mask decides.
+    # With weights, the mask decides.
     options |= {"need_weights": True, "attn_mask": mask_of(kind, tuple(mask.shape), exact(backend)), "is_causal": True}
     assert_same(outcome(fused, inputs, **options), outcome(reference, inputs, **options))
 
@@ -183,7 +183,7 @@ def test_causal_hint(backend, kind, padded, inputs):
 @backends
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_causal_hint_is_not_taken_for_appended_keys(backend, option):
-    """Every query sees these; under torch's hint only those behind the last key do."""
+    """Every query sees appended keys; torch's hint would show them only to queries after the last key."""
     reference, fused = pair(backend, **{option: True})
     inputs = inputs_of(reference, "self")
     mask = torch.ones(SEQLEN_Q, SEQLEN_Q, dtype=torch.bool, device=DEVICE).triu(1)
@@ -193,7 +193,7 @@ def test_causal_hint_is_not_taken_for_appended_keys(backend, option):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_padding_is_for_the_kernels_to_skip(kind, monkeypatch):
-    """A float mask too, which is what the layers of torch make of a bool one."""
+    """Also as a float mask, into which the layers of torch turn a bool one."""
     seen = []
 
     def watched(*args: Any, mask: masks.Mask, **options: Any) -> Any:
@@ -227,14 +227,14 @@ def test_dropout(backend):
     kept = weights != 0
     assert 0 < kept.sum() < kept.numel()
     assert_same([weights], [whole * kept / 0.75])
-    # By torch's own operations, from the weights on.
+    # From the weights on, with torch's own operations.
     value = F.linear(inputs[2], fused.in_proj_weight[2 * WIDTH :], fused.in_proj_bias[2 * WIDTH :])
     heads = weights @ value.unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2)
     assert_same([out], [fused.out_proj(heads.transpose(1, 2).flatten(2))])
 
     fused.train()
     gradients = []
-    for need_weights in (False, True):  # the same draw, so the same gradients of the output
+    for need_weights in (False, True):  # the same draw gives the same gradients of the output
         torch.manual_seed(3)
         gradients.append(torch.autograd.grad(fused(*inputs, need_weights=need_weights)[0].sum(), inputs[:2]))
     assert_same(*gradients)
@@ -299,7 +299,7 @@ def test_nan_behind_a_mask(backend, kind, poison):
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_accuracy(backend, dtype):
-    """The error against float64, compared with that of torch's module in the same dtype."""
+    """The error against float64, compared with the error of torch's module in the same dtype."""
     reference = nn.MultiheadAttention(32, 2, batch_first=True, device=DEVICE, dtype=dtype)
     x = torch.randn(2, 33, 32, device=DEVICE, dtype=dtype)
     padding = torch.arange(33, device=DEVICE) >= torch.tensor([33, 20], device=DEVICE)[:, None]
@@ -331,7 +331,7 @@ def test_autocast(backend, dtype):
         if need_weights:
             assert weights.dtype == dtype
             torch.testing.assert_close(weights.float(), its_weights, rtol=0.02, atol=0.01)
-    with torch.autocast(DEVICE, dtype):  # with scores that are too large for the dtype to be as exact as lse
+    with torch.autocast(DEVICE, dtype):  # large scores, which the dtype holds less exactly than lse
         _, weights = fused(8 * x, 8 * x, 8 * x, average_attn_weights=False)
     total = weights.float().sum(-1)
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=2 * torch.finfo(dtype).eps)
@@ -339,7 +339,7 @@ def test_autocast(backend, dtype):
 
 @backends
 def test_strides(backend):
-    """Inputs and masks that are not contiguous, or expanded, which are not written to."""
+    """Inputs and masks that are not contiguous or are expanded; none is written to."""
     reference, fused = pair(backend, batch_first=True)
     query = torch.randn(WIDTH, SEQLEN_Q, BATCH, device=DEVICE, dtype=exact(backend)).permute(2, 1, 0)
     key = torch.randn(1, 1, 2 * WIDTH, device=DEVICE, dtype=exact(backend))[..., ::2].expand(BATCH, SEQLEN_K, -1)
@@ -421,7 +421,7 @@ def test_nested_tensors(backend):
     assert out.layout == torch.strided
     assert_same(out.unbind(), expected.unbind())
 
-    # torch has no gradients here; these are those of each sequence by itself.
+    # torch has no gradients here, so compare with those of each sequence alone.
     x = torch.nested.nested_tensor(sequences, requires_grad=True)
     out, _ = fused(x, x, x, need_weights=False)
     (found,) = torch.autograd.grad(sum(y.square().sum() for y in out.unbind()), x)
@@ -522,7 +522,7 @@ def test_state_of_an_old_checkpoint():
 
 
 def test_hooks_and_parametrizations():
-    """Those of the module run; of `out_proj`, torch uses the weight and the bias."""
+    """Hooks of the module run; torch only uses the weight and the bias of `out_proj`, not its hooks."""
     reference = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     parametrize.register_parametrization(reference.out_proj, "weight", nn.Tanh())
     called: list[str] = []

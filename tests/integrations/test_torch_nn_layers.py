@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
 ]
 
-# ReLU has a jump in its derivative; torch's fused layer has no other activation than these two.
+# The derivative of ReLU has a jump; torch's fused layer supports only ReLU and GELU.
 LAYER: dict[str, Any] = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.0, "activation": "gelu"}
 
 CAUSAL, PADDED = "causal mask", "padding"
@@ -48,7 +48,7 @@ def stack(name: str, **options: Any) -> nn.Module:
 
 
 def calls_of(name: str) -> int:
-    """How many attentions there are."""
+    """The number of attention modules."""
     return {"encoder layer": 1, "transformer": 3}.get(name, 2)
 
 
@@ -72,7 +72,7 @@ def arguments_of(name: str, dtype: torch.dtype, batch_first: bool, wanted: str) 
 
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FusedMultiheadAttention]]:
-    """The modules whose fused forward was called. Not by hooks: torch leaves its fast path where there are any."""
+    """Modules whose fused forward was called. Hooks cannot count: with any, torch leaves its fast path."""
     calls: list[FusedMultiheadAttention] = []
     forward = FusedMultiheadAttention.forward
 
@@ -105,11 +105,11 @@ def test_layers_of_torch(name, norm_first, batch_first, wanted, monkeypatch):
     with torch.no_grad(), counted(monkeypatch) as calls:
         out = fused(*inputs, **options)
         assert len(calls) == calls_of(name)
-        assert_same([out], [reference(*inputs, **options)])  # where tensors were nested, zeros in padding in both
+        assert_same([out], [reference(*inputs, **options)])  # nested tensors give zeros in padding, in both
 
 
 def test_nested_tensors_reach_the_module(monkeypatch):
-    """What the test above would not see if torch did not nest any."""
+    """Otherwise the test above would prove nothing about nested tensors."""
     model = fuse(stack("encoder of nested tensors", batch_first=True), backend="torch").eval()
     (x,), options = arguments_of("encoder", torch.float32, True, PADDED)
     nested = []
@@ -128,7 +128,7 @@ def test_nested_tensors_reach_the_module(monkeypatch):
 
 
 def test_encoder_of_fused_layers():
-    """Made after fusing, it does not nest tensors, and torch says so."""
+    """Built from a fused layer, it does not nest tensors, and torch warns so."""
     layer = fuse(stack("encoder layer", batch_first=True), backend="torch")
     with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
         model = nn.TransformerEncoder(layer, 2).eval()
@@ -141,7 +141,7 @@ def test_encoder_of_fused_layers():
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_encoder_calls_the_fused_attention(training, monkeypatch):
-    """As torch's own test of a fast path scripts one; options and padding arrive."""
+    """As torch's own test of a fast path does; options and padding arrive."""
     model = fuse(stack("encoder", batch_first=True), backend="torch", deterministic=False).train(training)
     x = torch.randn(BATCH, SEQLEN_Q, WIDTH)
     padding = torch.arange(SEQLEN_Q) >= torch.tensor([[SEQLEN_Q]] + [[2]] * (BATCH - 1))
@@ -161,7 +161,7 @@ def test_a_scripted_encoder_calls_the_fused_attention(training, monkeypatch):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_padding_before_a_causal_mask(training, nested):
-    """The first queries of a left-padded batch see nothing; torch's are NaN in some modes, and then all of it is."""
+    """The first queries of a left-padded batch see nothing; torch gives NaN in some modes, and then everywhere."""
     layer = nn.TransformerEncoderLayer(**LAYER, batch_first=True)
     model = fuse(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested), backend="torch").to(DEVICE)
     (x,), options = arguments_of("encoder", torch.float32, True, CAUSAL)
@@ -182,7 +182,7 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("_fresh_dynamo")
 @backends
 def test_compile(backend):
-    """The graph of the first length serves the others; of a layer that is trained."""
+    """A layer in training; the graph of the first length serves all others."""
     model = stack("encoder layer", batch_first=True).to(DEVICE)
     fuse(model, backend=backend)
     counter = CompileCounterWithBackend("aot_eager")

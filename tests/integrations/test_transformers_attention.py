@@ -1,4 +1,4 @@
-"""The attention function for transformers by itself, with what few models hand to it."""
+"""The attention function for transformers alone, with arguments that few models pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def operands(seqlen_q: int = SEQLEN_Q, batch: int = BATCH, dtype: torch.dtype = 
 
 
 def assert_is(expected: Tensor, *given: Any, **options: Any) -> None:
-    """`expected` is what attention() returns."""
+    """Check that attention_function() returns `expected`, a result of attention()."""
     out, _ = attention_function(nn.Module(), *given, **options)
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
@@ -42,7 +42,7 @@ def test_a_float_mask_and_a_position_bias_are_added():
 
 
 def test_a_mask_of_each_head():
-    """Of one query, and the same for all queries."""
+    """For a single query, and the same for all queries."""
     visible = torch.rand(BATCH, HEADS, 1, SEQLEN_K, device=DEVICE) < 0.6
     for seqlen_q in (1, SEQLEN_Q):
         tensors = operands(seqlen_q)
@@ -51,14 +51,14 @@ def test_a_mask_of_each_head():
 
 @pytest.mark.parametrize("dims", [2, 4])
 def test_a_mask_of_keys(dims):
-    """Two dimensions of padding, or four that are the same for all queries and heads."""
+    """Padding in two dimensions, or in four that all queries and heads share."""
     tensors = operands()
     valid = torch.rand(BATCH, SEQLEN_K, device=DEVICE) < 0.6
     assert_is(attention(*tensors, mask=masks.padding(valid)), *tensors, valid if dims == 2 else valid[:, None, None])
 
 
 def test_packed_sequences_inside_of_documents():
-    """Those of the mask and those of the offsets: a query sees what is in both of its own."""
+    """Documents of the mask and sequences of the offsets: a query sees keys that share both."""
     tensors = operands(batch=1)
     tensors[0] = tensors[0][:, :, :1].expand(-1, -1, SEQLEN_K, -1).clone()
     ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2]], device=DEVICE)
@@ -71,7 +71,7 @@ def test_packed_sequences_inside_of_documents():
 
 
 def test_a_window_over_a_mask_that_is_written_out():
-    """The mask has it already, at positions that are not those of the last queries."""
+    """The mask already has the window, at positions other than the last."""
     tensors = operands(2)
     visible = torch.zeros(BATCH, 1, 2, SEQLEN_K, dtype=torch.bool, device=DEVICE)
     visible[..., 0, :3] = visible[..., 1, 1:4] = True
@@ -81,7 +81,7 @@ def test_a_window_over_a_mask_that_is_written_out():
 @pytest.mark.parametrize("start", [2, 5])
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_window_over_a_mask_of_other_positions(size, start):
-    """Queries in the middle, as behind a static cache, and at the end: the mask has its window, whatever is passed."""
+    """Queries in the middle, as with a static cache, and at the end: the mask's own window counts."""
     tensors = operands(2)
     prepared = mask_function(BATCH, 2, SEQLEN_K, start, mask_function=sliding_window_causal_mask_function(8 - size))
     visible = masks.window(7 - size, 0).dense(SEQLEN_K, SEQLEN_K, device=DEVICE)[:, :, start : start + 2]
@@ -90,7 +90,7 @@ def test_a_window_over_a_mask_of_other_positions(size, start):
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
 def test_a_layer_has_its_window_without_a_mask(name):
-    """With the rotation inside; masks of transformers would have the window, too."""
+    """With the rotation inside; masks of transformers have the window too."""
     register()
     config = getattr(transformers, f"{name}Config")(
         hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_hidden_layers=2, sliding_window=3,

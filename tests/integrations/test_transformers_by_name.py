@@ -1,4 +1,4 @@
-"""Which models may choose our attention by its name, what fuse says of the others, and the weights that they return."""
+"""Models that may choose fused attention by name, messages of fuse for the others, and returned weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPARSE = PLAIN | {
     "moe_intermediate_size": 16,
 }  # fmt: skip
 
-# They add masks to scores, look for the name in a table of their own, or take no notice of it.
+# They add masks to scores, have a name table of their own, or ignore the name.
 UNFIT = [
     "Bloom", "CodeGen", "GPTNeoXJapanese", "XGLM", "Mpt", "MegatronBert", "MPNet", "RoFormer", "RemBert",
     "LayoutLMv3", "Luke", "LED", "Canine", "BigBird", "ConvBert", "Nystromformer", "Tapas", "VisualBert",
@@ -55,7 +55,7 @@ UNFIT = [
 
 @pytest.mark.parametrize("family", UNFIT)
 def test_a_model_that_does_not_look_its_attention_up_is_refused_by_name(family):
-    """Before anything of it is made, so that its size does not matter."""
+    """The refusal comes before any module is built, so the size does not matter."""
     register()
     config = getattr(transformers, f"{family}Config")(attn_implementation=NAME)
     with pytest.raises(ValueError, match=f"attn_implementation: got 'fusedattn', but {family}Model .* attention"):
@@ -70,7 +70,7 @@ def test_a_name_given_to_a_model_that_is_there():
 
 
 def test_a_table_of_attentions_without_the_name():
-    """GIT's text layers take theirs from one."""
+    """GIT's text layers look their attention up in such a table."""
     module = transformers.models.git.modeling_git
     reasons = reasons_by_name(module.GitModel, NAME)
     assert "GitModel chooses its attention among eager" in reasons
@@ -85,7 +85,7 @@ def test_a_class_that_adds_masks_beside_others_that_look_their_attention_up():
 
 
 def test_a_part_is_refused_by_its_own_file():
-    """CLAP's text attention is looked up, that of sound is not."""
+    """CLAP looks up its text attention by name, but not its audio attention."""
     register()
     text = PLAIN | {"attn_implementation": NAME}
     assert transformers.ClapTextModel(transformers.ClapTextConfig(**text)).config._attn_implementation == NAME
@@ -154,7 +154,7 @@ def of_sound(model: Any) -> dict[str, Tensor]:
 
 
 def of_speech(model: Any) -> dict[str, Tensor]:
-    """The same, with features as the last dimension."""
+    """Inputs of sound with features as the last dimension."""
     given = of_sound(model)
     return given | {"input_features": given["input_features"].transpose(1, 2)}
 
@@ -228,7 +228,7 @@ def assert_same_weights(got: Any, expected: Any, real: Tensor | None) -> None:
 def test_weights_that_are_asked_for_come(family, asked):
     model = recorded(family)
     given = RECORDED[family][2](model)
-    if asked == "in the config":  # and in those of its parts
+    if asked == "in the config":  # and in the configs of its parts
         for part in model.modules():
             if isinstance(part, transformers.PreTrainedModel):
                 part.config.output_attentions = True
@@ -248,7 +248,7 @@ def test_weights_under_torch_compile():
 
 
 def test_one_graph_without_a_model_around_it():
-    """Dynamo cannot read what transformers keeps in a ContextVar, unless the model that is compiled has set it."""
+    """Dynamo cannot read a ContextVar of transformers unless the compiled model has set it."""
     q = torch.randn(2, 2, 5, 8, device=DEVICE)
     module = torch.nn.Module()
     module.fusedattn_backend = "torch"
@@ -271,13 +271,13 @@ def test_a_prompt_in_chunks_for_a_decoder_that_sees_an_encoder():
     model = recorded("Marian")
     ids, real = padded("left")
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 2}
-    options["attention_mask"] = real  # of which the encoder's keys get a chunk of one query
+    options["attention_mask"] = real  # for the encoder's keys, a chunk gets it as a mask of one query
     expected = model.generate(ids, **options)
     assert torch.equal(fuse(model, backend=QUICK).generate(ids, **options), expected)
 
 
 def test_bridge_tower():
-    """Its cross-attention gets the mask of the text for one query; its image layers are causal by name only."""
+    """Its cross-attention gets the text mask for one query; its image layers are causal in name only."""
     config = transformers.BridgeTowerConfig(
         hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48,
         text_config=PLAIN | {"hidden_size": 64}, vision_config=IMAGE | {"hidden_size": 64, "num_attention_heads": 1},
@@ -294,7 +294,7 @@ def test_bridge_tower():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_with_the_lowest_number_for_padding(backend):
-    """Rows on the left see nothing but finfo.min, throughout; the loss falls as with eager attention."""
+    """Rows on the left see nothing but finfo.min in every layer; the loss falls as with eager attention."""
     lowest = torch.finfo(torch.bfloat16).min
     ids, real = padded("left")
     hidden = ~(torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril() & real.bool()[:, None, None])

@@ -1,4 +1,4 @@
-"""More families of transformers than anyone wrote an adapter for, and what people do to a fused model."""
+"""More families of transformers, without an adapter of their own, and what users do to a fused model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONVOLUTIONS = {
     "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer", "mask_time_prob": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
 
-# By name: the config, its class of model, and its arguments. In none of them does dropout stay on in eval().
+# By name: the config, the class of the model, and arguments. No dropout stays on in eval().
 TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", GROUPED | EXPERTS | {"num_local_experts": 2}),
     "DeepSeek V2, values of another width": ("DeepseekV2Config", "DeepseekV2ForCausalLM", LATENT),
@@ -96,7 +96,7 @@ GENERATING = [name for name in TEXT if name.startswith(("Llama 4", "DeepSeek V2"
 
 
 def built(config: str, cls: str, arguments: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
-    """In eval(), with eager attention."""
+    """A model in eval(), with eager attention."""
     model = getattr(transformers, cls)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
     return model.to(DEVICE, dtype).eval()
 
@@ -129,7 +129,7 @@ def test_a_family_computes_what_it_did(name, side):
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_a_family_generates_what_it_did(name):
-    """Beyond its window, behind padding of most of a row."""
+    """Longer than its window, after padding of most of a row."""
     model = built(*TEXT[name])
     ids = torch.randint(3, VOCAB, (2, 11), device=DEVICE)
     real = (torch.arange(11, device=DEVICE) >= torch.tensor([[9], [0]], device=DEVICE)).long()
@@ -143,7 +143,7 @@ def images() -> Tensor:
 
 
 def test_vision_and_sound():
-    """Models without a mask, and the bidirectional one of sound that is padded."""
+    """Models without a mask, and a bidirectional audio model with padding."""
     sound = torch.randn(2, 800, dtype=torch.float64, device=DEVICE)
     real = (torch.arange(800, device=DEVICE) < torch.tensor([[400], [800]], device=DEVICE)).long()
     whisper = SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40}
@@ -167,7 +167,7 @@ def test_vision_and_sound():
 
 
 def test_images_among_words():
-    """Tokens of an image see each other; the rest is causal, windows and padding included."""
+    """Tokens of an image see each other; other tokens are causal, with windows and padding."""
     text = GROUPED | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     special = {"image_token_index": 59, "boi_token_index": 58, "eoi_token_index": 57}
     arguments = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **special}
@@ -265,7 +265,7 @@ def test_embeddings_and_a_second_turn():
 
 
 def trained(prepare: Callable[[Any], Any], steps: int = 3) -> list[float]:
-    """The losses of a few steps of SGD."""
+    """Losses of a few steps of SGD."""
     torch.manual_seed(1)
     model = prepare(llama()).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -310,7 +310,7 @@ def test_a_few_steps_of_training(prepare):
 
 @pytest.mark.parametrize("extra", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}], ids=str)
 def test_the_collator_that_packs(extra):
-    """Its one row has the loss of the sequences it is made of."""
+    """Its one row has the loss of its sequences."""
     rows = [torch.randint(3, VOCAB, (n,)).tolist() for n in (4, 1, 6)]
     batch = transformers.DataCollatorWithFlattening(**extra)([{"input_ids": r, "labels": r} for r in rows])
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -322,7 +322,7 @@ def test_the_collator_that_packs(extra):
 
 
 def test_moves_after_fusing():
-    """Another dtype, tied weights, a state from elsewhere, and from meta to a device."""
+    """Another dtype, tied weights, a state from elsewhere, and a move from meta to a device."""
     model = fuse(llama(tie_word_embeddings=True), backend=QUICK)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     other = llama(tie_word_embeddings=True)
@@ -338,7 +338,7 @@ def test_moves_after_fusing():
 
 
 def test_one_part_by_its_name():
-    """Of a composite model, the implementation of each part on its own."""
+    """Each part of a composite model has its own implementation."""
     register()
     arguments = {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}}  # fmt: skip # noqa: E501
     model = built("LlavaConfig", "LlavaForConditionalGeneration", arguments | {"image_token_index": 59})
@@ -352,7 +352,7 @@ def test_one_part_by_its_name():
 
 
 def test_an_attention_of_ones_own_beside_one_that_is_looked_up():
-    """GIT adds masks to scores in its text layers; only its vision layers ask for another attention."""
+    """GIT adds masks to scores in its text layers; only its vision layers look their attention up."""
     config = transformers.GitConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -371,7 +371,7 @@ def test_a_model_without_attention():
 
 
 def test_windows_both_ways_are_those_of_the_mask():
-    """T5Gemma's encoder sees sliding_window keys on either side, and hands that number down as well."""
+    """T5Gemma's encoder sees sliding_window keys on either side, and also passes that number on."""
     module = GROUPED | {"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8}
     config = transformers.T5GemmaConfig(
         encoder=dict(module), decoder=dict(module), vocab_size=60, attn_implementation="eager"
@@ -477,7 +477,7 @@ def outputs_of(model: Any, implementation: str, given: dict[str, Any], name: str
 
 @pytest.mark.skipif(not hasattr(transformers, "NemotronAsrStreamingEncoder"), reason="newer than this transformers")
 def test_eager_attention_that_inverts_its_mask_is_no_measure():
-    """Nemotron's streaming encoder asks a mask of 0 and -inf where it is not 0. Its sdpa attention is right."""
+    """Nemotron's streaming encoder inverts a mask of 0 and -inf by testing for 0. Its sdpa attention is right."""
     config = transformers.NemotronAsrStreamingEncoderConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         num_mel_bins=16, subsampling_conv_channels=8,
@@ -493,7 +493,7 @@ def test_eager_attention_that_inverts_its_mask_is_no_measure():
 
 @pytest.mark.parametrize(("dtype", "measure"), [(torch.float32, "eager"), (torch.float64, "sdpa")])
 def test_embeddings_behind_queries_that_see_nothing(dtype, measure):
-    """Aimv2, padded on the left; in float64 its eager attention makes NaN of such queries, and of all that follow."""
+    """Aimv2, padded on the left; in float64 its eager attention makes such queries NaN, and everything after them."""
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.Aimv2Config(
         text_config={"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49, **small},

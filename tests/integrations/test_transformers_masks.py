@@ -1,4 +1,4 @@
-"""Masks of transformers: what we make of each is what transformers itself writes out."""
+"""Masks of transformers: the package's version of each equals the mask that transformers itself writes out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 2
 
 
 def ids_of(positions: int) -> Tensor:
-    """Numbers of sequences one behind the other, other ones in each batch."""
+    """Sequence numbers, one sequence after another; they differ between batches."""
     return (torch.arange(positions) // torch.tensor([[3], [4]])).to(DEVICE)
 
 
@@ -84,7 +84,7 @@ offsets = st.integers(0, 6)
 def test_what_transformers_writes_out(name, q_length, kv_length, q_offset, kv_offset, padded):
     function = {**KNOWN, **UNKNOWN}[name](20)
     spans = (BATCH, q_length, kv_length, q_offset, kv_offset, function)
-    # A mask of padding may end before the keys do; what is behind it is hidden.
+    # A padding mask may end before the keys do; the keys after it are hidden.
     valid = (
         torch.rand(BATCH, padded, generator=torch.Generator().manual_seed(padded)).to(DEVICE) < 0.7 if padded else None
     )
@@ -95,14 +95,14 @@ def test_what_transformers_writes_out(name, q_length, kv_length, q_offset, kv_of
 
 
 def test_an_offset_that_is_a_tensor():
-    """As static caches have it: nobody waits for its value."""
+    """Static caches pass one; its value is not read."""
     mask = mask_function(BATCH, 1, 8, torch.tensor(3, device=DEVICE), device=DEVICE)
     assert isinstance(mask, Tensor)
     assert mask[0, 0, 0].tolist() == [True] * 4 + [False] * 4
 
 
 def test_aligned_masks_have_no_numbers_in_them():
-    """With a cache that grows, the same mask every time: behind torch.compile, numbers would compile anew."""
+    """With a growing cache the mask is always the same: under torch.compile, numbers would cause recompilation."""
     for q_length, kv_length in ((1, 5), (1, 6), (4, 9)):
         mask = mask_function(BATCH, q_length, kv_length, kv_length - q_length, device=DEVICE)
         assert {(b.left, b.right, b.align) for b in mask.mask.bands} == {(None, 0, "bottom_right")}
@@ -118,7 +118,7 @@ def test_a_prepared_mask_passes_for_a_mask():
 
 
 def test_the_masks_that_models_ask_for():
-    """Through the functions that models call, with caches: empty, half full, static."""
+    """The functions that models call, with an empty, a half full and a static cache."""
     register()
     assert AttentionMaskInterface()[NAME] is mask_function
     options = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}

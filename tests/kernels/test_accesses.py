@@ -1,4 +1,4 @@
-"""The checker of addresses: each kind of wrong access is noticed, and no right one."""
+"""The address checker: it rejects each kind of wrong access, and no right one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="looks into Triton's in
 
 @triton.jit
 def copy_rows(x_ptr, out_ptr, stride_x, stride_out, n_rows, n_cols, shift, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
-    """One program copies BLOCK rows; `shift` moves what it reads, and AGAIN reads what it has written."""
+    """Copy BLOCK rows per program; `shift` moves the addresses it reads, and AGAIN reads the rows it writes."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
@@ -53,7 +53,7 @@ def test_right():
         ({"n_rows": 7}, "reads outside its inputs"),
         ({"n_cols": 4}, "reads outside its inputs"),
         ({"stride_out": 4}, "writes outside its outputs"),
-        ({"again": True}, "reads outside its inputs"),  # another program may not have written it
+        ({"again": True}, "reads outside its inputs"),  # another program might not have written it yet
         ({"stride_out": 0}, "twice"),
         ({"programs": 1}, "leaves 6 elements of out_ptr unwritten"),
         ({"n_rows": 5}, "leaves 3 elements of out_ptr unwritten"),
@@ -66,7 +66,7 @@ def test_wrong(wrong, message):
 
 
 def test_overlapping_rows():
-    """Of overlapping rows nobody could say which one an address belongs to."""
+    """An address in overlapping rows has no unique row."""
     with pytest.raises(ValueError, match="overlapping rows"):
         accesses.Argument("x_ptr", torch.zeros(9).as_strided((4, 3), (2, 1)), False)
 

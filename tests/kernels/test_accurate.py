@@ -55,12 +55,12 @@ def units(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 X = -np.random.default_rng(0).uniform(0.0, 100.0, (ROWS, N)).astype(np.float32)
 BY_ROW = np.random.default_rng(1).uniform(0.5, 3000.0, ROWS).astype(np.float32)
-Y = 1.1  # no float32 number
+Y = 1.1  # not representable in float32
 
 
 @pytest.fixture(params=[False, True], ids=["no noise", "noise"])
 def _arithmetic(request):
-    """That of the interpreter or the GPU, then that of a GPU in the interpreter."""
+    """The arithmetic of the interpreter or the GPU, then a model of a GPU's in the interpreter."""
     if request.param and not INTERPRETING:
         pytest.skip("a GPU has an arithmetic of its own")
     with noise.gpu_kernels(torch.float32) if request.param else nullcontext():
@@ -69,7 +69,7 @@ def _arithmetic(request):
 
 @pytest.mark.usefixtures("_arithmetic")
 def test_errors():
-    """No more with approximate instructions around: what they lose is made good."""
+    """The same bounds hold with approximate instructions: the code corrects their errors."""
     power, quotient, sum_, reciprocal = run(X, Y, BY_ROW)
     x, y, rows = X.astype(np.float64), np.float64(np.float32(Y)), BY_ROW.astype(np.float64)
     assert units(power, np.exp2(x * y)).max() < 1.1

@@ -1,4 +1,4 @@
-"""Which blocks are visited: checked against ``dense()``, block by block, and counted."""
+"""The blocks that kernels visit: checked against ``dense()``, block by block, and counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_key_blocks(
     lower_start, upper_start, lower_end, upper_end,
     RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """For every tile of queries: how many full and boundary blocks, and where; and which tiles of a grid it visits."""
+    """For each tile of queries: counts and starts of full and boundary blocks, and the tiles of a grid it visits."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     pid = tl.program_id(0)
     place = place_of(call.sequences, sequence, head, nheads, seqlen_q, seqlen_k)
@@ -70,7 +70,7 @@ def write_query_blocks(
     lower_start, upper_start, lower_end, upper_end,
     GROUP: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same for every tile of keys, and each query head of its group."""
+    """The same for every tile of keys, and for each query head of its group."""
     tile, head_kv, sequence = program_tile(n_tiles, nheads_q // GROUP, 1, REVERSED=False)
     first_place = place_of(call.sequences, sequence, head_kv * GROUP, nheads_q, seqlen_q, seqlen_k)
     bounds = bounds_of(call.mask, first_place, Numbers(lower_start, upper_start, lower_end, upper_end, 0, 1.0, 1.0))
@@ -91,7 +91,7 @@ def write_query_blocks(
 
 @dataclass(frozen=True)
 class Visit:
-    """The blocks that one tile of queries, or of keys, visits, each by its start; and which tiles of a grid."""
+    """The blocks that one tile of queries or keys visits, by their starts, and the tiles of a grid that it visits."""
 
     sequence: int
     head: int
@@ -102,7 +102,7 @@ class Visit:
 
 
 def problem_of(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int, packed: Packed | None = None) -> Problem:
-    """What the launchers get for a call with this mask."""
+    """The launchers' input for a call with this mask."""
     q = torch.zeros((), device=DEVICE).expand(batch, NHEADS, seqlen_q, 16)
     k = torch.zeros((), device=DEVICE).expand(batch, NHEADS // GROUP, seqlen_k, 16)
     return launching.problem_of(q, k, k, constants_of(Options(mask, packed=packed), keep_residual=False))
@@ -118,7 +118,7 @@ def visits(
     grid: bool = False,
     run: int = 1,
 ) -> list[Visit]:
-    """For each tile of the first heads of all sequences what it visits; with `grid`, for queries, of a grid too.
+    """The visits of each tile of the first heads, in all sequences; `grid` adds tiles of a grid, for queries only.
 
     Full blocks come in runs of `run`.
     """
@@ -164,9 +164,9 @@ def check_visits(
     what: str,
     run: int = 1,
 ) -> None:
-    """Full blocks are fully visible, and what is not visited is hidden; with `sharp`, nothing is visited in vain.
+    """Full blocks are fully visible, and unvisited blocks are hidden; with `sharp`, no block is visited in vain.
 
-    `dense_of` a sequence is the mask that defines what it sees, ``(nheads or 1, seqlen_q, seqlen_k)``.
+    `dense_of` gives the mask of a sequence, ``(nheads or 1, seqlen_q, seqlen_k)``.
     """
     size, step = (block_m, block_n) if by_query else (block_n, block_m)
     for visit in visits(problem, block_m, block_n, by_query=by_query, heads=heads, grid=by_query, run=run):
@@ -174,7 +174,7 @@ def check_visits(
         dense = dense[visit.head if dense.shape[0] > 1 else 0]
         dense = dense if by_query else dense.mT
         if visit.start >= dense.shape[0]:
-            continue  # packed: no tile of this sequence
+            continue  # packed: this sequence has no such tile
         at = f"{what}: {'queries' if by_query else 'keys'} of {block_m} x {block_n}: {visit}"
         rows, n_others = dense[visit.start : visit.start + size], dense.shape[1]
         visited = torch.zeros(n_others, dtype=torch.bool)
@@ -187,7 +187,7 @@ def check_visits(
         for block in visit.full:
             assert 0 <= block <= n_others - step, f"{at}: full block {block} reaches out"
             assert rows[:, block : block + step].all(), f"{at}: full block {block} has hidden pairs"
-            # The kernels read all rows of a full block, also of a tile that reaches beyond the last one.
+            # The kernels read all rows of a full block, so a tile of keys with full blocks must be whole.
             assert by_query or visit.start + size <= dense.shape[0], f"{at}: full, but ragged"
         seen = rows.any(0)
         assert not seen[~visited].any(), f"{at}: visible, but not visited"
@@ -195,10 +195,10 @@ def check_visits(
             for i, shown in enumerate(visit.grid):
                 in_tile = slice(i * step, (i + 1) * step)
                 assert shown or not seen[in_tile].any(), f"{at}: tile {i} of the grid is visible, but not visited"
-                # The blocks are counted from the first key that is seen, so that the last may reach into a tile.
+                # Blocks are counted from the first visible key, so the last one may reach into a tile.
                 nearby = slice(max((i - 1) * step + 1, 0), (i + 1) * step)
                 assert not shown or not sharp or seen[nearby].any(), f"{at}: tile {i} of the grid is visited in vain"
-        # Some of the keys are hidden: the others may see less.
+        # If some keys of the tile are hidden, the others may see less.
         cut = not by_query and not rows.any(1).all()
         if sharp and not cut:
             places = seen.nonzero()[:, 0].tolist()
@@ -233,7 +233,7 @@ def valid_keys(padding: str, seqlen_k: int, generator: torch.Generator) -> Tenso
 @pytest.mark.parametrize("by_query", [True, False], ids=["key_blocks", "query_blocks"])
 @pytest.mark.parametrize(("block_m", "block_n", "run"), [*((*tile, 1) for tile in TILES), (32, 16, 2), (16, 16, 4)])
 def test_blocks(block_m, block_n, run, by_query):
-    """Causal masks and padding, of every kind with every other."""
+    """Every combination of causal mask and padding."""
     generator = torch.Generator().manual_seed(block_m * block_n)
     paddings = (None, "right", "left", "left, whole tiles", "uneven", "none valid")
     cases = itertools.product(LENGTHS, (None, "bottom_right", "top_left"), paddings, (False, True))
@@ -266,8 +266,8 @@ class Kind:
     """A kind of mask of two sequences and NHEADS heads, given (generator, seqlen_q, seqlen_k).
 
     Attributes:
-        heads: how many of them to look at; all where they differ.
-        sharp: nothing is visited in vain. `sharp_alone`: unless there is padding, too, or seqlen_q != seqlen_k.
+        heads: how many heads to check; all if they differ.
+        sharp: no block is visited in vain. `sharp_alone`: only without padding and with seqlen_q == seqlen_k.
     """
 
     make: Callable[[torch.Generator, int, int], Mask]
@@ -339,7 +339,7 @@ by_direction = pytest.mark.parametrize("by_query", [True, False], ids=["key_bloc
 
 
 def tiles_for(mask: Mask, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """As a call with this mask would launch instead."""
+    """The tiles that a call with this mask would use instead."""
     if mask.layout is None:
         return tiles
     block_q, block_k = mask.layout.block_q, mask.layout.block_k
@@ -351,7 +351,7 @@ def tiles_for(mask: Mask, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]
 @by_direction
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_of_other_masks(name, by_query):
-    """Alone and with padding, of sequences and heads that differ."""
+    """Alone and with padding; sequences and heads differ."""
     kind, generator = KINDS[name], torch.Generator().manual_seed(len(name))
     for (seqlen_q, seqlen_k), padding in itertools.product(SHORT, (None, "right", "left", "uneven")):
         if padding is not None and (seqlen_q, seqlen_k) not in ((33, 33), (50, 70)):
@@ -388,7 +388,7 @@ PACKED_KINDS = {
 @by_direction
 @pytest.mark.parametrize("name", PACKED_KINDS)
 def test_blocks_of_packed_sequences(name, by_query):
-    """Each as if it were alone: one of them is empty, and rows lie behind the last."""
+    """Each as if it were alone; one sequence is empty, and rows follow the last one."""
     generator = torch.Generator().manual_seed(len(name))
     lengths_q, lengths_k, behind = (33, 0, 20, 50), (33, 7, 61, 18), 5
     cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(lengths)]) for lengths in (lengths_q, lengths_k))
@@ -422,7 +422,7 @@ def test_blocks_of_packed_sequences(name, by_query):
 @by_direction
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("layout")])
 def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
-    """Exactly those of its own head; bands hide some, too."""
+    """Exactly the visible blocks of the tile's own head, which bands reduce further."""
     kind, generator = KINDS[name], torch.Generator().manual_seed(0)
     for seqlen_q, seqlen_k in ((70, 150), (150, 70)):
         mask = kind.make(generator, seqlen_q, seqlen_k)
@@ -446,7 +446,7 @@ def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
                     for block in row.nonzero()[:, 0].tolist()
                     for start in range(block * size, (block + 1) * size, step)
                 ]
-                # Where other heads of the group have more, this one gets queries beyond the last.
+                # If other heads of the group visit more, this one gets blocks beyond the last query.
                 assert [start for start in visit.boundary if start < length] == [
                     start for start in expected if start < length
                 ]
@@ -458,7 +458,7 @@ def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_makes_less_work(side, causal):
-    """Half of the keys hidden: half of the blocks visited, and as many without mask arithmetic as could be."""
+    """Half of the keys hidden: half of the blocks visited, and as many as possible without mask arithmetic."""
     seqlen, block = 512, 16
     valid = torch.arange(seqlen, device=DEVICE) < 256 if side == "right" else torch.arange(seqlen, device=DEVICE) >= 256
     mask = masks.causal() if causal else masks.full()
@@ -476,14 +476,14 @@ def test_padding_makes_less_work(side, causal):
 
 
 def work(mask: Mask, seqlen: int, block: int, *, by_query: bool) -> tuple[int, int]:
-    """How many blocks are visited, and how many of them are boundary blocks."""
+    """The number of visited blocks, and the number of boundary blocks among them."""
     tiles = visits(problem_of(mask, 1, seqlen, seqlen), block, block, by_query=by_query, heads=1)
     return sum(len(x.full) + len(x.boundary) for x in tiles), sum(len(x.boundary) for x in tiles)
 
 
 @by_direction
 def test_work_is_proportional_to_what_is_visible(by_query):
-    """Windows and documents cost as much as their own pairs, whatever the length, and few need mask arithmetic."""
+    """Windows and documents cost as much as their own pairs at any length, and few blocks need mask arithmetic."""
     seqlen, block, n = 512, 16, 32
     visited, boundary = work(masks.window(63, 0), seqlen, block, by_query=by_query)
     assert visited <= 5 * n
@@ -493,7 +493,7 @@ def test_work_is_proportional_to_what_is_visible(by_query):
     visited, boundary = work(masks.documents(ids) & masks.causal(), seqlen, block, by_query=by_query)
     assert visited == 4 * 8 * 9 // 2
     assert boundary == n
-    # Documents that lie between others: their range is visited, by pair.
+    # Interleaved documents: their whole range is visited, with mask arithmetic.
     visited, boundary = work(masks.documents(ids.fmod(2)), seqlen, block, by_query=by_query)
     assert visited == boundary <= n * n
     prefix = torch.tensor([256], device=DEVICE)
@@ -510,12 +510,12 @@ def test_key_range(seqlen_k):
         row[max(first, 0) : last + 1] = 1
         rows.append(row)
         rows.append(row.clone())
-        rows[-1][max(first, 0) + 1 : last] = 0  # a gap, where there is room for one
+        rows[-1][max(first, 0) + 1 : last] = 0  # a gap, if there is space for one
     rows += [(torch.rand(seqlen_k) < p).float() for p in (0.01, 0.5, 0.99)]
     valid = torch.stack(rows).to(torch.uint8)
     n = len(valid)
     got = key_range(valid.to(DEVICE), NOT_PACKED, Shape(n, 1, 1, 1, seqlen_k, 1, seqlen_k)).cpu()
-    # The same rows one behind the other.
+    # The same rows as one packed sequence.
     stops = torch.arange(n + 1, dtype=torch.int32, device=DEVICE) * seqlen_k
     packed = Shape(n, 1, 1, 1, n * seqlen_k, 1, seqlen_k)
     assert torch.equal(key_range(valid.to(DEVICE).view(1, -1), Sequences(stops, stops), packed).cpu(), got)

@@ -1,6 +1,6 @@
-"""Few queries against many keys: rows of a tile that are pairs of a query and a head, and keys in splits.
+"""Few queries against many keys: each row of a tile is a pair of a query and a head, and keys are in splits.
 
-The interpreter's tile has 16 rows, and a split 32 keys (kernels/configs.py), so that short keys make several of them.
+The interpreter's tile has 16 rows and a split 32 keys (kernels/configs.py), so even short sequences have several.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROWS = configs.INTERPRETER_FEW_QUERIES.config.BLOCK_M
 
 BASE = Case(batch=2, seqlen_q=2, seqlen_k=3 * SPLIT + 5, nheads_q=6, nheads_kv=2, head_dim=16)
 
-# (queries, heads that share a KV head): all rows of a tile, some of them, and groups that no tile holds.
+# (queries, heads that share a KV head): a full tile, a part of one, and groups too large for a tile.
 SHAPES = [(1, 1), (1, 3), (1, 7), (1, 8), (1, 16), (1, 20), (2, 4), (2, 7), (4, 3), (5, 2), (5, 1), (16, 1)]
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -98,7 +98,7 @@ def shaped(case: Case, queries: int, group: int) -> Case:
 
 @contextmanager
 def tilings() -> Iterator[list[Tiling]]:
-    """Those of the forwards inside."""
+    """The tilings of all forwards in the block."""
     found: list[Tiling] = []
     tiling_of = attention_fwd.tiling_of
 
@@ -113,7 +113,7 @@ def tilings() -> Iterator[list[Tiling]]:
 
 @contextmanager
 def in_tiles_of_one_head() -> Iterator[None]:
-    """Inside, few queries are computed as many are."""
+    """Compute few queries with the tiles of many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "lookup_few_queries", lambda *asked: None)
         yield
@@ -125,7 +125,7 @@ def forward(inputs: testing.Inputs, **changes: Any) -> dict[str, Tensor]:
 
 
 def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
-    """Of out and lse; gradients are made by the same kernels as ever."""
+    """Check out and lse; the gradients come from the same kernels as with many queries."""
     eager = testing.baseline(inputs)
     assert_results_accurate(eager | forward(inputs), inputs, testing.golden(inputs), eager, what)
 
@@ -133,7 +133,7 @@ def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
 @quick.every(3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_accuracy(feature):
-    """Each feature in its turn with another shape and dtype."""
+    """Each feature with a different shape and dtype."""
     i = list(FEATURES).index(feature)
     for n in range(2):
         case = replace(BASE, **FEATURES[feature], dtype=DTYPES[(i + n) % 3])
@@ -192,8 +192,8 @@ GRADIENTS = ("plain", "padding with gaps", "rope", "sinks and dropout", "common 
 @quick.only(feature=lambda feature: feature != "everything")
 @pytest.mark.parametrize("feature", GRADIENTS)
 def test_gradients(feature):
-    """From what the forward keeps of each row."""
-    # What is kept beside out is kept in 16 bits, and counts where keys and values have a common part.
+    """Computed from the statistics that the forward keeps of each row."""
+    # The rounding residual is kept in 16 bits, and matters if keys and values have a common part.
     dtype = torch.float32 if feature in ("plain", "rope", "everything") else torch.bfloat16
     case = replace(BASE, **FEATURES[feature], nheads_q=3, nheads_kv=1, dtype=dtype, seqlen_k=2 * SPLIT + 5)
     assert_accurate(triton_attention, inputs_of(case), case)
@@ -202,7 +202,7 @@ def test_gradients(feature):
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}])
 def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
-    """Where keys and values have a common part, out and its rest are together far nearer to the truth than out is."""
+    """If keys and values have a common part, out plus its rounding residual is far closer to the truth than out."""
     inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, offset=4.0, dtype=torch.bfloat16, **options))
     kept = []
     launch = attention_fwd.launch
@@ -224,7 +224,7 @@ def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"sinks": True, "dropout_p": 0.3}])
 def test_splits_change_rounding_alone(options, dtype):
-    """What is kept for the backward too: near to what one program makes of all keys, which the budget has judged."""
+    """Results and kept statistics stay close to those of one program for all keys, which keep the budget."""
     inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, dtype=dtype, **options))
     got = testing.run(triton_attention, inputs)
     with in_tiles_of_one_head():
@@ -235,7 +235,7 @@ def test_splits_change_rounding_alone(options, dtype):
 
 
 def padded(inputs: testing.Inputs, lengths: list[int], *, left: bool, poison: float = torch.nan) -> testing.Inputs:
-    """With keys and values that are hidden poisoned."""
+    """Hide all but the first (or last) `lengths` keys, and poison the hidden keys and values."""
     at = torch.arange(inputs.k.shape[2], device=DEVICE)
     stops = torch.tensor(lengths, device=DEVICE)[:, None]
     valid = at >= inputs.k.shape[2] - stops if left else at < stops
@@ -255,7 +255,7 @@ def sliced(inputs: testing.Inputs, b: int, length: int, *, left: bool) -> testin
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(left, dtype):
-    """Whether padding hides whole splits or a part of one, and whether there are splits at all without it."""
+    """Padding may hide whole splits or a part of one; without it a sequence may have no splits at all."""
     lengths = [0, 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5]
     case = replace(BASE, batch=len(lengths), nheads_q=3, nheads_kv=1, dtype=dtype, rope=None)
     inputs = padded(inputs_of(case), lengths, left=left)
@@ -272,7 +272,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(left, dtype):
 @quick.only(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences_get_the_bits_of_each_alone(dtype):
-    """With a longest one whose splits the others have none of; one has no queries, one no keys."""
+    """The longest has splits that the others lack; one has no queries, one no keys."""
     lengths_q, lengths_k = (2, 1, 0, 2, 1), (3 * SPLIT + 5, 1, SPLIT, 0, 2 * SPLIT)
     stops_q, stops_k = (
         torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k)
@@ -314,7 +314,7 @@ def test_two_runs_agree(dtype):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hidden_keys_and_values_have_no_part(value, dtype):
-    """Behind padding, and hidden from some of the rows of a tile alone: in each split, from a query and from a head."""
+    """Keys hidden by padding, or only from some rows of a tile: in each split, for one query and for one head."""
     case = replace(BASE, dtype=dtype, seqlen_q=4, nheads_q=3, nheads_kv=1)
     inputs = inputs_of(case)
     allowed = torch.rand(2, 3, 4, case.seqlen_k, device=DEVICE) < 0.8
@@ -325,10 +325,10 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, keys], v[:, :, keys] = value, value
     got = testing.run(triton_attention, replace(clean, k=k, v=v))
-    blind = ~allowed[..., keys].any(-1)  # (batch, heads, queries) that see none of these
+    blind = ~allowed[..., keys].any(-1)  # (batch, heads, queries) that see none of these keys
     assert blind.any()
     for name in ("out", "lse", "dq"):
-        # The second pass, after a NaN was found, sums weights that are relative to the last maximum.
+        # After a NaN, the second pass sums weights relative to the last maximum.
         eps = torch.finfo(expected[name].dtype).eps
         own, atol = expected[name][blind], 4 * eps * expected[name].abs().max().item()
         torch.testing.assert_close(got[name][blind], own, rtol=4 * eps, atol=atol)
@@ -339,7 +339,7 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
 @pytest.mark.parametrize("options", [{}, {"sinks": True}])
 @pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
 def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
-    """In a part of a split, in all of one alone, and in all."""
+    """In a part of one split, in one whole split, and in all."""
     parts = [slice(40, 41), slice(SPLIT, 2 * SPLIT), slice(None)]
     for where, run in zip(parts, (functools.partial(testing.run, triton_attention), forward, forward), strict=True):
         inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, **options))
@@ -405,7 +405,7 @@ def test_gradcheck(name):
 
 
 def test_heads_and_queries_may_lie_anywhere():
-    """Expanded, transposed, with gaps, and out in the layout of q."""
+    """Expanded, transposed and with gaps; out gets the layout of q."""
     case = replace(BASE, seqlen_q=4, nheads_q=3, nheads_kv=1, causal="bottom_right")
     inputs = inputs_of(case)
     expected = forward(inputs)
@@ -445,7 +445,7 @@ def _derivative(score, batch, head, q_index, k_index, args):
 
 
 def test_a_function_may_branch_on_the_head():
-    """It is given the number of one head, so that none share a tile."""
+    """A function gets the index of a single head, so heads do not share a tile."""
     inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1))
     first = torch.arange(3, device=DEVICE) == 0
     with tilings() as found:
@@ -460,7 +460,7 @@ def test_a_function_may_branch_on_the_head():
 
 
 def test_batches_share_biases_and_masks():
-    """Broadcast along every dimension, by a tile that has several heads and queries."""
+    """Broadcast along every dimension, in a tile with several heads and queries."""
     inputs = inputs_of(replace(BASE, seqlen_q=3, nheads_q=4, nheads_kv=1))
     n_k = inputs.k.shape[2]
     for shape in ((2, 1, 1, n_k), (1, 4, 1, 1), (1, 1, 3, 1), (2, 4, 3, n_k)):
@@ -488,7 +488,7 @@ def allocations_of_splits() -> Iterator[list[tuple[int, ...]]]:
 
 @interpreted
 def test_memory_of_splits():
-    """As documented: of each row and split the values, in float32, and two numbers; three or four for a backward."""
+    """As documented: for each row and split the float32 values and two numbers; three or four for a backward."""
     inputs = inputs_of(replace(BASE, dtype=torch.float16, head_dim_v=24))
     rows = inputs.q.shape[0] * inputs.q.shape[1] * inputs.q.shape[2]
     number = 4 * rows * 4  # splits, bytes
@@ -543,7 +543,7 @@ def _tiles(lookup: Callable[..., Any]) -> Iterator[Any]:
 
 
 def test_configs_of_few_queries():
-    """They depend on nothing that a batch or a length could change."""
+    """They depend on nothing that changes with the batch or a length."""
     for few in _tiles(configs.lookup_few_queries):
         assert few.split % few.config.BLOCK_N == 0
         assert few.config.style == "pointers"

@@ -1,4 +1,4 @@
-"""What a GPU is called in the config table, without one."""
+"""Names of GPUs in the config table, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedattn.kernels import configs, devices
     ],
 )  # fmt: skip
 def test_nvidia(monkeypatch, capability, expected):
-    """Consumer GPUs have less shared memory than those of data centers, of whichever generation."""
+    """Consumer GPUs of every generation have less shared memory than data-center GPUs."""
     major, minor = capability
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=major, minor=minor))
@@ -48,7 +48,7 @@ def test_amd(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
 def test_backward_whose_tiles_exceed_shared_memory(arch):
-    """In float32 above head_dim 256, on the GPUs that have the least of it."""
+    """float32 above head_dim 256, on the GPUs with the least shared memory."""
     missing = [
         (head_dim, dtype)
         for head_dim in (64, 256, 264, 512)

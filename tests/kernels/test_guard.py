@@ -1,4 +1,4 @@
-"""The guard of warp-specialised kernels: what it refuses, planted and by cross-compilation. No GPU is needed."""
+"""The guard of warp-specialised kernels: its refusals, planted and by cross-compilation. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compiled(shared: int = 180_000, **changes: Any) -> Any:
 
 @pytest.fixture
 def assembler(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What it gives for any kernel."""
+    """The result of the assembler for any kernel."""
     gives: dict[str, Any] = {"cubin": b"code", "log": CLEAN}
     monkeypatch.setattr(guard, "_assembled", lambda ptx: (gives["cubin"], gives["log"]))
     monkeypatch.setattr(guard, "_reasons", {})
@@ -42,7 +42,7 @@ def test_what_is_refused(assembler, monkeypatch):
         raise RuntimeError("PassManager::run failed\nand more")
 
     assert guard.reason(crash) == "RuntimeError: PassManager::run failed"
-    assert guard.reason(lambda: None).startswith("AttributeError")  # nothing, or what will be compiled later
+    assert guard.reason(lambda: None).startswith("AttributeError")  # nothing, or a kernel compiled later
     assert guard.reason(lambda: SimpleNamespace(asm=ASM)).startswith("AttributeError")
     assert guard.reason(compiled(shared=300_000)) == "it takes 300000 bytes of shared memory"
     assert guard.reason(compiled(ttgir="scf.for")) == "its loop was not split between warps"
@@ -81,7 +81,7 @@ def test_a_verdict_is_kept_and_a_refusal_said_once(assembler, recwarn):
 
 
 def test_where_none_is_tried(monkeypatch):
-    """Another GPU, another version of Triton, AMD, or by the user's wish."""
+    """Another GPU, another version of Triton, AMD, or disabled by the user."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(guard, "_allowed", True)
     capabilities = [(9, 0), (10, 0), (8, 0), (9, 1)]
@@ -165,8 +165,7 @@ def tensors(batch, nheads, seqlen, head_dim, transposed=False):
 
 @pytest.mark.thorough
 def test_what_the_compiler_makes(tmp_path: Path) -> None:
-    """A good config is launched, with the repair behind it under a mask; one that spills, is too large, or is not split
-    between warps is not."""
+    """A good config runs, with a repair after it if masked; one that spills, is too large or is not split does not."""
     script = f"""{SCRIPT}
 good, wide, narrow = (TileConfig(128, n, 4, 2, "specialized") for n in (64, 256, 32))
 print(launched(good, *tensors(2, 2, 256, 64)), reasons.pop())
@@ -184,20 +183,20 @@ with patch.object(guard, "_assembled", side_effect=OSError("no assembler")):
     good, causal, wide, spilling, bad, no_assembler = result.stdout.splitlines()
     assert good == "['attention_fwd_specialized'] True"
     assert causal == "['attention_fwd_specialized', 'attention_fwd only_nan'] True"
-    # It is compiled to be looked at.
+    # It is compiled first, so that the guard can inspect it.
     for line in (wide, spilling, bad, no_assembler):
         assert line.startswith(
             "['attention_fwd_specialized', 'attention_fwd'] a warp-specialised kernel is not launched"
         )
     assert "bytes of shared memory" in wide
-    assert "it spills registers" in spilling  # accumulators of head_dim 256 leave it too few
+    assert "it spills registers" in spilling  # the accumulators at head_dim 256 need too many
     assert "its loop was not split" in bad
     assert no_assembler.endswith("OSError: no assembler")
 
 
 @pytest.mark.thorough
 def test_a_key_names_one_compilation(tmp_path: Path) -> None:
-    """Whatever Triton compiles another kernel for is in the key; lengths, which change, are not."""
+    """A key holds everything that makes Triton compile another kernel, but no lengths, which change often."""
     script = f"""{SCRIPT}
 good = TileConfig(128, 64, 4, 2, "specialized")
 calls = ((2, 2, 256, 64), (2, 2, 320, 64), (1, 16, 192, 64), (1, 1, 64, 64), (2, 2, 256, 64, True), (2, 3, 128, 40))
@@ -209,4 +208,4 @@ print(*(len(x) for x in keys.values()), len(set.union(*keys.values())))
     assert result.returncode == 0, result.stderr
     *of_key, in_all = map(int, result.stdout.split())
     assert set(of_key) == {1}
-    assert in_all <= len(of_key) <= 5  # the first two are one
+    assert in_all <= len(of_key) <= 5  # the first two have the same key

@@ -83,7 +83,7 @@ def test_what_documents_fix_is_exact():
 
 
 def test_products():
-    """A chain loses what a sum of pairs keeps, and matrix units cut off what a chain rounds."""
+    """A chain loses terms that a sum of pairs keeps, and matrix units truncate where a chain rounds."""
     ones, none = np.ones((4, 1)), np.zeros((1, 1))
     large = np.array([[2.0**24, 1.0, 1.0, -(2.0**24)]])
     assert noise.chain(large, ones, none) == 0.0
@@ -118,6 +118,6 @@ def test_kernels_err_inside_and_not_outside():
     with noise.gpu_kernels(torch.float32):
         inside = run_all()
     assert all(np.abs(units(*pair)).max() > 0.9 for pair in zip(inside[0], exact, strict=True))
-    assert np.abs(units(before[0][:2], exact[:2])).max() < 1.5  # NumPy's, on any CPU
+    assert np.abs(units(before[0][:2], exact[:2])).max() < 1.5  # NumPy's error, on any CPU
     for one, other in zip(before, run_all(), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""What fusedattn.cli.interpreter replaces does what Triton's own does."""
+"""The functions that fusedattn.cli.interpreter replaces behave as Triton's own do."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
 
 
 def test_an_array_of_one_element_is_an_index():
-    """In Triton 3.6's interpreter, where NumPy from 2.4 on makes no number of it."""
+    """Triton 3.6's interpreter needs this: NumPy 2.4 and later no longer converts such an array to a number."""
 
     class Scalar:
         handle = types.SimpleNamespace(data=np.array([3]))

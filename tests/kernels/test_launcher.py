@@ -1,4 +1,4 @@
-"""Launches: that what is kept of one serves another only where Triton would compile the same, and is given the same."""
+"""Launches: a stored one serves another only if Triton would compile the same kernel, and gets the same arguments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 from tests.helpers.compiling import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # what is not launched
+KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # never launched
 
 
 @pytest.mark.thorough
 def test_what_is_launched_again(tmp_path: Path) -> None:
-    """In a process of its own, because kernels must not be interpreted; the greater part of calls is replayed."""
+    """In its own process, because kernels must not be interpreted; most calls are replayed."""
     result = compiling("-W", "ignore", "-m", "tests.helpers.launched", cache=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     found = re.fullmatch(r"(\d+) of (\d+) calls replayed", result.stdout.strip())
@@ -39,7 +39,7 @@ def test_what_is_launched_again(tmp_path: Path) -> None:
 
 
 def test_every_launch_goes_through_the_launcher() -> None:
-    """Which passes the options that no launch leaves to the defaults of a Triton version."""
+    """The launcher passes the options that no launch may leave to the defaults of a Triton version."""
     for path in (ROOT / "kernels").glob("*.py"):
         launches = [
             ast.unparse(node)
@@ -84,7 +84,7 @@ def test_a_call_that_fails_leaves_no_recording() -> None:
 
 
 def test_replays_of_other_tensors() -> None:
-    """Addresses in the places of tensors; scratch tensors lie apart; the stream is the current one of each time."""
+    """Addresses replace tensors, scratch tensors do not overlap, and each replay takes the current stream."""
     launched: list[Any] = []
 
     def run(x: int, y: int, z: int, stream: int, *given: Any) -> None:
@@ -114,7 +114,7 @@ def test_replays_of_other_tensors() -> None:
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_who_is_told_of_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Chains of hooks, unless they are empty, and whatever has been put in the place of one."""
+    """Hook chains that are not empty, and any object that replaces a chain."""
 
     class Counter:
         calls = 0
@@ -144,7 +144,7 @@ def test_a_release_of_triton_that_nobody_has_looked_at_is_asked_in_public(monkey
 @pytest.mark.skipif(INTERPRETING, reason="replays are of compiled kernels")
 @pytest.mark.parametrize("case", testing.CASES, ids=str)
 def test_replayed_calls_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: testing.Case) -> None:
-    """The third call and the fourth are replayed, where the call can be."""
+    """The third and fourth calls are replayed, if the call can be."""
     given = [testing.make_inputs(replace(case, dtype=torch.bfloat16, seed=seed), DEVICE) for seed in (0, 1)]
     expected = [testing.run(triton_attention, inputs) for inputs in given]
     monkeypatch.setattr(launching, "MOST_REPLAYS", 256)

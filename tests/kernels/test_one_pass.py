@@ -1,4 +1,4 @@
-"""``deterministic=False``: dk, dv and dq in one pass. Every case and contract of the two kernels, and who runs when."""
+"""``deterministic=False``: dk, dv and dq in one pass, under every contract of the two kernels; and when it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ONE_PASS = {"attention_bwd_dkdv", "attention_bwd_dq_sum"}
 
 
 def launched(function: Callable[..., Any], inputs: testing.Inputs) -> list[str]:
-    """The kernels of the backward of q, k and v."""
+    """The backward kernels of q, k and v that ran."""
     with checked_accesses() as accesses:
         testing.run(function, inputs)
     return [name for name in accesses.launched if name in TWO_KERNELS | ONE_PASS]
@@ -55,7 +55,7 @@ def launched(function: Callable[..., Any], inputs: testing.Inputs) -> list[str]:
 
 @pytest.fixture
 def _reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter adds by descriptors, as the accelerator does: what lies outside of a tensor is left out."""
+    """Make the interpreter add through descriptors as TMA does, which ignores elements outside of a tensor."""
     from triton.runtime import interpreter
 
     def add(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
@@ -92,12 +92,12 @@ def test_budget_of_everything(dtype):
         Case(batch=2, nheads_q=3, nheads_kv=1, seqlen_q=90, seqlen_k=75, head_dim=24, causal="bottom_right"),
         Case(batch=1, seqlen_q=70, seqlen_k=133, window=(40, 9), padding="left", dtype=torch.bfloat16),
         Case(batch=1, seqlen_q=5, seqlen_k=3, head_dim=8, head_dim_v=16, dtype=torch.float16),
-        Case(batch=1, seqlen_q=40, seqlen_k=70, head_dim=6, rope="half"),  # rows that are not aligned: no descriptor
+        Case(batch=1, seqlen_q=40, seqlen_k=70, head_dim=6, rope="half"),  # unaligned rows: no descriptor
     ],
     ids=str,
 )
 def test_the_accelerator_adds_the_same(case):
-    """As atomic additions of each element do, in the same order here, hence bit for bit."""
+    """The same bits as atomic additions of each element, in the same order here."""
     inputs = inputs_of(case)
     got = testing.run(one_pass, inputs)
     dq_sum.HAS_REDUCTIONS = False
@@ -107,7 +107,7 @@ def test_the_accelerator_adds_the_same(case):
 @interpreted
 @pytest.mark.usefixtures("_reductions")
 def test_the_accelerator_adds_nothing_to_the_next_sequence():
-    """It takes no mask: rows behind a packed sequence, and before it, get 0, though theirs are NaN."""
+    """TMA takes no mask: rows before and after a packed sequence get 0, although they hold NaN."""
     q, k, v = (torch.randn(n, 2, 16, device=DEVICE) for n in (60, 90, 90))
     q[:7] = k[40:50] = torch.nan
     stops_q, stops_k = (torch.tensor([0, *x], dtype=torch.int32, device=DEVICE) for x in ((7, 28, 60), (40, 50, 90)))
@@ -156,7 +156,7 @@ def test_other_tiles(monkeypatch, block_m, block_n, edge, style):
     ids=str,
 )
 def test_a_poisoned_key_reaches_whom_it_reached(case, value):
-    """NaN, or the same numbers, in the same places as by two kernels, for keys some see, and all, and nobody."""
+    """NaN or the same numbers in the same places as from two kernels, for keys that some, all or no queries see."""
     inputs = inputs_of(replace(case, batch=1, nheads_q=3, nheads_kv=1, seqlen_q=80, seqlen_k=90, head_dim=16))
     k = inputs.k
     k[..., [0, 41, 89], :] = value
@@ -165,7 +165,7 @@ def test_a_poisoned_key_reaches_whom_it_reached(case, value):
     assert int(expected["dq"].isnan().sum()) > 0
     for name in ("dq", "dk", "dv"):
         assert torch.equal(got[name].isnan(), expected[name].isnan()), name
-        # What is summed in another order.
+        # Sums run in another order.
         terms = expected[name].nan_to_num().abs().max().item() * 2 + 1
         unit = torch.finfo(case.dtype).eps
         torch.testing.assert_close(got[name], expected[name], equal_nan=True, rtol=8 * unit, atol=unit * terms)
@@ -177,9 +177,9 @@ HOSTILE = [name for name in PROBLEMS if "scale" not in name]
 @quick.every(6)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_contract(monkeypatch, name):
-    """Everything that is promised of hostile inputs, but for the bits of gradients that are asked for alone."""
+    """The whole contract for hostile inputs, except that gradients requested alone have the same bits."""
     problem = replace(PROBLEMS[name], needed="qkvbrsl")
-    # Torch's own way to fill memory with NaN would choose the two kernels; the fixture fills it too.
+    # torch's setting that fills memory with NaN would choose the two kernels; the fixture fills it too.
     monkeypatch.setattr(contract, "_uninitialised_is_nan", nullcontext)
     contract._check_function(one_pass, problem, DEVICE, 1.0)
 
@@ -215,7 +215,7 @@ def test_lengths(seqlen_q, seqlen_k):
 @dtypes
 @interpreted
 def test_memory(case, dtype):
-    """Poison around every tensor changes nothing, and all of dq is written; only the total is added to."""
+    """Poison around every tensor changes nothing, and all of dq is written; only the total is accumulated."""
     inputs = inputs_of(replace(smaller(case), dtype=dtype))
     poisoned = embedded(inputs)
     before = [x.bits.clone() for x in poisoned.guards]
@@ -229,7 +229,7 @@ def test_memory(case, dtype):
 
 
 def test_the_total_is_all_that_it_allocates(monkeypatch):
-    """float32, of the shape of q, from zeros; and none of it is kept."""
+    """The total is float32, has the shape of q, starts at zero and is freed afterwards."""
     made: list[Tensor] = []
     zeros = dq_sum.zeros
 
@@ -300,7 +300,7 @@ def test_what_is_not_needed_is_not_computed(needed, name):
 @quick.only(dtype=torch.bfloat16)
 @dtypes
 def test_packed_sequences(dtype):
-    """One without queries, one without keys, one that both have, and rows behind the last."""
+    """One has no queries, one no keys, one has both, and rows follow the last."""
     q, k, v, dout = (torch.randn(n, h, 24, device=DEVICE, dtype=dtype) for n, h in ((75, 6), (70, 2), (70, 2), (75, 6)))
     stops_q, stops_k = (
         torch.tensor([0, *x], dtype=torch.int32, device=DEVICE) for x in ((0, 9, 42, 55), (13, 13, 50, 65))
@@ -371,7 +371,7 @@ def test_opcheck(needs):
 
 @interpreted
 def test_compiled():
-    """The option stands in the graph; what torch is set to when it runs overrules it there too."""
+    """The option is part of the graph; torch's setting at run time overrides it there too."""
     torch._dynamo.reset()
     inputs = inputs_of(replace(SMALL, rope=None))
     compiled = torch.compile(one_pass, backend="aot_eager", fullgraph=True)

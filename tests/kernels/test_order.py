@@ -1,4 +1,4 @@
-"""The order in which programs take tiles: all of them once, the longest first, and few heads at a time."""
+"""The order in which programs take tiles: each tile once, the longest first, and few heads at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.conftest import DEVICE
 
 @triton.jit
 def write_places(places_ptr, n_tiles, nheads, together, REVERSED: tl.constexpr):
-    """(tile, head, batch) of every program."""
+    """(tile, head, batch) of each program."""
     tile, head, batch = program_tile(n_tiles, nheads, together, REVERSED)
     ptr = places_ptr + tl.program_id(0) * 3
     tl.store(ptr, tile)
@@ -46,7 +46,7 @@ def test_order(n_tiles, nheads, batch, together, reverse):
     assert sorted(found) == sorted(itertools.product(range(n_tiles), range(nheads), range(batch)))
     heads = [head + nheads * sequence for _, head, sequence in found]
     for first in range(0, nheads * batch, together):
-        # One group of heads after the other, and of each group all first tiles before all second ones.
+        # One group of heads after another; within a group, every head's first tile comes before any second tile.
         part = found[first * n_tiles : (first + together) * n_tiles]
         group = range(first, min(first + together, nheads * batch))
         assert set(heads[first * n_tiles : (first + together) * n_tiles]) == set(group)
@@ -55,7 +55,7 @@ def test_order(n_tiles, nheads, batch, together, reverse):
 
 
 def test_persistent_programs(monkeypatch):
-    """As many as the multiprocessors hold, or as there are tiles; none where a number would leave int32."""
+    """As many as the multiprocessors hold, or as there are tiles; none if an index would exceed int32."""
     tile = configs.TileConfig(32, 16, 4, 1, persistent=2)
     monkeypatch.setattr(kernel_call, "multiprocessors", lambda device: 5)
     device = torch.device(DEVICE)
@@ -67,7 +67,7 @@ def test_persistent_programs(monkeypatch):
 
 
 def test_heads_side_by_side_fit_into_the_cache():
-    """Query heads of one KV head count once; without a diagonal there is nothing to balance."""
+    """Query heads that share a KV head count once; without a diagonal there is nothing to balance."""
     q, k = (torch.zeros((), dtype=torch.float16, device=DEVICE).expand(2, n, 100, 64) for n in (8, 2))
 
     def together(problem: kernel_call.Problem, of_keys: bool) -> int:
@@ -84,6 +84,6 @@ def test_heads_side_by_side_fit_into_the_cache():
     assert found["full", False] == found["full", True] == 1
     assert found["causal", False] == found["window", False] == 4 * min(4, max(1, l2 // of_kv_head))
     assert found["causal", True] == min(4, max(1, l2 // (4 * of_kv_head)))  # q and dout of four heads
-    for of_keys in (False, True):  # no more than there are, however short
+    for of_keys in (False, True):  # at most all heads, however short the sequences
         short = replace(problem, l2_bytes=2**40)
         assert together(short, of_keys) == (4 if of_keys else 16)

@@ -1,4 +1,4 @@
-"""The forward by warps with different tasks: what it computes, interpreted, and which calls it takes."""
+"""The forward by warps with different tasks: its results in the interpreter, and the calls that it takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def use(monkeypatch: pytest.MonkeyPatch, tile: configs.TileConfig = TILE) -> Non
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that the config below launches, by name."""
+    """Names of the launched kernels, with the config below."""
     use(monkeypatch)
     names: list[str] = []
 
@@ -69,7 +69,7 @@ TAKEN = [
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
 def test_budget(launched, case):
-    """Outputs, and gradients from what the forward keeps; not one bit further away than other styles are."""
+    """Outputs, and gradients from the kept statistics, keep the same budget as the other styles."""
     assert_budget(triton_attention, inputs_of(case), case)
     masked = case.causal is not None or case.window is not None
     assert set(launched) == ({"specialized", "repair"} if masked else {"specialized"})
@@ -93,7 +93,7 @@ NOT_TAKEN = [
 
 @pytest.mark.parametrize("case", NOT_TAKEN, ids=lambda case: case.name)
 def test_calls_that_are_not_taken(launched, monkeypatch, case):
-    """They run as the same config without specialisation does."""
+    """They run like the same config without specialisation."""
     inputs = inputs_of(case)
     got = triton_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
     assert launched == ["attention_fwd"]
@@ -102,7 +102,7 @@ def test_calls_that_are_not_taken(launched, monkeypatch, case):
 
 
 def test_tensors_that_are_not_taken(launched):
-    """Such as descriptors cannot address, packed ones, and nothing."""
+    """Tensors that descriptors cannot address, packed tensors and empty ones."""
     q, k, v = (torch.randn(1, 2, 32, 16, dtype=torch.float16) for _ in range(3))
     for i in range(3):
         tensors = [q, k, v]
@@ -128,11 +128,11 @@ def test_keys_rotated_in_place_are_not_taken(launched, monkeypatch):
 
 
 @quick.covering()
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, which interprets
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from NumPy, in the interpreter
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tensor", ["k", "v"])
 def test_what_is_not_finite_reaches_who_sees_it(launched, monkeypatch, tensor, value):
-    """The same rows as in the other styles, in the first block, in one of several, and in the last."""
+    """The same rows as in the other styles, with the value in the first block, in a middle one and in the last."""
     for causal, keys in (("bottom_right", (0, 20, 45)), ("top_left", (20,)), (None, (3,))):
         case = Case("", 1, 2, 1, seqlen_q=40, seqlen_k=50 if causal else 48, causal=causal, dtype=torch.float16)
         inputs = inputs_of(case)
@@ -146,7 +146,7 @@ def test_what_is_not_finite_reaches_who_sees_it(launched, monkeypatch, tensor, v
             (out, lse), (plain, plain_lse) = found
             assert torch.equal(out.isfinite().all(-1), plain.isfinite().all(-1)), (causal, key)
             finite = plain.isfinite().all(-1)
-            # Weights are rounded to 16 bits beside another maximum.
+            # Weights are rounded to 16 bits relative to another maximum.
             torch.testing.assert_close(out[finite], plain[finite], atol=2**-11, rtol=2**-10)
             torch.testing.assert_close(lse, plain_lse, equal_nan=True)
     assert "specialized" in launched
@@ -161,7 +161,7 @@ def test_values_behind_a_mask_that_are_not_finite_change_no_gradient(launched):
 
 
 def test_the_repair_turns_nothing_again(launched):
-    """A hidden NaN among rotated queries and keys; q is not turned by the second kernel too."""
+    """A hidden NaN with rotated queries and keys: the second kernel must not rotate q again."""
     inputs = inputs_of(
         Case("", batch=1, seqlen_q=40, seqlen_k=48, causal="top_left", rope="half", dtype=torch.float16)
     )  # fmt: skip
@@ -181,7 +181,7 @@ def test_every_element_is_written_once(launched):
 
 
 def test_no_allocator_of_a_user_is_replaced(launched):
-    """One that was set before is there again, and none where none was."""
+    """The user's allocator, or its absence, is restored."""
     from triton.runtime import _allocation
 
     before = _allocation._allocator.get()
@@ -206,7 +206,7 @@ def test_configs_that_cannot_be():
 
 
 def test_the_plain_config():
-    """The same tile; that of a config that is plain is itself."""
+    """The same tile without specialisation; a plain config is its own."""
     specialized, plain = (configs.TileConfig(128, 128, *x) for x in ((4, 2, "specialized"), (8, 2, "descriptors")))
     assert specialized.plain == plain == plain.plain
     assert specialized.rotating == plain.rotating

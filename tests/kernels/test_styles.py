@@ -1,4 +1,4 @@
-"""How tiles are loaded and in which order they are multiplied changes no bit of a result."""
+"""Neither the way in which tiles are loaded nor the order of products changes a bit of a result."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_queries_that_are_rotated_before_are_the_same_bit_for_bit(monkeypatch, c
     ids=["half", "interleaved", "float32"],
 )
 def test_large_tiles_are_finished_in_pieces(monkeypatch, rope, features):
-    """Whose features are no power of two in number: the last piece lacks some, and one may lack all."""
+    """The number of features is no power of two: the last piece is partial, and one may be empty."""
     forward = configs.TileConfig(128, 64, 4, 1, "pipelined", 16)
     keys = configs.TileConfig(64, 128, 4, 1, "descriptors", 16)
     monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(fwd=forward, dkdv=keys, dq=forward))
@@ -94,7 +94,7 @@ def test_large_tiles_are_finished_in_pieces(monkeypatch, rope, features):
 @interpreted
 @pytest.mark.parametrize("case", [*CASES, testing.CASES[-1]], ids=lambda case: case.name)
 def test_persistent_programs_agree_bit_for_bit(monkeypatch, case):
-    """Tiles, heads and sequences that many programs do not divide; also fewer of them than programs."""
+    """The number of programs does not divide tiles, heads or sequences, or exceeds the number of tiles."""
     inputs = inputs_of(case)
     found = []
     for persistent in (0, 1, 1000):
@@ -122,7 +122,7 @@ def test_persistent_programs_pass_over_tiles_that_packed_sequences_lack(monkeypa
 @interpreted
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_goes_to_the_same_places(monkeypatch, value):
-    """Seen by all, by some, and by nobody; in the first block, where the pipelined order has no weights yet."""
+    """Visible to all, some or no queries; also in the first block, for which the pipelined order has no weights yet."""
     inputs = inputs_of(Case("", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=80, seqlen_k=90, causal="bottom_right"))
     for place in (0, 40, 85):
         v = inputs.v.clone()
@@ -143,13 +143,13 @@ def test_what_can_be_described():
     assert is_describable(x.transpose(1, 2).contiguous().transpose(1, 2))
     assert is_describable(x[:, 1:, 5:])
     assert is_describable(x[:1].expand(1, 4, 32, 16))
-    assert not is_describable(x[:1].expand(2, 4, 32, 16))  # no stride
+    assert not is_describable(x[:1].expand(2, 4, 32, 16))  # stride 0
     assert not is_describable(x[:, :, :0])
-    assert not is_describable(x.flatten()[1:-15].view(-1, 16)[None, None])  # an odd address
+    assert not is_describable(x.flatten()[1:-15].view(-1, 16)[None, None])  # an unaligned address
     assert not is_describable(torch.zeros(1, 1, 32, 20, dtype=torch.float16, device=DEVICE)[..., :16])  # odd strides
     assert is_describable(torch.zeros(1, 1, 32, 20, device=DEVICE)[..., :16])
     one = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=DEVICE).as_strided((1, 1, 1, 16), (3, 5, 7, 1))
-    assert is_describable(one)  # strides of dimensions of one element
+    assert is_describable(one)  # strides of dimensions of size 1 do not matter
     tiles = tiles_of(one, 32, "descriptors")
     assert tiles is not None
     assert all(stride % 16 == 0 for stride in tiles.strides[:-1])
@@ -188,7 +188,7 @@ ROTATED = [
 
 @pytest.mark.parametrize("case", ROTATED, ids=lambda case: case.name)
 def test_keys_rotated_in_place(monkeypatch, case):
-    """The same bits as when a kernel of its own rotates them, without that kernel."""
+    """The same bits as with a separate rotation kernel, which does not run."""
     inputs = inputs_of(case)
     group = case.nheads_q // case.nheads_kv
     calls: list[dict[str, Any]] = []
@@ -210,10 +210,10 @@ def test_keys_rotated_in_place(monkeypatch, case):
 
 
 def test_keys_rotated_in_place_by_the_repair(monkeypatch):
-    """A NaN among hidden keys, whose values are multiplied with weights of zero, and found."""
+    """A NaN among hidden keys, found because their values are multiplied by weights of zero."""
     inputs = inputs_of(Case("", seqlen_q=5, seqlen_k=70, causal="top_left", rope="half", head_dim=16))
     v = inputs.v.clone()
-    v[:, :, 4] = torch.nan  # seen by the last query alone
+    v[:, :, 4] = torch.nan  # only the last query sees it
     found = []
     for limit in (0, 440):
         monkeypatch.setattr(configs, "ROTATION_IN_PLACE", limit)

@@ -1,4 +1,4 @@
-"""More features than a tile has registers for: products of them are made in pieces, of rows that are read anew."""
+"""More features than registers can hold in a tile: products are computed in pieces, from rows that are read again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
-# Ragged tiles; 132 features are 64, 64 and 4, and 260 are eight times 32 and 4.
+# Partial tiles; 132 features are 64, 64 and 4, and 260 are eight times 32 and 4.
 SHAPE: dict[str, Any] = {"batch": 2, "nheads_q": 2, "nheads_kv": 1, "seqlen_q": 19, "seqlen_k": 35}
 CASES = (
     Case("keys and values", **SHAPE, head_dim=260, causal="bottom_right", rope="half"),
@@ -40,7 +40,7 @@ def test_budget(case, dtype):
 
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU computes TF32 in fewer bits")
 def test_pieces_of_fewer_features(monkeypatch):
-    """Where TF32 is allowed, more than 128 features are too many."""
+    """If TF32 is allowed, more than 128 features are too many."""
     monkeypatch.setattr(launching, "_precision", lambda dtype: "tf32")
     case = Case("tf32", **SHAPE, head_dim=132, causal="bottom_right", padding="right")
     assert_accurate(triton_attention, inputs_of(case), case)
@@ -50,13 +50,13 @@ def test_pieces_of_fewer_features(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tensor", "feature"), [("k", 0), ("k", 259), ("v", 259)])
 def test_a_nan_reaches_who_sees_it(tensor, feature, dtype):
-    """In whichever piece it lies; nothing of it reaches the others."""
+    """The NaN may lie in any piece; it reaches no other query."""
     inputs = testing.make_inputs(Case(**SHAPE, head_dim=260, dtype=dtype), DEVICE)
     inputs = replace(inputs, mask=masks.causal())
     clean = testing.run(triton_attention, inputs)
     getattr(inputs, tensor)[:, :, 28, feature] = math.nan
     results = testing.run(triton_attention, inputs)
     for name in ("out", "dq"):
-        # Query i sees the keys up to i + 16. Computed again, in another order.
+        # Query i sees the keys up to i + 16. The second pass sums in another order.
         torch.testing.assert_close(results[name][:, :, :12], clean[name][:, :, :12], atol=2e-3, rtol=2e-2)
         assert results[name][:, :, 12:].isnan().any(-1).all()

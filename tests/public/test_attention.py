@@ -43,12 +43,12 @@ pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
-# The kernels of torch lose what must cancel there, as does every other that takes delta from the rounded out.
+# In cases with an offset, terms cancel; kernels that compute delta from the rounded out, as torch's do, lose them.
 CASES_FOR_TORCH = [case for case in CASES if not case.offset]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-# float16 and bfloat16 run the same code: in the interpreter, whose time is short, every third case in float16.
+# float16 and bfloat16 run the same code, and the interpreter is slow: there, only every third case runs in float16.
 BUDGETS = [
     replace(case, dtype=dtype)
     for i, case in enumerate(CASES)
@@ -75,7 +75,7 @@ def test_torch_backend_budget(case, dtype):
 @dtypes
 @pytest.mark.parametrize("case", CASES_FOR_TORCH, ids=lambda c: c.name)
 def test_torch_backend_budget_with_lse(case, dtype):
-    """That of the kernels, with lse and its gradient."""
+    """Within the kernels' budget, with lse and its gradient."""
     inputs = testing.make_inputs(replace(case, dtype=dtype))
     assert_ratios(testing.check(torch_attention, inputs), case, TORCH_LIMIT[dtype])
 
@@ -122,7 +122,7 @@ def test_other_tiles(monkeypatch, case, block_m, block_n, style, edge):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_of_lse_alone(dtype):
-    """With no gradient of out at all; dv is then exactly zero."""
+    """Out has no gradient at all; dv is then exactly zero."""
     inputs = inputs_of(replace(SMALL, dtype=dtype, empty_batch=True))
     inputs = replace(inputs, dout=torch.zeros_like(inputs.dout))
     assert_accurate(triton_attention, inputs)
@@ -152,7 +152,7 @@ def test_gradient_of_out_alone(backend):
 
 
 def test_unused_lse_gets_no_gradient():
-    """return_lse with only out in the loss is the same as without return_lse."""
+    """return_lse with only out in the loss gives the same gradients as without return_lse."""
     inputs = inputs_of(SMALL)
     q, k, v = leaves(inputs)
     out, _ = triton_attention(q, k, v, return_lse=True, **options(inputs))
@@ -210,10 +210,10 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
     ids=["mild", "strong"],
 )
 def test_what_keys_and_values_have_in_common_cancels(case, dtype):
-    """In dq an error of delta is multiplied with the sum of the keys: rounding out to 16 bits would be enough."""
+    """dq multiplies an error of delta by the sum of the keys: out rounded to 16 bits would be error enough."""
     inputs = inputs_of(replace(case, dtype=dtype))
     assert_budget(triton_attention, inputs, case)
-    # Without what the forward keeps for it, delta is that of the rounded out.
+    # Without a rounding residual, which only delta needs, out has the same bits.
     with torch.no_grad():
         plain, _ = triton_attention(inputs.q, inputs.k, inputs.v, **options(inputs), return_lse=True)
     assert torch.equal(plain, testing.run(triton_attention, inputs)["out"])
@@ -222,7 +222,7 @@ def test_what_keys_and_values_have_in_common_cancels(case, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("feature", [{"dropout_p": 0.3}, {"sinks": True}], ids=["dropout", "sinks"])
 def test_what_values_have_in_common_cancels_where_weights_do_not_add_up_to_1(feature, dtype):
-    """What the forward keeps of rounding is relative to what they do add up to."""
+    """The kept rounding residual is relative to the sum of the weights."""
     case = Case(batch=1, seqlen_q=50, seqlen_k=90, nheads_q=2, nheads_kv=1, offset=16.0, dtype=dtype, **feature)
     assert_budget(triton_attention, inputs_of(case), case)
 
@@ -250,7 +250,7 @@ def test_nothing_is_kept_for_a_backward_that_cannot_come(monkeypatch):
 
 
 def test_shared_inputs():
-    """Self-attention without projections: one tensor is all three, and its gradient is the sum."""
+    """Self-attention without projections: one tensor is q, k and v, and its gradient is the sum."""
     inputs = inputs_of(Case(nheads_kv=4, seqlen_q=19, seqlen_k=19, head_dim=16))
     x = inputs.q.detach().requires_grad_()
     (got,) = torch.autograd.grad(triton_attention(x, x, x), x, inputs.dout)
@@ -282,7 +282,7 @@ def test_outputs_are_their_own():
 
 
 def test_saved_tensors_grow_linearly():
-    """Nothing of size seqlen_q x seqlen_k is kept, unless the caller's own mask, layout or bias has it."""
+    """No tensor of seqlen_q x seqlen_k is kept, unless the caller's own mask, layout or bias has that size."""
 
     def saved(seqlen: int) -> int:
         own = {"boolean": "broadcast", "layout": None, "bias": "per_key"}
@@ -321,7 +321,7 @@ def test_allocations_grow_linearly(monkeypatch):
 @backends
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(backend, dtype):
-    """float32 becomes the autocast dtype; out too, lse and the gradients stay float32."""
+    """float32 inputs are cast to the autocast dtype, and out has it; lse and the gradients stay float32."""
     inputs = inputs_of(Case(seqlen_q=19, seqlen_k=21, head_dim=16, causal="bottom_right", rope="half"))
     function = functools.partial(attention, backend=backend, return_lse=True, **options(inputs))
     x = leaves(inputs)
@@ -340,7 +340,7 @@ def test_autocast(backend, dtype):
 
 @backends
 def test_autocast_of_mixed_inputs(backend):
-    """A cast layer's output together with a float32 one, as in torch's own function."""
+    """The output of a cast layer together with a float32 tensor, as torch's own function allows."""
     inputs = inputs_of(Case(seqlen_q=5, seqlen_k=7, head_dim=16))
     q, k, v = inputs.q.bfloat16(), inputs.k, inputs.v
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -413,7 +413,7 @@ def test_scales(scale):
 @backends
 @pytest.mark.parametrize("scale", [5e-324, -1e-45, 1e-40, 2.0**-126])
 def test_rows_that_see_nothing_under_the_smallest_scales(scale, backend):
-    """In float32, in which kernels get their factors, some of these are 0, which turns -inf into NaN."""
+    """Kernels get their factors in float32; some of these become 0, which turns -inf into NaN."""
     q, k, v = (torch.randn(1, 2, 19, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     allowed = torch.ones(19, 19, dtype=torch.bool, device=DEVICE).tril(-1)
     out, lse = attention(q, k, v, mask=allowed, scale=scale, return_lse=True, backend=backend)
@@ -429,7 +429,7 @@ def test_rows_that_see_nothing_under_the_smallest_scales(scale, backend):
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1), (), (3,), (2, 1, 3, 1), (1, 2, 1, 3)])
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()], ids=["full", "causal"])
 def test_layouts_are_broadcast(shape, mask):
-    """Also over blocks: kernels read lists of all of them."""
+    """Over blocks too: kernels read lists of all blocks."""
     blocks = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
     inputs = inputs_of(Case(nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=45, head_dim=16))
     inputs = replace(inputs, mask=mask & masks.block_sparse(blocks.to(DEVICE), 16))
@@ -462,7 +462,7 @@ def test_head_dims(head_dim):
 
 
 def test_tiles_are_as_wide_as_a_product_needs():
-    """At least 16 features, and a power of two; the interpreter would take any."""
+    """At least 16 features, and a power of two; the interpreter would accept any width."""
     from fusedattn.kernels.primitives import block_d
 
     assert [block_d(head_dim) for head_dim in (1, 8, 16, 17, 80, 128, 255)] == [16, 16, 16, 32, 128, 128, 256]
@@ -514,7 +514,7 @@ def test_no_backend_named_is_the_default_one():
 
 
 def test_float32_matmul_precision_may_be_set_either_way():
-    """torch has an older and a newer switch for TF32, and refuses to read one after the other was used."""
+    """torch has an older and a newer switch for TF32, and refuses to read one after the other was set."""
     code = (
         "import os; os.environ.setdefault('TRITON_INTERPRET', '1')\n"
         "import torch, fusedattn\n"
@@ -531,7 +531,7 @@ def test_float32_matmul_precision_may_be_set_either_way():
 @pytest.mark.skipif(torch.version.hip is not None, reason="AMD's kernels have no TF32")
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
 def test_float32_precision_is_what_torch_is_set_to(setting, expected):
-    """TF32 only where the user has allowed it, and for float32 only; the interpreter computes neither."""
+    """TF32 only if the user allowed it, and only for float32; the interpreter ignores both."""
     from fusedattn.backends.triton.launching import _precision
 
     before = torch.get_float32_matmul_precision()

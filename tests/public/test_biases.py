@@ -1,4 +1,4 @@
-"""Biases as values, pair by pair from the definition of each; buckets and slopes as their papers have them."""
+"""Biases as values, pair by pair from the definition of each; buckets and slopes as in their papers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clipped(distance: int, limit: int) -> int:
 
 
 def kinds(n: int, m: int) -> dict[str, tuple[Bias, Added]]:
-    """Every kind of bias for ``n`` queries and ``m`` keys, and what it adds to pair (i, j) of batch b and head h."""
+    """Every kind of bias for ``n`` queries and ``m`` keys, and its value for pair (i, j) of batch b and head h."""
     full, per_key = torch.randn(B, H, n, m, dtype=torch.float64), torch.randn(m).bfloat16()
     slopes, per_batch = torch.rand(H), torch.rand(B, H)
     table, wide, column = torch.randn(B, H, n, 5), torch.randn(H, 1, 9, dtype=torch.float64), torch.randn(B, 1, n, 1)
@@ -92,7 +92,7 @@ def test_a_part_is_that_of_the_whole(rows, keys):
 
 
 def test_gradients():
-    """Of the bias and of the tables, through sums of several."""
+    """Gradients of the bias and of the tables, through sums of several biases."""
     slopes = torch.rand(H)
     full, table = torch.randn(1, H, 1, 7, dtype=torch.float64), torch.randn(B, 1, 4, 5, dtype=torch.float64)
     other, weight = torch.randn(H, 1, 9, dtype=torch.float64), torch.randn(8, H, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_gradients():
 
 
 def t5_bucket(distance: int, n_buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """Section 2.1 and the authors' code; the edges of the wide buckets by comparing whole numbers."""
+    """Section 2.1 and the authors' code; the bounds of the wide buckets are found by comparing integers."""
     first = 0
     if bidirectional:
         n_buckets //= 2
@@ -139,13 +139,13 @@ def test_t5(n_buckets, max_distance, bidirectional):
     for i, j in itertools.product((0, 7, 29), range(m)):
         bucket = t5_bucket(j - i - (m - n), n_buckets, max_distance, bidirectional)
         assert torch.equal(got[:, i, j], weight[bucket]), (j - i - (m - n), bucket)
-    got = bias.dense(m, n)[0]  # keys that lie ahead
+    got = bias.dense(m, n)[0]  # keys after the query
     for i, j in itertools.product((0, 7, m - 1), range(n)):
         assert torch.equal(got[:, i, j], weight[t5_bucket(j - i + m - n, n_buckets, max_distance, bidirectional)])
 
 
 def test_t5_has_the_buckets_of_its_models():
-    """32 buckets up to 128: the distances at which each one begins, as the published models have them."""
+    """32 buckets up to 128: each begins at the same distance as in the published models."""
     weight = torch.arange(32.0)[:, None]
     past = biases.t5(weight).relative[0, 0].flip(0)[128:].tolist()
     begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
@@ -160,7 +160,7 @@ def test_t5_has_the_buckets_of_its_models():
 
 def test_alibi_slopes():
     assert biases.alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
-    # The paper's code: those of 8 heads, then every second of those of 16.
+    # The paper's code: the slopes of 8 heads, then every second slope of 16 heads.
     expected = [2.0**-h for h in range(1, 9)] + [2.0 ** (-h / 2) for h in (1, 3, 5, 7)]
     torch.testing.assert_close(biases.alibi_slopes(12), torch.tensor(expected))
     for n in (1, 2, 3, 5, 16, 31, 32, 40):
@@ -276,7 +276,7 @@ def test_shapes_that_a_tensor_may_have(shape):
 
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
 def test_a_table_of_one_distance_has_the_gradient_of_a_number():
-    """All distances are the same then, on either side of the query."""
+    """Every pair then has the same distance, on either side of the query."""
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (20, 23, 23))
     dout = torch.randn(1, 2, 20, 8, dtype=torch.float64)
     found = []
@@ -289,11 +289,11 @@ def test_a_table_of_one_distance_has_the_gradient_of_a_number():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_infinite_bias_is_a_mask_of_torchs_function(monkeypatch, dtype):
-    """As causal masks of torch are: nothing of the size of the scores is stored for them, rows of nothing are 0."""
+    """Like torch's causal masks: nothing as large as the scores is stored for them, and rows that see nothing are 0."""
     q, k, v = (torch.randn(2, 2, n, 8, dtype=dtype, requires_grad=True) for n in (5, 7, 7))
     bias = torch.randn(2, 1, 5, 7).masked_fill(torch.rand(2, 1, 5, 7) < 0.4, -torch.inf)
     bias[0, :, 1] = -torch.inf
-    bias[1, :, 2] = -1e5  # -inf in float16, but all keys alike
+    bias[1, :, 2] = -1e5  # -inf in float16, but the same for all keys
     bias.requires_grad_()
     inputs = (q, k, v, bias)
     expected = reference.attention(*(x.float() for x in inputs[:3]), bias=bias)[0]
@@ -309,7 +309,7 @@ def test_an_infinite_bias_is_a_mask_of_torchs_function(monkeypatch, dtype):
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_an_infinite_bias_hides_nan_under_a_compiler():
-    """Of keys that it hides from every query, as padding: their values cannot be looked at there."""
+    """Keys that it hides from every query, like padding: a compiled graph cannot look for NaN in their values."""
     torch._dynamo.reset()
     q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
     expected = attention(q, k[:, :, :-1], v[:, :, :-1], backend="torch")

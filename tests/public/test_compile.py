@@ -49,7 +49,7 @@ def qkv(seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K, requires_grad: bool 
 
 
 def op_arguments(kind: str) -> tuple[Any, ...]:
-    """Of attention_fwd."""
+    """Arguments of attention_fwd."""
     q, k, v = qkv(requires_grad=False)
     others: list[Tensor | None] = [None] * (N_DIFFERENTIABLE - 3)
     given: dict[str, Any] = {
@@ -137,14 +137,14 @@ def test_opcheck_backward(kind, dlse, needs):
 
 @pytest.mark.parametrize("scale", [0.0, -0.25, float("nan")])
 def test_the_op_takes_positive_scales(scale):
-    """attention() takes any: the sign goes into q there."""
+    """attention() takes any scale: it moves the sign into q."""
     *arguments, _, softcap, dropout_p, keep_residual = op_arguments("plain")
     with pytest.raises(ValueError, match="scale: got"):
         attention_fwd(*arguments, scale, softcap, dropout_p, keep_residual)
 
 
 def test_the_op_by_itself_is_differentiable():
-    """What torch.compile and torch.func see is the op; its gradients are those of attention()."""
+    """torch.compile and torch.func see only the op; its gradients are those of attention()."""
     q, k, v = qkv()
     out, lse, *_ = attention_fwd(q, k, v, *op_arguments("plain")[3:])
     got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
@@ -157,7 +157,7 @@ Problem = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def problem(kind: str, backend: str) -> Problem:
-    """A function of q, k, v, a padding mask and positions, in which everything else is built."""
+    """Return a function of q, k, v, a padding mask and positions, which builds its other arguments itself."""
     call = functools.partial(attention, backend=backend)
     rope = Rope.from_theta(HEAD_DIM, 64, device=DEVICE)
     slopes = biases.alibi_slopes(HEADS).to(DEVICE)
@@ -224,7 +224,7 @@ def results(function: Problem, seqlen_q: int, seqlen_k: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seqlen_q * 100 + seqlen_k)
     torch.manual_seed(seqlen_q)
     x = qkv(seqlen_q, seqlen_k)
-    torch.manual_seed(seqlen_k)  # of dropout
+    torch.manual_seed(seqlen_k)  # for dropout
     valid = (torch.rand(BATCH, seqlen_k, generator=generator) < 0.8).to(DEVICE)
     out = function(*x, valid, torch.arange(seqlen_k, device=DEVICE))
     return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
@@ -251,7 +251,7 @@ def test_compile_with_fixed_lengths(kind, backend):
 @backends
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_compile_with_changing_lengths(kind, backend):
-    """dynamic=True: one graph, whatever the lengths."""
+    """dynamic=True: one graph for all lengths."""
     counter = CompileCounterWithBackend("aot_eager")
     function = problem(kind, backend)
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
@@ -277,7 +277,7 @@ def test_compile_finds_out_that_lengths_change(backend):
 
 @backends
 def test_compile_with_shared_inputs(backend):
-    """One tensor for q, k and v, and one for both positions."""
+    """One tensor is q, k and v, and one is both positions."""
     x = torch.randn(2, 2, 6, 16, device=DEVICE, requires_grad=True)
     at = torch.arange(6, device=DEVICE)
     rope = Rope.from_theta(16, 16, device=DEVICE).at(at, at)
@@ -317,7 +317,7 @@ def test_compile_under_autocast(backend):
 
 @backends
 def test_compile_hides_what_padding_hides(backend):
-    """A compiled graph cannot look for NaN, but it knows the mask."""
+    """A compiled graph cannot look for NaN, but it has the mask."""
     q, k, v = qkv(6, 6, requires_grad=False)
     valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
     valid[:, 4:] = False
@@ -365,7 +365,7 @@ def test_activation_checkpointing(kind, backend):
 
 @pytest.mark.thorough
 def test_arguments_may_come_from_a_compiled_region():
-    """The graph breaks around attention, not in it: a mask built outside, a scale that changes."""
+    """The graph breaks around attention, not inside: a mask is built outside, and the scale changes."""
     function = functools.partial(attention, backend="triton")
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     q, k, v = qkv(requires_grad=False)
@@ -411,7 +411,7 @@ def test_compile_gives_what_is_learned_its_gradient(kind, backend):
 @backends
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compile_takes_a_mask_from_outside(backend, dynamic):
-    """The numbers in it are inputs of the graph, then, which may change."""
+    """Its numbers are then inputs of the graph, and may change."""
     function = functools.partial(attention, backend=backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     q, k, v = qkv(7, 9)
@@ -422,7 +422,7 @@ def test_compile_takes_a_mask_from_outside(backend, dynamic):
 
 @backends
 def test_compile_of_any_batch_size(backend):
-    """The batch and the length are marked as changing; with nothing marked, torch finds out at the second size."""
+    """Batch and length are marked as dynamic; without marks, torch detects the change at the second size."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: attention(q, k, v, mask=masks.causal(), backend=backend), fullgraph=True, backend=counter
@@ -440,7 +440,7 @@ def test_compile_of_any_batch_size(backend):
 
 @pytest.mark.thorough
 def test_compile_loses_no_tangent():
-    """torch lets an op of one's own drop tangents without a word. What may leave the graph is computed eagerly."""
+    """torch lets a custom op drop tangents silently. A call that may leave the graph is therefore computed eagerly."""
     q, k, v = qkv(requires_grad=False)
     function = functools.partial(attention, k=k, v=v, mask=masks.causal(), backend="triton")
     compiled = torch.compile(function, backend="eager")
@@ -471,7 +471,7 @@ def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"return_lse": True}, {"softcap": 2.0}, {"sinks": torch.zeros(HEADS)}], ids=str)
 def test_compile_hides_what_padding_hides_from_eager_code(options):
-    """Where the torch backend writes the scores out, forward and backward."""
+    """In the paths of the torch backend that write the scores out, forward and backward."""
     q, k, v = qkv(6, 6)
     valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
     valid[:, 4:] = False
@@ -503,7 +503,7 @@ def test_compile_packed_sequences():
 
 @backends
 def test_dropout_under_checkpointing_drops_the_same(backend):
-    """The seed is drawn again from the restored generator, so that the second forward agrees with the first."""
+    """The seed is drawn again from the restored generator, so the second forward agrees with the first."""
     q, k, v = qkv()
 
     def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:

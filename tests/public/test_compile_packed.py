@@ -1,4 +1,4 @@
-"""``torch.compile`` of packed sequences and nested tensors: one graph for any lengths, which no graph can read."""
+"""``torch.compile`` of packed sequences and nested tensors: one graph for any lengths, which a graph cannot read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PACKED = {
 @backends
 @pytest.mark.parametrize("kind", PACKED)
 def test_compile_packed_sequences_of_any_lengths(kind, backend):
-    """With every option; sequences without queries, without keys, with fewer queries than keys, tokens of none."""
+    """With every option; some sequences have no queries, no keys or fewer queries; some tokens have no sequence."""
     generator = torch.Generator().manual_seed(0)
     of_pairs = triton_functions.mask_function(3, HEADS, generator).to(DEVICE)
     of_scores = triton_functions.score_function(HEADS, generator).to(DEVICE)
@@ -103,7 +103,7 @@ def test_compile_packed_sequences_of_any_lengths(kind, backend):
 @backends
 @pytest.mark.parametrize("known", [True, False])
 def test_compile_nested_tensors(backend, known):
-    """Whether or not they know their longest length, which a compiler could not read."""
+    """Whether or not they store their longest length, which a compiled graph could not read."""
 
     def inputs(lengths: tuple[int, ...]) -> list[Any]:
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """The same bits: on every run, in every batch, and for a prompt that is computed in pieces that are not small.
 
-What a query gets depends on its keys, on the head_dim, the dtype and the presence of what calls for other tiles (dense
-masks, biases and the like, layouts, and few queries), and on nothing else that stands in the call. For few queries see
+The result of a query depends on its keys, the head_dim, the dtype and whether an argument asks for other tiles (dense
+masks, biases and the like, layouts, few queries), and on nothing else in the call. For few queries see
 tests/kernels/test_decode.py too.
 """
 
@@ -55,7 +55,7 @@ def test_the_same_bits_every_time(kind, dtype):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_deterministic_algorithms")
 def test_deterministic_algorithms_change_nothing():
-    """Whatever torch fills uninitialised memory with then, and nothing raises."""
+    """torch then fills uninitialised memory with a fixed value; no result may depend on it, and nothing may raise."""
     inputs = testing.make_inputs(replace(EVERYTHING, dtype=torch.bfloat16), DEVICE)
     got = testing.run(triton_attention, inputs)
     torch.use_deterministic_algorithms(False)
@@ -63,8 +63,8 @@ def test_deterministic_algorithms_change_nothing():
 
 
 def test_no_kernel_adds_atomically():
-    """Atomic additions come in any order, on a GPU; the interpreter would not show it. Exact ones may, and those of
-    dq_sum.py, which run where a call has asked for them (tests/kernels/test_one_pass.py).
+    """On a GPU, atomic additions come in any order; the interpreter would not show it. Exact ones are allowed, as are
+    those of dq_sum.py, which only run for a call that asks for them (tests/kernels/test_one_pass.py).
     """
     names = {
         (path.name, node.attr)
@@ -77,7 +77,7 @@ def test_no_kernel_adds_atomically():
 
 
 def test_tiles_do_not_depend_on_batch_or_length():
-    """Else a sequence would be summed in another order when its neighbours change."""
+    """Otherwise a sequence would be summed in another order if its neighbours changed."""
     assert set(inspect.signature(configs.lookup).parameters) == {"arch", "head_dim", "dtype", "work"}
     assert set(inspect.signature(configs.lookup_exact_rows).parameters) == {"arch", "head_dim"}
     assert set(inspect.signature(configs.lookup_few_queries).parameters) == {"arch", "head_dim", "dtype", "work"}
@@ -87,9 +87,9 @@ def test_tiles_do_not_depend_on_batch_or_length():
 @dtypes
 @kinds
 def test_a_sequence_does_not_know_its_batch(kind, dtype):
-    """Batch invariance: out, lse and all gradients of a member are what it gets alone.
+    """Batch invariance: out, lse and all gradients of a member are the same as alone.
 
-    But for functions and dropout, which know which batch it is, and for the gradients of what batches share.
+    Exceptions are functions and dropout, which depend on the batch index, and gradients of tensors that batches share.
     """
     case = replace(KINDS[kind], dtype=dtype, mask_function=False, dropout_p=0.0)
     inputs = testing.make_inputs(case, DEVICE)
@@ -103,7 +103,7 @@ def test_a_sequence_does_not_know_its_batch(kind, dtype):
 
 @dtypes
 def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
-    """Other contents, other lengths, even NaN: the first member's bits stay."""
+    """Other contents, other lengths, even NaN: the bits of the first member stay the same."""
     case = Case(seqlen_q=37, seqlen_k=37, nheads_q=2, nheads_kv=1, head_dim=16, dtype=dtype, causal="bottom_right")
     inputs = testing.make_inputs(replace(case, padding="right"), DEVICE)
     assert inputs.mask.valid is not None
@@ -123,9 +123,9 @@ def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
 @dtypes
 @pytest.mark.parametrize("pieces", [(1, 36), (16, 16, 5), (30, 7), (12, 9, 16)], ids=str)
 def test_a_prompt_in_pieces(pieces, dtype):
-    """With the keys so far in a cache, queries come a few at a time: out, lse and dq have the bits of all at once.
+    """Queries come a few at a time, with all keys so far in a cache: out, lse and dq have the bits of a single call.
 
-    But for so few that another tile has all of them, with both heads: these are as accurate, and near.
+    The exception is a piece so short that a small tile holds its queries of both heads: it is close, and as accurate.
     """
     case = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=37, seqlen_k=37, head_dim=16, dtype=dtype, rope="half")
     inputs = replace(testing.make_inputs(case, DEVICE), mask=masks.causal())

@@ -1,4 +1,4 @@
-"""Philox as its authors published it and as Triton has it, and what dropout keeps."""
+"""Philox as its authors published it and as Triton implements it, and the pairs that dropout keeps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def four_words(out_ptr, seed_ptr, index, N_ROWS: tl.constexpr, N_KEYS: tl.conste
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, -1, -(2**63), 0x299F31D0A4093822])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_triton_keeps_the_same(seed, dropout_p):
-    """Pairs whose query and key differ in bit 3 alone are the words of one counter, which has the index without it."""
+    """Pairs whose query and key differ only in bit 3 use the words of one counter, whose index omits that bit."""
     batch, nheads, seqlen_q, seqlen_k, first = 2, 3, 21, 61, 5
     seed = torch.tensor([seed], device=DEVICE)
     keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first)
@@ -86,7 +86,7 @@ def test_the_fraction_kept(dropout_p):
 
 
 def test_every_pair_draws_for_itself():
-    """Half of two masks agree by chance, whatever they differ in."""
+    """Masks that differ in a single index or in the seed agree in half of their pairs, by chance."""
     keep = keep_mask(0.5, 2, 2, 64, 64)
     other = dropout.keep_mask(torch.tensor([1234567890124]), 0.5, 2, 2, 64, 64)
     for a, b in (
@@ -136,7 +136,7 @@ def test_a_weight_is_dropped_below_the_threshold_alone():
 
 
 def test_seeds_that_are_mapped():
-    """As ``torch.vmap(..., randomness="different")`` draws them."""
+    """Seeds with a batch dimension, as ``torch.vmap(..., randomness="different")`` draws them."""
     seeds = torch.tensor([[1234567890123], [5]])
     got = torch.vmap(lambda seed: dropout.keep_mask(seed, 0.4, 2, 3, 27, 39))(seeds)
     assert torch.equal(got, torch.stack([dropout.keep_mask(seed, 0.4, 2, 3, 27, 39) for seed in seeds]))

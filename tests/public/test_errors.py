@@ -1,4 +1,4 @@
-"""What a caller gets wrong: the type of the error, and a message that names the argument, what it got and may get."""
+"""A caller's mistakes: the type of the error; its message names the argument, the value and the values allowed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stops(*numbers: int) -> torch.Tensor:
 
 
 def good_packed() -> dict[str, Any]:
-    """Sequences of 4 and 5 queries, 5 and 7 keys."""
+    """Sequences of 4 and 5 queries, and of 5 and 7 keys."""
     q, k, v = tensor(9, 4, 16), tensor(12, 2, 16), tensor(12, 2, 16)
     lengths = {"max_seqlen_q": 5, "max_seqlen_k": 7}
     return {"q": q, "k": k, "v": v, "cu_seqlens_q": stops(0, 4, 9), "cu_seqlens_k": stops(0, 5, 12), **lengths}
@@ -80,7 +80,7 @@ def halved_eager(score, batch, head, q_index, k_index, args):
     return score * 0.5
 
 
-# What is changed in a good call -> the error, and what its message must contain.
+# Changes to a good call -> the error, and what its message must contain.
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "q is no tensor": ({"q": [[0.0]]}, TypeError, ("q", "list", "torch.Tensor")),
     "k is None": ({"k": None}, TypeError, ("k", "NoneType", "torch.Tensor")),
@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "backend a class": ({"backend": torch.Tensor}, (ValueError, TypeError), ("backend", "Tensor", "'triton'")),  # type: ignore[dict-item]
 }  # fmt: skip
 
-# What is changed in a good call -> the backends that refuse it, and one message for each reason.
+# Changes to a good call -> the backends that refuse it, and one message for each reason.
 GRADIENT = {"requires_grad": True}
 NOT_SUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "learned arguments of a mask": (
@@ -291,7 +291,7 @@ def assert_message(error: BaseException, contains: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, backend):
     changes, error, contains = WRONG[name]
-    attention(**good(), backend=backend)  # it is remembered that this passed
+    attention(**good(), backend=backend)  # the cache remembers that this passed
     with pytest.raises(error) as caught:
         attention(**{**good(), "backend": backend, **changes})
     assert_message(caught.value, contains)
@@ -328,10 +328,10 @@ def test_good_packed_sequences(backend):
 @backends
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_what_is_not_supported(name, backend):
-    """All reasons at once, the same that not_supported_reasons lists."""
+    """The message lists all reasons at once, the same as not_supported_reasons."""
     changes, refuse, contains = NOT_SUPPORTED[name]
     call = {**good(), "backend": backend, **changes}
-    attention(**good(), backend=backend)  # it is remembered that this runs
+    attention(**good(), backend=backend)  # the cache remembers that this runs
     reasons = not_supported_reasons(**call)
     if backend not in refuse and name != "everything":
         assert reasons == []
@@ -371,7 +371,7 @@ def test_every_good_call_has_no_reason():
 
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
 def test_meta_tensors(backend):
-    """A device that no kernel runs on is a reason, or works; it is no RuntimeError from the depths."""
+    """A device that no kernel runs on works or is refused with a reason; it is no RuntimeError from deep inside."""
     q, k, v = (x.to("meta") for x in good().values())
     if backend == "torch":
         assert attention(q, k, v, backend=backend).shape == q.shape
@@ -383,7 +383,7 @@ def test_meta_tensors(backend):
 @pytest.mark.skipif(DEVICE != "cpu", reason="about CPU tensors")
 def test_cpu_tensors_without_the_interpreter(monkeypatch):
     if INTERPRETING:
-        attention(**good(), backend="triton")  # it is remembered that this runs
+        attention(**good(), backend="triton")  # the cache remembers that this runs
     monkeypatch.delenv("TRITON_INTERPRET")
     reasons = not_supported_reasons(**good(), backend="triton")
     assert len(reasons) == 1
@@ -415,7 +415,7 @@ def test_float64_on_a_gpu():
 
 
 def test_positional_use():
-    """Only q, k, v go by position: nothing can be mistaken for the mask of another library."""
+    """Only q, k and v are positional, so nothing can be mistaken for the mask of another library."""
     with pytest.raises(TypeError):
         attention(*good().values(), None)  # type: ignore[call-overload]
     with pytest.raises(TypeError):

@@ -1,6 +1,6 @@
 """The kernels in float64, where rounding is negligible, against formulas in extended precision.
 
-A GPU has no float64 kernels; this is for the interpreter alone.
+A GPU has no float64 kernels, so this runs in the interpreter only.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def visible_pairs(inputs: testing.Inputs) -> np.ndarray:
         seen &= documents.q.numpy()[:, None, :, None] == documents.k.numpy()[:, None, None, :]
     if layout is not None:
         seen &= layout.blocks.numpy()[..., i // layout.block_q, j // layout.block_k]
-    if function is not None:  # of triton_functions, whose arguments are one number for each head of each batch
+    if function is not None:  # of triton_functions: its arguments are one number for each head of each batch
         first = function.args[0].numpy().reshape(batch, nheads)[:, :, None, None]
         seen &= (i + 4 * j + first) % 5 != 0
     return seen
 
 
 def modified(scores: np.ndarray, inputs: testing.Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What becomes of scaled scores, their derivative, that by a learned gain, and the columns of a relative bias."""
+    """The modified scores, their derivative, the derivative by a learned gain, and the columns of a relative bias."""
     (batch, nheads, seqlen_q, seqlen_k), derivative = scores.shape, np.ones_like(scores)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     distance = j - i - (seqlen_k - seqlen_q)
@@ -92,14 +92,14 @@ def modified(scores: np.ndarray, inputs: testing.Inputs) -> tuple[np.ndarray, np
 
 
 def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Summed over what `shape` is broadcast over."""
+    """Sum ``x`` over the dimensions that `shape` is broadcast over."""
     shape_4 = (1,) * (4 - len(shape)) + tuple(shape)
     axes = tuple(axis for axis in range(4) if shape_4[axis] == 1)
     return x.sum(axis=axes, keepdims=True).reshape(shape)
 
 
 def rotate(x: np.ndarray, rope: Rope, positions: Tensor, *, backward: bool = False) -> np.ndarray:
-    """Pair by pair; `backward` is the transpose, which takes the gradient of the result to that of x."""
+    """Rotate pair by pair; `backward` applies the transpose, which maps the gradient of the result to that of x."""
     half = rope.cos.shape[-1]
     out = x.copy()
     for b in range(x.shape[0]):
@@ -115,7 +115,7 @@ def rotate(x: np.ndarray, rope: Rope, positions: Tensor, *, backward: bool = Fal
 
 
 def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
-    """Attention and its gradients, as one derives them on paper; nothing here is torch's or the package's."""
+    """Attention and its gradients as derived on paper, without code of torch or of the package."""
     q, k, v, dout = (extended(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     dlse = extended(inputs.dlse)
     (nheads_q, seqlen_q, head_dim), (nheads_kv, seqlen_k) = q.shape[1:], k.shape[1:3]
@@ -140,7 +140,7 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
         total = total + np.exp(sinks - highest)
     empty = total == 0
     p = exps / np.where(empty, FLOAT(1), total)
-    kept = extended(testing.keep_factor(inputs))  # which ones are kept: a test of its own, tests/public/test_dropout.py
+    kept = extended(testing.keep_factor(inputs))  # tests/public/test_dropout.py tests which pairs are kept
     out = (p * kept) @ v_q
     lse = np.where(empty, FLOAT(-np.inf), highest + np.log(np.where(empty, FLOAT(1), total)))[..., 0]
 
@@ -179,8 +179,8 @@ def test_budget_in_float64(case):
     """Also proves the reference: its own error, the unit of the budget, must be a few units in the last place."""
     inputs = testing.make_inputs(replace(case, dtype=torch.float64))
     truth, eager = by_formula(inputs), testing.baseline(inputs)
-    # In float64 the interpreter's products are rounded as a GPU's are: dp and delta of a row that sees one key do not
-    # cancel to the last bit, as they do in eager PyTorch.
+    # In float64 the interpreter rounds products as a GPU does: dp and delta of a row that sees one key do not cancel to
+    # the last bit, as they do in eager PyTorch.
     assert_accurate(triton_attention, inputs, case, truth)
     for name, x in truth.items():
         finite = x.isfinite()

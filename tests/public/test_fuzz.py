@@ -1,4 +1,4 @@
-"""Every argument at once, hostile ones too, and that a broken kernel would be noticed; ``make fuzz`` tries more."""
+"""Every argument at once, with hostile values, and proof that a broken kernel is detected; ``make fuzz`` tries more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tools import fuzz, reproduce
 
 
 def test_what_cannot_be_compared_with_the_truth():
-    """Rotations of ordinary size can, and large scores without a rotation."""
+    """Rotations of ordinary size can be compared, and so can large scores without a rotation."""
     chosen = PROBLEMS["scores of 100,000, of which the rounding of a rotation chooses the largest"]
     assert contract.rounding_decides(chosen.inputs(DEVICE))
     tiny = FuzzProblem(replace(HALF, seqlen_k=2, seed=0), magnitudes={"v": 1e-40, "dout": 1e4}, dlse=False)
@@ -52,7 +52,7 @@ def test_the_contract_holds(problem):
     check(problem)
 
 
-# On a GPU most problems compile kernels of their own.
+# On a GPU most problems compile their own kernels.
 @quick.only(seed=0)
 @pytest.mark.parametrize("seed", range(4 if INTERPRETING else 2))
 def test_the_contract_holds_for_what_is_drawn(seed):
@@ -65,7 +65,7 @@ def test_overflow_is_recognised():
 
 
 def wrong_out(change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Callable[..., Any]:
-    """The kernels with another output."""
+    """The kernels, with `change` applied to out."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         result = triton_attention(q, k, v, **options)
@@ -94,7 +94,7 @@ def wrong_gradient(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..
 
 
 def wrong_gradient_of_what_is_added(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Of the bias or the sinks."""
+    """The kernels, with another gradient of the bias or the sinks."""
 
     def hooked(x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -118,12 +118,12 @@ def last_row(x: Tensor) -> Tensor:
 
 
 def first_row(x: Tensor) -> Tensor:
-    """1 in the first row of each head, which sees one key only."""
+    """1 in the first row of each head, which sees only one key; 0 elsewhere."""
     return (torch.arange(x.shape[2], device=x.device) == 0).to(x.dtype)[:, None]
 
 
 def overwrite(x: Tensor, start: int) -> None:
-    """Write into the memory of ``x``, past autograd: its first element, or one that is not its own."""
+    """Write into the memory of ``x`` without autograd noticing: its first element, or one that is not its own."""
     x.data.as_strided((1,), (1,), start).fill_(0.5)
 
 
@@ -260,14 +260,14 @@ def test_faults_of_the_torch_backend_are_noticed(monkeypatch, problem, change):
 
 @pytest.mark.parametrize("problem", [*PROBLEMS.values(), FuzzProblem(Case()), POISONED], ids=str)
 def test_a_problem_prints_as_the_call_that_makes_it(problem):
-    """In a shell, between double quotes."""
+    """The call also works in a shell, between double quotes."""
     assert reproduce.problem_of(repr(problem)) == problem
     assert not set(repr(problem)) & set('"$`\\!\n')
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_inputs_every_time(layout):
-    """Whatever the layout, tensors lie between NaN, and begin where they should."""
+    """In every layout, tensors lie between NaN, and begin at the requested offset."""
     case = replace(SMALL, batch=2, nheads_kv=2)
     problem = FuzzProblem(case, layouts={"k": layout}, storage_offset=3, magnitudes={"k": 2.0})
     one, two = problem.inputs(DEVICE), problem.inputs(DEVICE)
@@ -323,7 +323,7 @@ def test_the_command_runs_in_a_shell():
 
 
 def test_the_long_mode(monkeypatch, tmp_path, capsys):
-    """It counts, keeps a failure, and tries that first the next time."""
+    """It counts problems, keeps a failure, and tries it first the next time."""
     monkeypatch.setattr(fuzz, "DATABASE", str(tmp_path / "database"))
     monkeypatch.setattr(fuzz, "MAX_FAILURES", 1)
     tried: list[FuzzProblem] = []
@@ -344,7 +344,7 @@ def test_the_long_mode(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fuzz, "check", fails_on_float16)
     assert fuzz.main(100, tmp_path / "fuzz.json") == 1
     n_tried = json.loads((tmp_path / "fuzz.json").read_text())["problems"]
-    assert n_tried < len(tried)  # not counting what made the failure smaller
+    assert n_tried < len(tried)  # without the problems tried to shrink the failure
     (command,) = json.loads((tmp_path / "fuzz.json").read_text())["failures"]
     assert f"{command}\n    because\n" in capsys.readouterr().out
     assert "dtype=torch.float16" in command

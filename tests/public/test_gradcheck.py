@@ -1,7 +1,7 @@
 """``torch.autograd.gradcheck`` on the kernels themselves, in float64: every feature, and every pair of features.
 
-A difference quotient knows nothing of the formulas of the backward, nor of the reference. A GPU has no float64 kernels;
-this is for the interpreter alone.
+A difference quotient uses neither the formulas of the backward nor the reference. A GPU has no float64 kernels, so
+this runs in the interpreter only.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _tiles_of_one_head(monkeypatch):
-    """As many queries are computed; few, as these would be, have theirs in tests/kernels/test_decode.py."""
+    """The tiles that many queries get; tests/kernels/test_decode.py covers those of a few queries, as here."""
     monkeypatch.setattr(configs, "lookup_few_queries", lambda *asked: None)
 
 
 TINY = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=4, seqlen_k=5, head_dim=4, dtype=torch.float64)
 
-# What each feature changes in TINY. Two features are a pair if they do not want different values of one field.
+# The fields of TINY that each feature changes. Two features form a pair unless they set one field differently.
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right"},
     "causal, top-left": {"causal": "top_left"},
@@ -78,7 +78,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.4},
 }
 
-# Other forms of these features, which do not change what they do to each other.
+# Other forms of these features, which interact with the others in the same way.
 VARIANTS: dict[str, dict[str, Any]] = {
     "more features of values": {"head_dim_v": 6},
     "shuffled documents": {"documents": "shuffled"},
@@ -100,7 +100,7 @@ EVERYTHING = replace(
 
 @functools.cache
 def pairs() -> dict[str, Case]:
-    """Every pair that is a case of its own."""
+    """Every pair that makes a new case."""
     seen = {replace(TINY, **changes) for changes in FEATURES.values()}
     found = {}
     for (one, a), (other, b) in itertools.combinations(FEATURES.items(), 2):
@@ -112,15 +112,15 @@ def pairs() -> dict[str, Case]:
 
 
 def with_something_visible(case: Case) -> Case:
-    """The same with the first seed under which that is so: of two random masks little may be left."""
+    """The case with the first seed that leaves a pair visible: two random masks may hide nearly all."""
     seeds = (replace(case, seed=case.seed + n) for n in range(100))
     return next(x for x in seeds if testing.make_inputs(x).visible().any())
 
 
 def gradcheck(case: Case, returned: str = "out and lse", *, joined: bool = False, **options: Any) -> None:
-    """Along random directions, unless `options` say otherwise; also that the backward repeats bit for bit.
+    """Check along random directions, unless `options` say otherwise; also that the backward repeats bit for bit.
 
-    With `joined`, all leaves move in one direction together, which takes a third of the evaluations, or less.
+    With `joined`, all leaves move in one direction together, which takes at most a third of the evaluations.
     """
     inputs = testing.make_inputs(case)
     tensors = list(inputs.leaves.values())
@@ -133,7 +133,7 @@ def gradcheck(case: Case, returned: str = "out and lse", *, joined: bool = False
         out, lse = triton_attention(moved.q, moved.k, moved.v, **moved.options, return_lse=True)
         # The difference quotient of a constant -inf is NaN.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        # As one tensor, because each result costs backward passes of its own.
+        # One tensor, because each result costs its own backward passes.
         return {"out": out, "lse": lse, "out and lse": torch.cat((out, lse[..., None]), -1)}[returned]
 
     x = [torch.cat([t.flatten() for t in tensors])] if joined else tensors
@@ -142,7 +142,7 @@ def gradcheck(case: Case, returned: str = "out and lse", *, joined: bool = False
 
 
 def test_every_feature_is_drawn_with_every_other():
-    """But for the pairs that contradict themselves, which are these."""
+    """Except for the pairs that contradict each other."""
     assert len(pairs()) > 600
 
 
@@ -161,19 +161,19 @@ def test_gradcheck_of_a_pair(name):
 @pytest.mark.parametrize("returned", ["out", "lse", "out and lse"])
 @pytest.mark.parametrize("case", [TINY, EVERYTHING], ids=["nothing", "everything"])
 def test_gradcheck_of_each_result(case, returned):
-    """And with gradients that autograd leaves undefined."""
+    """Also with gradients that autograd leaves undefined."""
     gradcheck(case, returned, check_undefined_grad=True)
 
 
 @pytest.mark.thorough
 def test_gradcheck_element_by_element():
-    """All of the Jacobian, where the other checks take random directions."""
+    """The whole Jacobian; the other checks take random directions."""
     case = replace(EVERYTHING, batch=1, nheads_q=1, seqlen_q=2, seqlen_k=2, head_dim=2, head_dim_v=3)
     gradcheck(with_something_visible(case), joined=True, fast_mode=False)
 
 
 def test_gradcheck_of_an_out_of_order_mask():
-    """A query that sees later keys only; and one that sees every second."""
+    """One query sees only later keys, and one sees every second key."""
     allowed = torch.zeros(5, 7, dtype=torch.bool)
     allowed[0, 4:], allowed[1, ::2], allowed[3] = True, True, True
     q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))

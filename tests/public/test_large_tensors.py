@@ -1,7 +1,7 @@
 """Tensors of more than 2^31 elements: every offset into them is right, forward and backward.
 
 Only the rows that are read or written take memory: their storage is committed page by page. Results must equal, bit
-for bit, those of the same rows packed together. A batch of 2^26 is run for its last sequence alone.
+for bit, those of the same rows packed together. For a batch of 2^26, only the last sequence is run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ interpreted = pytest.mark.skipif(not INTERPRETING, reason="a GPU commits all mem
 
 FAR = 2**30 + 16  # the third row, head or batch starts beyond 2^31
 LIMIT = MAX_ROW_STRIDE
-ENOUGH = 2**24  # elements that are no trouble to touch
-DTYPES = (torch.float16, torch.float32)  # each has a kernel of its own for the rows
+ENOUGH = 2**24  # a tensor with at most this many elements is really filled
+DTYPES = (torch.float16, torch.float32)  # float32 has its own backward kernel for the rows
 
 
 def lazy(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU of which only the pages that are touched take memory, NaN on a GPU; or skip the test."""
+    """Zeros on the CPU, whose untouched pages take no memory; NaN on a GPU. Skip the test if they do not fit."""
     if not INTERPRETING:
         if numel * dtype.itemsize > 0.9 * torch.cuda.mem_get_info()[0]:
             pytest.skip(f"needs {numel * dtype.itemsize / 2**30:.0f} GiB of GPU memory")
@@ -60,13 +60,13 @@ def lazy(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def resident() -> int:
-    """Bytes of this process that lie in memory."""
+    """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.fixture(autouse=True)
 def _accesses() -> Iterator[None]:
-    """Looks at every address that is read or written, and at how much memory was committed."""
+    """Check every address that is read or written, and how much memory was committed."""
     before = resident() if INTERPRETING else 0
     with checked_accesses() if INTERPRETING else nullcontext():
         yield
@@ -80,7 +80,7 @@ def distant(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) ->
 
 
 def far(x: Tensor, dim: int, stride: int) -> tuple[int, ...]:
-    """Strides of ``x`` packed but for one dimension."""
+    """Strides of ``x``, packed except along `dim`."""
     strides = list(x.stride())
     strides[dim] = stride
     return tuple(strides)
@@ -88,14 +88,14 @@ def far(x: Tensor, dim: int, stride: int) -> tuple[int, ...]:
 
 @contextmanager
 def distant_outputs() -> Iterator[list[Tensor]]:
-    """What is allocated like a tensor with large strides has its strides too."""
+    """Tensors allocated like one with large strides get its strides too."""
     empty_like = torch.empty_like
     allocated: list[Tensor] = []
 
     def like(x: Tensor, **kwargs: Any) -> Tensor:
         if max(x.stride()) < LIMIT or kwargs.get("memory_format") is torch.contiguous_format:
             return empty_like(x, **kwargs)
-        # Not a view in the eyes of autograd: an op may return it.
+        # Autograd does not see a view, so an op may return it.
         out = distant(x.shape, x.stride(), kwargs.get("dtype", x.dtype))
         allocated.append(x.new_empty(0, dtype=out.dtype).set_(out.untyped_storage(), 0, x.shape, x.stride()))
         return allocated[-1]
@@ -128,11 +128,11 @@ DISTANT = {
     ids=str,
 )
 def test_far_apart(name, dtype):
-    """q, k, v, dout, out and the gradients with more than 2^31 elements from their first row to their last."""
+    """q, k, v, dout, out and the gradients span more than 2^31 elements from their first row to their last."""
     case, dim, stride = DISTANT[name]
     inputs = testing.make_inputs(replace(case, dtype=dtype), DEVICE)
     expected = testing.run(triton_attention, inputs)
-    room = 2**18  # in which each tensor finds its place in the storage of all four
+    room = 2**18  # each tensor starts somewhere within this part of their common storage
     extent = stride * max(inputs.q.shape[dim], inputs.k.shape[dim]) + 4 * room
     storage = lazy(extent, dtype)
     for at, name in enumerate(("q", "k", "v", "dout")):
@@ -143,7 +143,7 @@ def test_far_apart(name, dtype):
     with distant_outputs() as allocated:
         got = testing.run(triton_attention, inputs)
     assert_equal(got, expected)
-    # out and its rest, dq, dk, dv; contiguous where the inputs had to be copied
+    # out and its rounding residual, dq, dk, dv; contiguous if the inputs had to be copied
     n_outputs = 5 if dtype == torch.float16 else 4
     assert len(allocated) == (n_outputs if dim < 2 or stride <= LIMIT else 0)
 
@@ -162,7 +162,6 @@ def masked(allowed: Tensor, seqlen_q: int, seqlen_k: int) -> testing.Results:
     ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
 )  # fmt: skip
 def test_boolean_mask(shape, dim, stride):
-    """A boolean mask with more than 2^31 elements from its first to its last."""
     seqlen_q, seqlen_k = shape[2], max(shape[3], 9 if shape[3] == 1 else 1)
     allowed = (torch.rand(shape) < 0.6).to(DEVICE)
     strides = list(far(allowed, dim, stride))
@@ -202,7 +201,6 @@ def test_bias(shape, dim, stride):
     ids=["batches", "heads", "queries", "queries, copied", "distances, copied"],
 )  # fmt: skip
 def test_relative_bias(shape, dim, stride):
-    """Likewise a relative one."""
     seqlen_q = max(shape[2], 9)
     table = torch.randn(shape).to(DEVICE, torch.float16)
     far_table = distant(shape, far(table, dim, stride), table.dtype)
@@ -212,10 +210,10 @@ def test_relative_bias(shape, dim, stride):
 
 @contextmanager
 def last_of(batch: int) -> Iterator[None]:
-    """Run only the last programs of a launch, one of `batch`, and allocate lazily; a smaller launch runs as it is.
+    """Run only the last of the `batch` parts of a launch, and allocate lazily; run a smaller launch as it is.
 
-    The batch is the outermost in every grid: where it is `batch`, only its last sequence is computed. No heads of
-    different sequences run side by side.
+    The batch is the outermost dimension of every grid: if it is `batch`, only its last sequence is computed. Heads of
+    different sequences never run side by side.
     """
     from triton.runtime import interpreter
 
@@ -258,7 +256,7 @@ def last_of(batch: int) -> Iterator[None]:
 
 
 def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, Tensor]:
-    """Everything that the two ops return."""
+    """All results of the two ops."""
     options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, packed=packed)
     constants = constants_of(options, keep_residual=True).flat()
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
@@ -274,12 +272,12 @@ def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, T
 
 
 def last(results: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The last elements of each result, along every dimension as many as `like` has."""
+    """The last elements of each result: as many along every dimension as `like` has."""
     return {name: x[tuple(slice(-n, None) for n in like[name].shape)] for name, x in results.items()}
 
 
 def last_of_many(x: Tensor, batch: int, seqlen_first: bool = False) -> Tensor:
-    """``x``, of batch 1, as the last of `batch` in a tensor that holds them all."""
+    """Make ``x``, of batch 1, the last sequence of a tensor with `batch` sequences."""
     shape = (batch, *x.shape[1:])
     strides = torch.empty(shape, device="meta").stride()
     if seqlen_first:
@@ -295,7 +293,7 @@ def last_of_many(x: Tensor, batch: int, seqlen_first: bool = False) -> Tensor:
     ("dtype", "boolean"), [(torch.float16, None), (torch.float32, None), (torch.float32, "broadcast")], ids=str
 )
 def test_many_sequences(dtype, boolean):
-    """More than 2^31 rows of queries, of keys, of positions and of tables; and of every result."""
+    """More than 2^31 rows of queries, keys, positions, tables and every result."""
     batch, seqlen = 2**26, 50
     case = Case(
         batch=1, nheads_q=2, nheads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, dtype=dtype,
@@ -323,7 +321,7 @@ def test_many_sequences(dtype, boolean):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_biases(dtype):
-    """More than 2^31 elements of a bias and of a relative one, for each pair, and of their gradients."""
+    """A bias and a relative bias of more than 2^31 elements, read per pair, and their gradients."""
     batch, seqlen = 2**22, 50
     case = Case(
         batch=1, nheads_q=2, nheads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16, dtype=dtype, seed=1,
@@ -350,7 +348,7 @@ def test_many_biases(dtype):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_packed_sequences(dtype):
-    """2^30 queries and keys of four heads: rows, and statistics, of the last sequence begin beyond 2^31."""
+    """2^30 queries and keys of four heads: rows and statistics of the last sequence begin beyond 2^31."""
     total, seqlen_q, seqlen_k, behind = 2**30, 20, 37, 5
     case = replace(
         SMALL, nheads_q=4, nheads_kv=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype, padding="uneven",
@@ -359,7 +357,7 @@ def test_long_packed_sequences(dtype):
     inputs = testing.make_inputs(case)
 
     def last_rows(x: Tensor, dim: int) -> Tensor:
-        """Its rows behind many others, with the heads of a row beside each other."""
+        """Put the rows of ``x`` behind many others, with the heads of a row side by side."""
         shape = [*x.shape]
         shape[dim] = total
         strides = torch.empty(shape, device="meta").stride()
@@ -371,7 +369,7 @@ def test_long_packed_sequences(dtype):
         return out
 
     def second_of(x: Tensor) -> Tensor:
-        """As the second of two sequences."""
+        """Make ``x`` the second of two sequences."""
         return torch.cat((torch.zeros_like(x), x))
 
     def rows_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -403,7 +401,7 @@ def test_long_packed_sequences(dtype):
 @interpreted
 @pytest.mark.parametrize("positions_dtype", [torch.int32, torch.int64])
 def test_long_tables(positions_dtype):
-    """Rotary tables of more than 2^31 elements, used at their end."""
+    """Rotary tables of more than 2^31 elements, of which only the end is used."""
     inputs = testing.make_inputs(replace(SMALL, rope="interleaved", dtype=torch.float16))
     rope = inputs.rope
     at = torch.randint(0, rope.n_positions, (20,), dtype=positions_dtype)
@@ -419,7 +417,7 @@ def test_long_tables(positions_dtype):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_with_far_rows(dtype):
-    """Outputs have the layout of q: in (seqlen, batch, nheads, head_dim), many sequences bring rows far apart."""
+    """Outputs have the layout of q. In (seqlen, batch, nheads, head_dim), many sequences put rows far apart."""
     batch = 2**22
     inputs = testing.make_inputs(replace(SMALL, nheads_q=2, nheads_kv=2, dtype=dtype))
     expected = run_ops(inputs)
@@ -437,7 +435,7 @@ def test_outputs_with_far_rows(dtype):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_keys(dtype, monkeypatch):
-    """2^27 keys, of which only the last are valid: k, v and their gradients exceed 2^31 elements."""
+    """2^27 keys, only the last of them valid: k, v and their gradients exceed 2^31 elements."""
     from fusedattn.kernels import configs, mask_arguments
 
     seqlen_k, packed = 2**27, configs.INTERPRETER.dkdv.BLOCK_N
@@ -446,7 +444,7 @@ def test_many_keys(dtype, monkeypatch):
     inputs = replace(inputs, mask=replace(inputs.mask, valid=torch.arange(packed)[None] >= 2))
 
     def at_the_end(x: Tensor) -> Tensor:
-        """Its keys are the last of all."""
+        """Make the keys of ``x`` the last of all keys."""
         dim = 2 if x.dtype == dtype else -1
         shape = [*x.shape]
         shape[dim] = seqlen_k
@@ -461,7 +459,7 @@ def test_many_keys(dtype, monkeypatch):
         v=at_the_end(inputs.v),
         mask=replace(inputs.mask, valid=at_the_end(inputs.mask.valid)),
     )
-    # Finding it would take a walk over all keys.
+    # Computing it would visit all keys.
     key_range = torch.tensor([[seqlen_k - packed + 2, seqlen_k, 1]], dtype=torch.int32)
     monkeypatch.setattr(mask_arguments, "key_range", lambda *_: key_range)
     with last_of(seqlen_k // packed):
@@ -471,7 +469,7 @@ def test_many_keys(dtype, monkeypatch):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(20, 2**27), (2**27, 20), (2**20, 2**20)])
 def test_rows_of_a_boolean_mask_are_near_enough(seqlen_q, seqlen_k):
-    """Offsets inside a tile are int32: a mask whose rows are too long is transposed; no test has memory for one."""
+    """Offsets inside a tile are int32, so a mask whose rows are too long is transposed. No test has memory for one."""
     allowed = torch.empty(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="meta")
     for mask in (allowed, torch.empty(1, 1, seqlen_k, seqlen_q, dtype=torch.bool, device="meta").mT):
         near = pairs(mask)

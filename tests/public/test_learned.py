@@ -1,4 +1,4 @@
-"""Gradients of what scores are computed from by index: ALiBi's slopes, and tensors that a user's function reads."""
+"""Gradients of tensors that scores read by index: ALiBi's slopes, and tensors that a user's function reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("poison", "_seed")
 in_float64 = pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
 
 BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 2, 4, 2, 19, 35, 8
-WIDTH = 5  # of the picture whose points the queries and keys of `picture` are
+WIDTH = 5  # of the picture in `picture`, whose points are queries and keys
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _by_query(score, batch, head, q_index, k_index, args):
 
 
 def gates(dtype: torch.dtype) -> ScoreMod:
-    """Two tensors, of different dtypes: one for each key of a head of a batch, one for each query."""
+    """Two tensors of different dtypes: one value for each key of each head and batch, and one for each query."""
     of_keys, of_queries = torch.randn(BATCH, HEADS, SEQLEN_K, dtype=dtype), torch.randn(SEQLEN_Q, dtype=torch.float64)
     return ScoreMod(
         _gate, _unit, lambda s, b, h, i, j, args: s + args[0][b, h, j] * args[1][i],
@@ -103,7 +103,7 @@ def gates(dtype: torch.dtype) -> ScoreMod:
 
 @triton.jit
 def _step(q_index, k_index, width):
-    """Which entry of a table of steps across a picture, ``(2 * width - 1) ** 2`` of them."""
+    """Index of a step across a picture in a table of ``(2 * width - 1) ** 2`` steps."""
     down = tl.minimum(tl.maximum(q_index // width - k_index // width, 1 - width), width - 1) + width - 1
     right = q_index % width - k_index % width + width - 1
     return down * (2 * width - 1) + right
@@ -140,7 +140,7 @@ def _picture_eager(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, args: 
 
 
 def picture(dtype: torch.dtype) -> ScoreMod:
-    """A table of two-dimensional steps, of which each pair reads two entries: an offset and a factor."""
+    """A table of two-dimensional steps. Each pair reads two entries: an offset and a factor."""
     table = torch.randn(2, 2 * WIDTH - 1, 2 * WIDTH - 1, dtype=dtype)
     return ScoreMod(
         _picture, _picture_derivative, _picture_eager, (table, WIDTH),
@@ -163,7 +163,7 @@ def qkv(dtype: torch.dtype, seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K) 
 
 
 def learning(score_mod: ScoreMod) -> tuple[ScoreMod, list[Tensor]]:
-    """The same, whose tensors with gradients are new leaves, and these."""
+    """Make the tensors with gradients new leaves. Returns the new function and the leaves."""
     args = list(score_mod.args)
     for i in score_mod.learned_args:
         args[i] = args[i].to(DEVICE).requires_grad_()
@@ -181,7 +181,6 @@ def gradients(function: Callable[..., Tensor], x: list[Tensor], leaves: list[Ten
 @options
 @mods
 def test_args(mod, name):
-    """As PyTorch derives them."""
     score_mod, leaves = learning(MODS[mod](torch.float64))
     x = qkv(torch.float64)
     got, expected = (
@@ -211,7 +210,7 @@ def test_args_in_other_dtypes(mod):
 
 @in_float64
 def test_slopes():
-    """Shared and per batch, of a table that is not contiguous, beside everything else that is added."""
+    """Slopes, shared and per batch, from a table that is not contiguous, together with another bias."""
     x, table = qkv(torch.float64), torch.randn(HEADS, 1, 7, dtype=torch.float64, requires_grad=True)
     for slopes in (torch.rand(HEADS, dtype=torch.float64), torch.rand(BATCH, 2 * HEADS, dtype=torch.float64)[:, ::2]):
         leaf = slopes.requires_grad_()
@@ -230,7 +229,7 @@ def test_slopes():
     [(BATCH, HEADS, 1), (BATCH, 1, 1), (1, HEADS, 1), (1, 1, 1), (BATCH, HEADS, SEQLEN_Q), (1, 1, SEQLEN_Q)],
 )
 def test_relative(batch, heads, rows, reach):
-    """Tables of every shape; of one row they are shared by all queries."""
+    """Tables of every shape; a table of one row is shared by all queries."""
     table = torch.randn(batch, heads, rows, 2 * reach + 1, dtype=torch.float64, requires_grad=True)
     x = [y.detach() for y in qkv(torch.float64)]
     got, expected = (
@@ -245,7 +244,7 @@ def test_relative(batch, heads, rows, reach):
 
 
 def test_a_shared_table_takes_no_room_for_queries(monkeypatch):
-    """T5's, of which there may be far fewer numbers than queries."""
+    """T5's table, which may have far fewer numbers than there are queries."""
     sizes: list[int] = []
     zeros = torch.zeros
 
@@ -262,7 +261,7 @@ def test_a_shared_table_takes_no_room_for_queries(monkeypatch):
 
 @in_float64
 def test_packed():
-    """Sequences are what batches are elsewhere."""
+    """A sequence of a pack takes the part of a batch."""
     q, k, v = (torch.randn(11, h, HEAD_DIM, dtype=torch.float64, requires_grad=True) for h in (HEADS, 2, 2))
     stops = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
     slopes = torch.rand(3, HEADS, dtype=torch.float64, requires_grad=True)
@@ -313,7 +312,7 @@ def test_compiled(mod):
 
 @pytest.mark.thorough
 def test_the_order_of_batches_does_not_change_a_bit():
-    """Of what all batches share: the sums are exact."""
+    """Also of tensors that all batches share: the sums are exact."""
     score_mod, leaves = learning(picture(torch.float32))
     slopes = torch.rand(HEADS, device=DEVICE, requires_grad=True)
     x = qkv(torch.float32)
@@ -360,7 +359,7 @@ def _from_the_diagonal(score, batch, head, q_index, k_index, args):
 
 
 def test_what_hidden_pairs_have_does_not_matter():
-    """A derivative that is infinite on the diagonal, which the mask hides."""
+    """The derivative is infinite on the diagonal, which the mask hides."""
     score_mod, (factors,) = learning(temperature(torch.float32))
     odd = replace(score_mod, arg_gradients=(ArgGradient(0, _head, _from_the_diagonal),))
     mask = masks.boolean(~torch.eye(SEQLEN_Q, SEQLEN_K, dtype=torch.bool, device=DEVICE))
@@ -370,7 +369,7 @@ def test_what_hidden_pairs_have_does_not_matter():
 
 @pytest.mark.skipif(not INTERPRETING, reason="on a GPU compute-sanitizer looks at addresses")
 def test_functions_get_queries_and_keys_that_are_there():
-    """Also in tiles that reach beyond the last; each tensor ends where its storage does."""
+    """Also in tiles that reach beyond the last query or key: each tensor ends where its storage does."""
     score_mod, leaves = learning(gates(torch.float32))
     with checked_accesses():
         gradients(triton_attention, qkv(torch.float32), leaves, score_mod=score_mod)
@@ -391,7 +390,7 @@ def test_nothing_to_see_gives_zeros():
 
 
 def test_a_nan_reaches_what_its_query_reads():
-    """And nothing else."""
+    """It reaches nothing else."""
     score_mod, (factors,) = learning(temperature(torch.float32))
     slopes = torch.rand(BATCH, HEADS, device=DEVICE, requires_grad=True)
     x = qkv(torch.float32)
@@ -452,7 +451,7 @@ def test_sums_of_both_ends_of_the_range():
     ],
 )
 def test_sums_of_what_is_not_finite(terms, expected):
-    """A neighbour's terms are not touched."""
+    """The sum beside it is not touched."""
     got = exactly(torch.tensor([*terms, 2.0]), torch.tensor([*(1 for _ in terms), 0]), 3)
     assert got[0].item() == 2.0
     assert got[2].item() == 0.0

@@ -1,4 +1,4 @@
-"""Masks: what may be seen, what must not leak, and which blocks are visited."""
+"""Masks: which keys are visible, which values must not leak, and which blocks are visited."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
-# Several tiles in both directions, ragged ones among them.
+# Several tiles in both directions, some of them partial.
 SHAPE_ONLY = {"nheads_q": 2, "nheads_kv": 1, "seqlen_q": 45, "seqlen_k": 53, "head_dim": 16}
 SHAPE = Case(**SHAPE_ONLY)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def hiding(kind: str, inputs: testing.Inputs) -> tuple[Mask, Tensor]:
     ],
 )
 def test_keys_that_no_query_sees(kind, value, backend):
-    """Whatever they hold, nothing changes by a bit, and their own gradients are 0."""
+    """Their values change no bit of any result, and their own gradients are 0."""
     inputs = testing.make_inputs(SHAPE, DEVICE)
     mask, hidden = hiding(kind, inputs)
     where = hidden[:, None, :, None]
@@ -79,7 +79,7 @@ def test_keys_that_no_query_sees(kind, value, backend):
         assert (got[name].masked_select(where) == 0).all()
     if backend == "triton" and kind not in ("boolean", "causal, top-left"):
         assert_equal(got, expected)
-    else:  # computed again, or by the reference, in another order
+    else:  # the kernel recomputes, or the reference sums in another order
         torch.testing.assert_close(got, expected)
     out = function(poisoned.q, poisoned.k, poisoned.v, mask=mask)
     torch.testing.assert_close(out, expected["out"])
@@ -108,7 +108,7 @@ POISONED = {
     ],
 )
 def test_what_reaches_whom(kind, tensor, value, dtype, backend):
-    """A NaN reaches the queries that see it. Nothing reaches the others, nor the keys that only the others see."""
+    """A NaN reaches the queries that see it. It reaches no other query, and no key that only other queries see."""
     inputs = testing.make_inputs(replace(POISONED[kind], **SHAPE_ONLY, dtype=dtype), DEVICE)
     poisoned = torch.zeros(2, 2, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)
     if "k" in tensor:
@@ -135,7 +135,7 @@ def test_what_reaches_whom(kind, tensor, value, dtype, backend):
         )
         assert int(x.isnan().sum()) == 0, name
         if backend == "triton":
-            assert testing.compare(x, golden, same_dtype).used <= 1.5, name  # a part of the rows: see assert_accurate
+            assert testing.compare(x, golden, same_dtype).used <= 1.5, name  # only some rows: see assert_accurate
         else:
             torch.testing.assert_close(x, same_dtype, atol=2e-2, rtol=2e-2)
     if math.isnan(value):
@@ -143,7 +143,7 @@ def test_what_reaches_whom(kind, tensor, value, dtype, backend):
         assert clean_rows(got["out without lse"][reached]) == 0
         if tensor == "k":
             assert clean_rows(got["lse"][reached][:, None]) == 0
-    # An infinity too: no row that is NaN in out may look clean in dq, nor a key that such a row sees in dk.
+    # Infinities too: a row that is NaN in out must not look clean in dq, nor a key visible to it in dk.
     rows = got["out"].isnan().any(-1)
     assert clean_rows(got["dq"][rows]) == 0
     keys = (seen & rows[..., None]).any(-2).any(1, keepdim=True)
@@ -153,14 +153,14 @@ def test_what_reaches_whom(kind, tensor, value, dtype, backend):
 
 
 def clean_rows(x: Tensor) -> int:
-    """How many rows hold no NaN."""
+    """The number of rows without NaN."""
     return int((~x.isnan().any(-1)).sum())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @backends
 def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
-    """Where out is NaN, so is dq: a row must not look as if it had seen nothing."""
+    """If out is NaN, so is dq: a row must not look as if it had seen nothing."""
     q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (5, 20, 20))
     q, k = q.abs(), k.clone()
     k[0, 0, 3, 0] = sign * math.inf
@@ -170,14 +170,14 @@ def test_an_infinite_score_is_never_a_silent_zero(sign, backend):
     if sign > 0:
         assert clean_rows(out) == 0
     assert clean_rows(dq[out.isnan().any(-1)]) == 0
-    assert clean_rows(dq) == 0  # 0 times infinity, where the weight is 0
+    assert clean_rows(dq) == 0  # 0 times infinity, for a weight of 0
     assert int((lse == -math.inf).sum()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tensor", ["q", "k"])
 def test_a_row_whose_scores_are_all_nan(tensor, dtype):
-    """The maximum of such a row is that of no score at all, and yet it is no row that sees nothing."""
+    """Its maximum is that of an empty row, but it is not a row that sees nothing."""
     inputs = testing.make_inputs(replace(SHAPE, seqlen_q=3, seqlen_k=1 if tensor == "k" else 20, dtype=dtype), DEVICE)
     getattr(inputs, tensor)[0, :, 0] = math.nan
     results = testing.run(triton_attention, inputs)
@@ -190,7 +190,7 @@ def test_a_row_whose_scores_are_all_nan(tensor, dtype):
 
 @backends
 def test_a_row_whose_scores_are_all_minus_infinity(backend):
-    """Which takes an infinite query: out and lse are those of a row that sees nothing."""
+    """An infinite query causes it: out and lse are those of a row that sees nothing."""
     q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (5, 20, 20))
     q[0, 0, 2, 0], k = -math.inf, k.abs()
     out, lse = attention(q, k, v, return_lse=True, backend=backend)
@@ -204,7 +204,7 @@ def test_a_row_whose_scores_are_all_minus_infinity(backend):
 @backends
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_bias_that_is_no_number(backend, value):
-    """NaN in a row of such pairs, nothing in one where the mask hides them."""
+    """A row of such values becomes NaN; a value that the mask hides changes nothing."""
     q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
     bias = torch.zeros(8, 8, device=DEVICE)
     bias[5] = bias[1, 6] = value
@@ -265,7 +265,7 @@ def test_rows_that_see_nothing(kind, dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_a_sink_of_nothing_where_nothing_is_visible(seqlen_q, dtype, backend):
-    """One of -inf is none: lse is -inf there, and all gradients are 0."""
+    """A sink of -inf counts as none: lse is -inf there, and all gradients are 0."""
     inputs = testing.make_inputs(Case(seqlen_q=seqlen_q, seqlen_k=33, sinks=True, dtype=dtype), DEVICE)
     inputs = replace(inputs, mask=masks.boolean(torch.zeros(33, dtype=torch.bool, device=DEVICE)))
     inputs = inputs.with_leaves(inputs.leaves | {"sinks": torch.full_like(inputs.sinks, -math.inf)})
@@ -277,7 +277,7 @@ def test_a_sink_of_nothing_where_nothing_is_visible(seqlen_q, dtype, backend):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
 def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with_bias):
-    """Some of them give NaN for a row that is masked altogether; the torch backend asks none for such a row."""
+    """Some kernels give NaN for a fully masked row; the torch backend passes no such row to them."""
 
     def naive(
         q: Tensor,
@@ -309,7 +309,7 @@ def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with
 @backends
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
 def test_nan_in_a_row_that_sees_nothing(kind, backend):
-    """In its query, in the gradient of its output and of its lse: no gradient anywhere knows of it."""
+    """A NaN in its query, or in the gradient of its output or lse, reaches no gradient."""
     inputs = with_empty_rows(kind)
     function = functools.partial(attention, backend=backend)
     empty = ~inputs.mask.dense(inputs.q.shape[2], inputs.k.shape[2], device=DEVICE).any(-1)
@@ -343,7 +343,7 @@ def test_nan_in_a_row_that_sees_nothing(kind, backend):
     [(0, 4, 2, 5, 7), (2, 0, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (2, 4, 2, 0, 0), (0, 4, 2, 0, 0)],
 )
 def test_nothing_there(batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, rope, backend):
-    """Zero-length dimensions: shapes are right, and every number there is, is 0 or -inf."""
+    """Zero-length dimensions: shapes are right, and every number in a result is 0 or -inf."""
     q = torch.randn(batch, nheads_q, seqlen_q, 16, device=DEVICE, requires_grad=True)
     k, v = (torch.randn(batch, nheads_kv, seqlen_k, 16, device=DEVICE, requires_grad=True) for _ in "kv")
     tables = None
@@ -371,7 +371,7 @@ def test_nothing_there(batch, nheads_q, nheads_kv, seqlen_q, seqlen_k, rope, bac
 
 
 def test_hidden_keys_and_empty_rows_may_have_any_position(monkeypatch):
-    """A tokenizer's positions are often -1 in the padding, and on a GPU nobody looks."""
+    """A tokenizer's positions are often -1 in the padding, and on a GPU nothing checks them."""
     monkeypatch.setattr(Rope, "check_positions", lambda self: None)
     q, k, v = (torch.randn(2, 1, n, 16, device=DEVICE, requires_grad=True) for n in (9, 9, 9))
     valid = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
@@ -388,7 +388,7 @@ def test_hidden_keys_and_empty_rows_may_have_any_position(monkeypatch):
 
 @backends
 def test_visible_positions_outside_the_tables_are_never_a_number(backend, monkeypatch):
-    """Without the check, which a GPU and a compiled graph go without, NaN tells."""
+    """A GPU and a compiled graph omit the check; there the result is NaN."""
     if backend == "torch" and DEVICE == "cuda":
         pytest.skip("indexing out of bounds is fatal to a CUDA context")
     monkeypatch.setattr(Rope, "check_positions", lambda self: None)
@@ -421,7 +421,7 @@ BANDS = {
 @pytest.mark.parametrize("lengths", [(21, 37), (37, 21)])
 @pytest.mark.parametrize("name", BANDS)
 def test_bands_of_either_alignment(name, lengths):
-    """Each narrows the others, and counts from its own end."""
+    """Each band narrows the others, and counts from its own end."""
     q, k, v = (
         torch.randn(1, 1, n, 16, device=DEVICE, requires_grad=True) for n in (lengths[0], lengths[1], lengths[1])
     )

@@ -1,4 +1,4 @@
-"""Masks as values: what each kind means pair by pair, what ``&`` makes of two, and what is refused."""
+"""Masks as values: the pairs that each kind shows, the meaning of ``&``, and the refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chequered_in_torch(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Te
 
 
 def kinds(n: int, m: int) -> dict[str, tuple[Mask, Visible]]:
-    """Every kind of mask for ``n`` queries and ``m`` keys, and whether pair (i, j) of batch b and head h is visible."""
+    """Every kind of mask for ``n`` queries and ``m`` keys, with a function: does batch b, head h show pair (i, j)?"""
     valid = torch.rand(B, m) < 0.6
     allowed, per_key, per_head = torch.rand(B, H, n, m) < 0.6, torch.rand(m) < 0.6, torch.tensor([True, False])
     lengths = torch.tensor([m // 2, -1])
@@ -163,7 +163,7 @@ def test_band():
 
 
 def test_a_window_of_flash_attention():
-    """Which documents that query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right."""
+    """By its documentation, query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right."""
     assert masks.window(1, 0).dense(2, 4)[0, 0].int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
     assert torch.equal(masks.window(None, 0).dense(3, 5), masks.causal().dense(3, 5))
 
@@ -253,7 +253,7 @@ def test_a_function_is_written_out_by_eager_alone():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_masks_in_a_compiled_function(dynamic):
-    """Of any number of queries and keys, and of windows; a function is named outside."""
+    """For any number of queries and keys, and any window; a mask function is made outside the graph."""
     function = masks.function(chequered, chequered_in_torch, (torch.arange(B), 3))
 
     def call(x: Tensor, valid: Tensor, lengths: Tensor, ids: Tensor, blocks: Tensor, left: int) -> Tensor:
@@ -361,7 +361,7 @@ def test_shapes_that_boolean_takes(shape):
 
 
 def test_a_mask_is_neither_true_nor_false():
-    """``causal() and padding(v)`` would be the second alone."""
+    """``causal() and padding(v)`` would be ``padding(v)`` alone."""
     one, other = masks.causal(), masks.padding(torch.ones(1, 3, dtype=torch.bool))
     for use in (lambda: one and other, lambda: one or other, lambda: not one, lambda: 1 if other else 0):
         with pytest.raises(TypeError, match="'and', 'or', 'not' or 'if' on a mask; a & b"):

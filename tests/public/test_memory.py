@@ -1,7 +1,7 @@
-"""What the kernels touch: inputs lie among NaN, outputs among sentinels, and the interpreter's addresses are checked.
+"""The memory that kernels touch: inputs lie among NaN, outputs among sentinels, and addresses are checked.
 
 Every tensor has gaps between its rows, heads and batches, and starts at an odd offset. Nothing outside a tensor may
-influence a result, nothing outside an output may be written, and each element of each output must be.
+influence a result, nothing outside an output may be written, and every element of an output must be written.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ CASES = (
 )  # fmt: skip
 
 
-# Of the case of everything together, what packed sequences have each of their own.
+# Changes to the case with every feature: the arguments that each packed sequence has for itself.
 PER_SEQUENCE = {"batch": 3, "nheads_q": 2, "nheads_kv": 1, "causal": "bottom_right", "padding": None,
                 "empty_batch": False, "documents": None}  # fmt: skip
 
 
 def check(case: Case) -> None:
-    """Poisoned and packed inputs give the same bits, and nothing but the outputs is written, all of it."""
+    """Poisoned and packed inputs give the same bits. Every output is written completely, and nothing else is."""
     check_inputs(testing.make_inputs(case, DEVICE))
 
 
@@ -67,16 +67,16 @@ def check_inputs(
 ) -> None:
     poisoned = embedded(inputs)
     before = [x.bits.clone() for x in poisoned.guards]
-    # On a GPU it is compute-sanitizer that looks at addresses.
+    # On a GPU, compute-sanitizer checks the addresses.
     with checked_accesses() if INTERPRETING else nullcontext() as accesses, guarded_allocations() as allocations:
         got = run(poisoned.inputs, function)
-    # Compiled code may sum in another order where addresses are aligned otherwise.
+    # Compiled code may sum in another order if addresses are aligned differently.
     expected = run(inputs if INTERPRETING else embedded(inputs, poisoned=False).inputs, function)
     assert_equal(got, expected)
     poisoned.assert_unchanged(before)
-    # What a split would leave is not written where it has no keys; accesses know the rest.
+    # A split without keys leaves its part unwritten; the address check covers the rest.
     allocations.check(in_part=in_part or splits_keys(inputs))
-    if function is triton_attention:  # and no views of q, k and v
+    if function is triton_attention:  # the other functions pass views of q, k and v
         assert (got["dk"].stride(), got["dv"].stride()) == (poisoned.inputs.k.stride(), poisoned.inputs.v.stride())
     assert len(allocations.new) >= 8  # out, lse, row_max, row_sum; delta and shift or factor; dq, dk, dv
     assert accesses is None or set(accesses.launched) == kernels_of(inputs)
@@ -92,7 +92,7 @@ def test_memory(case):
 @pytest.mark.parametrize("behind", [0, 3], ids=["to the end", "rows behind"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_sequences(dtype, behind):
-    """With everything that is per sequence and per token; one of them has no queries."""
+    """With every argument that is per sequence or per token; one sequence has no queries."""
     lengths_q, lengths_k = (21, 0, 33), (37, 5, 18)
     n, longest_q, longest_k = len(lengths_q), max(lengths_q), max(lengths_k)
     stops_q, stops_k = (
@@ -128,6 +128,6 @@ def test_tile_larger_than_the_sequence(dtype, monkeypatch):
     tile = configs.TileConfig(64, 64, 4, 1)
     monkeypatch.setattr(configs, "lookup", lambda *asked: configs.KernelConfigs(tile, tile, tile))
     monkeypatch.setattr(configs, "lookup_exact_rows", lambda arch, head_dim: tile)
-    # A layout would make the tiles smaller.
+    # With a layout the tiles would be smaller.
     check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=None, dtype=dtype))
     check(replace(testing.CASES[-1], seqlen_q=13, seqlen_k=21, head_dim=24, layout=64, dtype=dtype))

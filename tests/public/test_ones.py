@@ -1,4 +1,4 @@
-"""Arguments that are 1, which Triton makes constants: none is lost where a loop begins, and every kernel compiles."""
+"""Arguments that are 1, which Triton makes constants: a loop loses none of them, and every kernel compiles."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ TUPLES: dict[str, tuple[Any, ...]] = {
 
 
 class Argument:
-    """A tuple inside a kernel of Triton 3.6: its values, and what is known of them, which is all that a loop keeps.
+    """A tuple inside a kernel of Triton 3.6: its values, and their known types and constants, all that a loop keeps.
 
-    Values are filled in first, and constants then; each renews what its own tuple knows, but not what the tuple around
-    that knows of it.
+    Values are filled in first, then constants. Each step updates the known values of its own tuple, but not their copy
+    in the tuple around it.
     """
 
     def __init__(self, values: tuple[Any, ...]) -> None:
@@ -93,20 +93,20 @@ def _known(x: Any) -> Any:
 
 @pytest.mark.parametrize("name", TUPLES)
 def test_a_loop_loses_no_argument_that_is_1(name: str) -> None:
-    """docs/decisions/0007. Triton 3.7 keeps all of them in any order."""
+    """See docs/decisions/0007. Triton 3.7 keeps all of them in any order."""
     argument = Argument(TUPLES[name])
     for constants in (False, True):
         argument.fill(TUPLES[name], constants=constants)
     assert argument.known == _known(TUPLES[name])
 
 
-# Of the calls of bench/codegen/ones.py, those that have the most; `python -m bench.codegen --ones` compiles all.
+# The calls of bench/codegen/ones.py with the most ones; `python -m bench.codegen --ones` compiles all of them.
 CALLS = ("one feature", "one of each", "one query", "one packed", "args of 1", "one number")
 
 
 @pytest.mark.thorough
 def test_calls_in_which_numbers_are_1_become_kernels(tmp_path: Path) -> None:
-    """As far as Triton's own language goes, which is where an argument may be lost; forward and backward."""
+    """Only as far as Triton's own IR, the step that may lose an argument; forward and backward."""
     script = f"""
 from unittest.mock import patch
 import torch

@@ -1,6 +1,6 @@
-"""Other functions behind our signature: they compute the same attention, and say what they cannot do.
+"""Other functions with the arguments of ``attention()``: they compute the same, and name the features they lack.
 
-On CPU tensors, except for one test.
+All but one test use CPU tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fusedattn.testing.peers import PEERS
 from tests.conftest import DEVICE
 from tests.helpers import quick
 
-# What FlexAttention has no argument for, and torch's other function.
+# FlexAttention has no sinks and no dropout; torch's function also has no soft-cap and no score function.
 FOR_FLEX = [case for case in CASES if not (case.sinks or case.dropout_p)]
 FOR_SDPA = [case for case in FOR_FLEX if not (case.softcap or case.score_mod)]
 SQUARE = Case("square", nheads_q=2, nheads_kv=2, seqlen_q=8, seqlen_k=8, head_dim=16)
 
 
 def same_as_golden(name: str, case: Case) -> testing.Measurement:
-    """Measure a peer in float64, where nothing but a different problem makes a difference."""
+    """Measure a peer in float64, in which any visible difference means a different problem."""
     inputs = testing.make_inputs(replace(case, dtype=torch.float64))
     found = testing.measure(PEERS[name], inputs)
     assert "out" in found.ratios
@@ -111,7 +111,7 @@ def test_what_has_no_argument_is_refused_with_a_reason(name, feature, reason):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_figures_or_a_reason_for_every_tensor_on_this_device(name):
-    """On a GPU, of each; the limit only tells another problem from rounding."""
+    """On a GPU, figures for every tensor. The limit only tells a different problem from rounding."""
     case = replace(SQUARE, head_dim=64, causal="bottom_right", dtype=torch.bfloat16)
     found = testing.measure(PEERS[name], testing.make_inputs(case, DEVICE))
     assert set(found.ratios) ^ set(found.missing) == set(TENSORS)
@@ -126,7 +126,7 @@ def test_lse_is_refused_rather_than_computed_otherwise():
 
 
 class Call:
-    """Stands for ``F.scaled_dot_product_attention`` and keeps what it was called with."""
+    """Replace ``F.scaled_dot_product_attention`` and keep its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.original = F.scaled_dot_product_attention
@@ -183,7 +183,7 @@ def test_rope_is_rounded_to_the_dtype_of_q(monkeypatch):
 
 
 def refuse(*_: object, **__: object) -> None:
-    """As torch does where the one backend that is enabled cannot run."""
+    """Fail like torch if the one enabled backend cannot run."""
     for text in (
         "Memory efficient kernel not used because: (Triggered internally at a.cpp:1.)",
         "Memory Efficient attention has been runtime disabled. (Triggered internally at a.cpp:2.)",
@@ -211,11 +211,11 @@ def test_other_errors_of_torch_are_not_refusals(monkeypatch):
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(RuntimeError, match="out of luck") as caught:
         PEERS["torch.sdpa-math"](q, q, q)
-    assert caught.type is RuntimeError  # of which NotImplementedError is a kind
+    assert caught.type is RuntimeError  # not its subclass NotImplementedError
 
 
 def test_nan_of_a_peer_is_a_finding(monkeypatch):
-    """Older torch gives NaN in rows that see nothing; whatever it gives is passed on."""
+    """Older torch gives NaN in rows that see nothing; the measurement passes it on."""
 
     def with_nan(q, k, v, attn_mask, *, scale, **_):
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~attn_mask, -torch.inf)
@@ -249,7 +249,7 @@ def test_a_mask_is_made_once_and_kept_no_longer_than_it_lives(monkeypatch, name)
     assert torch.equal(first, second)
     assert made == ["block" if name == "flex" else "dense"]
     longer = torch.randn(1, 1, 6, 8)
-    PEERS[name](longer, q, q, mask=mask)  # another shape is another tensor
+    PEERS[name](longer, q, q, mask=mask)  # another shape needs another tensor
     assert len(made) == 2
     del mask
     gc.collect()

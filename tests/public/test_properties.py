@@ -1,6 +1,6 @@
-"""Laws that hold for any input, checked on drawn ones; ``FUZZ_EXAMPLES=1000`` draws more, and new ones every time.
+"""Laws that hold for any input, checked on random ones; ``FUZZ_EXAMPLES=1000`` tries more, new ones on every run.
 
-A failure prints the ``Case(...)`` that makes it.
+A failure prints the ``Case(...)`` that reproduces it.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ def test_accuracy(case):
 
 @given(cases(scale=None), st.sampled_from([1e-40, 1e-30, 1e-6, 1e2, 1e4]), st.sampled_from("qkv"))
 def test_magnitudes(case, magnitude, tensor):
-    """Scores up to 1e4, denormal inputs, and everything between, where the dtype can hold them."""
+    """Scores up to 1e4, denormal inputs, and everything between, within the range of the dtype."""
     if case.dtype == torch.float16:
         magnitude = min(max(magnitude, 1e-6), 1e3)
     inputs = inputs_of(case)
     inputs = part(inputs, **{tensor: (getattr(inputs, tensor).double() * magnitude).to(case.dtype)})
     terms = sum_of_terms(inputs)
     if max((t.max().item() for t in terms.values() if t.numel()), default=0.0) > torch.finfo(case.dtype).max / 16:
-        return  # eager's results, or the kernels', overflow on the way
+        return  # intermediate results overflow, in eager attention or in the kernels
     assert_accurate(triton_attention, inputs, f"{case}, {tensor} * {magnitude}")
 
 
 def chosen(x: Tensor, batch: Tensor, heads: Tensor) -> Tensor:
-    """Some batches and heads of ``(batch, heads, ...)``; where there is one for all, that one."""
+    """Select batches and heads of ``(batch, heads, ...)``; a dimension of size 1, which all share, stays."""
     x = x[batch] if x.shape[0] > 1 else x
     return x[:, heads] if x.shape[1] > 1 else x
 
@@ -126,7 +126,7 @@ def test_the_order_of_batches_and_heads_does_not_matter(case, random):
     at_queries = (at_heads[:, None] * group + torch.arange(group, device=DEVICE)).flatten()
     got = testing.run(triton_attention, permuted(inputs, at_batch, at_heads))
     expected = testing.run(triton_attention, inputs)
-    # Over batches and heads, in their order.
+    # These are summed over batches and heads, in their order.
     summed = {"dbias", "drelative", "dsinks", "dslopes"} & expected.keys()
     heads = {"out": at_queries, "lse": at_queries, "dq": at_queries, "dk": at_heads, "dv": at_heads}
     assert_equal(
@@ -146,13 +146,13 @@ def test_the_order_of_batches_and_heads_does_not_matter(case, random):
 
 @given(cases(batch=2, mask_function=False, dropout_p=0.0))
 def test_a_batch_is_its_members(case):
-    """What one member gets does not depend on the others; what they share gets the sum of their gradients."""
+    """A member's results do not depend on the others; a tensor that members share gets the sum of their gradients."""
     inputs = inputs_of(case)
     together = testing.run(triton_attention, inputs)
     alone = [testing.run(triton_attention, member(inputs, b)) for b in range(2)]
     for name, x in together.items():
         shapes = {x.shape, alone[0][name].shape}
-        if len(shapes) == 2:  # a row of its own for each
+        if len(shapes) == 2:  # each member has its own row
             assert_equal({name: torch.cat([results[name] for results in alone])}, {name: x})
         else:
             tolerance = 8 * torch.finfo(x.dtype).eps
@@ -162,7 +162,7 @@ def test_a_batch_is_its_members(case):
 
 @given(cases(rope="half", head_dim=16, rotary_dim=16, rope_tables="shared", rope_positions=False), st.integers(1, 1000))
 def test_rope_knows_differences_only(case, shift):
-    """All positions moved by the same amount: the same results, as accurately as in eager PyTorch."""
+    """Moving all positions by the same amount changes no result, within the accuracy of eager PyTorch."""
     inputs = inputs_of(replace(case, rope=None))
     generator = torch.Generator().manual_seed(case.seed)
     tables = Rope.from_theta(16, 1064, interleaved=bool(case.seed % 2), device=DEVICE)
@@ -171,7 +171,7 @@ def test_rope_knows_differences_only(case, shift):
     moved = part(inputs, rope=tables.at(at_q + shift, at_k + shift))
     truth = testing.golden(moved)
     unmoved = testing.golden(part(inputs, rope=tables.at(at_q, at_k)))
-    # The tables are rounded to float32: in exact arithmetic the law holds to that.
+    # The tables are rounded to float32, so even exact arithmetic keeps the law only to that precision.
     for name, x in truth.items():
         finite = torch.where(x.isfinite(), x, 0.0)
         other = torch.where(x.isfinite(), unmoved[name], 0.0)
@@ -182,7 +182,7 @@ def test_rope_knows_differences_only(case, shift):
 @pytest.mark.thorough
 @given(cases(bias_dtype=None), st.sampled_from(["full", "alibi", "relative"]))
 def test_a_bias_might_as_well_be_written_out(case, kind):
-    """In the dtype that it is added in: the same numbers but for rounding; its gradient becomes that of the parts."""
+    """Written out in the dtype of the sum, it gives the same numbers up to rounding, and the same gradients."""
     case = replace(
         case,
         bias="per_query" if kind == "full" else None,
@@ -205,7 +205,7 @@ def test_a_bias_might_as_well_be_written_out(case, kind):
 
 
 def sliced(inputs: Inputs, start: int, stop: int) -> Inputs:
-    """Only the keys ``start .. stop - 1`` of the first batch, and no padding."""
+    """Keep only the keys ``start .. stop - 1`` of the first batch, without padding."""
     mask = replace(inputs.mask, valid=None)
     return part(inputs, k=inputs.k[:, :, start:stop], v=inputs.v[:, :, start:stop], mask=mask)
 
@@ -216,7 +216,6 @@ def sliced(inputs: Inputs, start: int, stop: int) -> Inputs:
     st.integers(0, 40),
 )
 def test_padding_is_slicing(case, before, after):
-    """Keys that are hidden at either end might as well not be there."""
     inputs = inputs_of(replace(case, seqlen_k=case.seqlen_k + before + after))
     stop = before + case.seqlen_k
     valid = torch.zeros(1, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)
@@ -229,7 +228,7 @@ def test_padding_is_slicing(case, before, after):
     assert_same(got, expected)
 
 
-# What is counted from the end, as the mask is.
+# Features that count from the end, like the mask.
 FROM_THE_END = ("window", "alibi", "relative", "score_mod", "softcap", "head_dim_v", "bias_dtype")
 OTHERS = {name: value for name, value in FEATURES.items() if name not in FROM_THE_END}
 
@@ -239,12 +238,12 @@ OTHERS = {name: value for name, value in FEATURES.items() if name not in FROM_TH
     cases(batch=1, boolean=None, causal="bottom_right", padding=None, empty_batch=False, **OTHERS), st.integers(1, 40)
 )
 def test_left_padding_is_slicing_under_a_causal_mask(case, before):
-    """The usual shape of a padded prompt: the causal mask is aligned to the end, and so are the positions."""
+    """The usual shape of a padded prompt: the causal mask and the positions are aligned to the end."""
     case = replace(case, seqlen_q=case.seqlen_k, rope_tables="shared", rope_positions=False)
     full = inputs_of(replace(case, seqlen_q=case.seqlen_k + before, seqlen_k=case.seqlen_k + before))
     valid = torch.arange(full.k.shape[2], device=DEVICE) >= before
     rope = full.rope
-    if rope is not None:  # a key keeps its position wherever the padding moves it
+    if rope is not None:  # a key keeps its position when padding moves it
         positions = (torch.arange(full.k.shape[2], device=DEVICE) - before).clamp(min=0)
         full = part(full, rope=rope.at(positions, positions.clone()))
     got = testing.run(triton_attention, part(full, mask=full.mask & masks.padding(valid[None])))
@@ -261,7 +260,7 @@ def test_left_padding_is_slicing_under_a_causal_mask(case, before):
     for name in ("out", "dq", "dk", "dv"):
         assert int((got[name][:, :, :before] != 0).sum()) == 0, name
     assert int((got["lse"][:, :, :before] != -math.inf).sum()) == 0
-    # Query tiles start elsewhere, so sums run in another order.
+    # Query tiles start at other rows, so sums run in another order.
     for name, x in expected.items():
         eps = torch.finfo(x.dtype).eps if name != "lse" else torch.finfo(torch.float32).eps
         y = got[name] if got[name].shape == x.shape else got[name][:, :, before:]
@@ -289,7 +288,7 @@ def test_the_order_of_keys_does_not_matter(case, random):
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Case)])
 def test_a_case_prints_as_the_call_that_makes_it(field):
-    """``repr`` is what a failure prints, so it must evaluate to the same case."""
+    """A failure prints the ``repr``, so it must evaluate to the same case."""
     case = replace(Case(rope="half", dtype=torch.bfloat16, scale=0.3, window=(3, None), bias="full"), name="it's")
     again = eval(repr(case), {"Case": Case, "torch": torch})
     assert getattr(again, field) == getattr(case, field)

@@ -1,4 +1,4 @@
-"""The reference itself: against loops over pairs of numbers, against finite differences, and behind what it hides."""
+"""The reference itself: against loops over numbers, against finite differences, and with NaN in hidden places."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inputs(n: int = N, m: int = M, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def mask() -> Mask:
-    """Hides something of every query, everything of some, and one key from all."""
+    """A mask that hides some keys from every query, all keys from some queries, and one key from all queries."""
     allowed = torch.rand(B, H, N, M) < 0.7
     allowed[0, 1, 3], allowed[:, :, 0, 1:3] = False, True
     valid = torch.ones(B, M, dtype=torch.bool)
@@ -58,7 +58,7 @@ def mask() -> Mask:
 
 
 def everything() -> dict[str, Any]:
-    """All that there is, with a bias of each kind and -inf in it."""
+    """Every option, with a bias of each kind and with -inf in it."""
     bias = torch.randn(B, H, N, M, dtype=torch.float64)
     bias[0, 0, 0, 1], bias[1, 3, 2] = -math.inf, -math.inf
     return {
@@ -99,7 +99,7 @@ def loops(
     dropout_p: float = 0.0,
     dropout_seed: Tensor = SEED,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row by row, on numbers; what each part means beside a pair is written out here."""
+    """Attention row by row, on numbers; the effect of each option on a pair is written out here."""
     (batch, nheads, n, d), m = q.shape, k.shape[2]
     if rope is not None:
         q, k = rope.rotate(q, k)
@@ -192,11 +192,11 @@ def test_dtypes(dtype):
 
 
 def test_gradients():
-    """Of q, k, v, the bias, the tables and the sinks, with everything on the way; rows that see nothing among them."""
+    """Gradients of q, k, v, the bias, the tables and the sinks, with every option; some rows see nothing."""
     q, k, v = inputs()
     chosen = everything()
     full, slopes = chosen["bias"].tensor.expand(B, H, N, M).clone(), chosen["bias"].slopes
-    full = full.masked_fill(full == -math.inf, 0.0)  # no finite difference has an end there
+    full = full.masked_fill(full == -math.inf, 0.0)  # no finite difference exists there
     table, sinks = torch.randn(H, 5, D, dtype=torch.float64), chosen["sinks"]
     leaves = [x.requires_grad_() for x in (q, k, v, full, table, sinks)]
 
@@ -223,7 +223,7 @@ def test_gradients_of_one_feature(names):
 
 
 def gradients(chosen: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Everything that attention returns, and every gradient that there is, of out and lse together."""
+    """All results of attention, and every gradient of out and lse together."""
     leaves = {"dq": q, "dk": k, "dv": v}
     bias = chosen.get("bias")
     if bias is not None:
@@ -250,12 +250,12 @@ def gradients(chosen: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[s
     ids="-".join,
 )
 def test_what_is_hidden_reaches_nothing(names, value):
-    """In keys and values that no query sees, and in a bias where it is hidden: not a bit changes."""
+    """Keys and values that no query sees, and hidden entries of a bias, change no result."""
     q, k, v = inputs()
     chosen = options(*names)
     visible = chosen["mask"].dense(N, M).expand(B, H, N, M)
     bias = chosen["bias"]
-    # The key that padding hides, and the distances that no visible pair has: those of a table for each query.
+    # Padding hides one key, and no visible pair has some of the distances: those of a table for each query.
     table = torch.randn(B, H, N, 2 * M + 1, dtype=torch.float64)
     bias = biases.tensor(bias.tensor) + biases.relative(table)
     distance = torch.arange(M) - torch.arange(N)[:, None] - (M - N) + M
@@ -281,7 +281,7 @@ def test_what_is_hidden_reaches_nothing(names, value):
 
 @pytest.mark.parametrize("names", [("mask", "bias"), OPTIONS], ids="-".join)
 def test_a_nan_reaches_those_who_see_it_alone(names):
-    """A visible NaN, in a key, a value or a bias, makes its rows NaN, and nothing else."""
+    """A visible NaN in a key, a value or a bias makes the rows that see it NaN, and nothing else."""
     q, k, v = inputs()
     chosen = options(*names)
     visible = chosen["mask"].dense(N, M).expand(B, H, N, M)
@@ -306,7 +306,7 @@ def test_a_nan_reaches_those_who_see_it_alone(names):
         assert (got["weights"][~visible] == 0).all()
         assert (got["dbias"][~visible] == 0).all()
         assert not got["dbias"].isnan()[~seen].any()
-        unseen = ~(visible & seen[..., None]).any(2).unflatten(1, (KV, -1)).any(2)  # by the queries that are NaN
+        unseen = ~(visible & seen[..., None]).any(2).unflatten(1, (KV, -1)).any(2)  # by queries that are NaN
         assert unseen.any()
         for name in ("dk", "dv"):
             assert torch.equal(got[name][unseen], clean[name][unseen]), (what, name)
@@ -317,7 +317,7 @@ def test_a_nan_reaches_those_who_see_it_alone(names):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
 def test_a_nan_in_16_bits_reaches_those_who_see_it_alone(poisoned, dtype):
-    # Lengths that are no multiple of 4: there torch's product of 16-bit matrices hands a NaN on to the row before.
+    # With lengths that are no multiple of 4, torch's product of 16-bit matrices passes a NaN on to the row before.
     row = 6
     inputs = {name: torch.randn(1, 2, 46, 10).to(dtype) for name in ("q", "k", "v")}
     inputs[poisoned][:, :, row, 3] = math.nan
@@ -335,7 +335,7 @@ def test_a_nan_in_16_bits_reaches_those_who_see_it_alone(poisoned, dtype):
 
 
 def test_rows_of_minus_infinity_see_nothing():
-    """By a bias alone: out 0, lse -inf, all gradients 0, whatever comes back and whatever the values hold."""
+    """Hidden by a bias alone: out is 0, lse -inf, and all gradients are 0, for any incoming gradient and any values."""
     q, k, v = inputs()
     bias = torch.randn(B, H, N, M, dtype=torch.float64)
     bias[0, 0, 2] = -math.inf

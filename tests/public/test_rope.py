@@ -1,4 +1,4 @@
-"""RoPE: tables, pairings, positions; the eager rotation and the kernel's against independent formulas."""
+"""RoPE: tables, pairings, positions; the eager rotation and the kernel's, against independent formulas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def complex_rotation(x: Tensor, positions: Tensor, rotary_dim: int, theta: float
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """As in the Llama code of Hugging Face."""
+    """As in Hugging Face's Llama code."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
@@ -137,7 +137,7 @@ def test_a_rope_is_a_value():
 @interleavings
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_backward_is_the_transpose(scaled, interleaved):
-    """Which is the inverse only as long as the tables are not scaled."""
+    """The transpose equals the inverse only if the tables are not scaled."""
     tables = Rope.from_theta(8, 16, interleaved=interleaved)
     factor = 1.7 if scaled else 1.0
     cos, sin = tables.cos.double().float() * factor, tables.sin * factor
@@ -160,7 +160,6 @@ def test_the_backward_is_the_transpose(scaled, interleaved):
 @pytest.mark.parametrize("tables", ["shared", "one batch", "per batch"])
 @pytest.mark.parametrize("at", ["(seqlen,)", "(1, seqlen)", "(batch, seqlen)"])
 def test_tables_and_positions_per_batch(tables, at, interleaved):
-    """Whichever of them has a batch dimension, batch b uses its own."""
     x = torch.randn(3, 2, 5, 12)
     rope = Rope.from_theta(8, 32)
     cos, sin = rope.cos, rope.sin
@@ -176,7 +175,7 @@ def test_tables_and_positions_per_batch(tables, at, interleaved):
         table = [t[b if len(t) == 3 else 0][rows] if t.dim() == 3 else t[rows] for t in (cos, sin)]
         expected = textbook(x[b, ..., :8], *table, interleaved)
         torch.testing.assert_close(got[b, ..., :8], expected)
-        # And attention takes the same combinations.
+        # attention() takes the same combinations.
     rope = Rope(cos, sin, interleaved, positions, positions.clone()).to(DEVICE)
     y = x.to(DEVICE)
     for backend in BACKENDS:
@@ -189,7 +188,7 @@ def test_tables_and_positions_per_batch(tables, at, interleaved):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (1, 9), (4, 9)])
 def test_default_positions(seqlen_q, seqlen_k, backend):
-    """Keys count from 0, and the last query stands at the last key: what decoding with a cache needs."""
+    """Keys count from 0, and the last query has the position of the last key, as decoding with a cache needs."""
     q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE) for n in (seqlen_q, seqlen_k, seqlen_k))
     rope = Rope.from_theta(16, 16, device=DEVICE)
     at = torch.arange(seqlen_k, device=DEVICE)
@@ -197,13 +196,13 @@ def test_default_positions(seqlen_q, seqlen_k, backend):
         explicit = rope.at(at[seqlen_k - seqlen_q :].to(dtype), at.to(dtype))
         expected = attention(q, k, v, rope=explicit, backend=backend)
         assert torch.equal(attention(q, k, v, rope=rope, backend=backend), expected)
-        # Either may be left to its default.
+        # Either may be omitted.
         assert torch.equal(attention(q, k, v, rope=rope.at(None, explicit.positions_k), backend=backend), expected)
         assert torch.equal(attention(q, k, v, rope=rope.at(explicit.positions_q, None), backend=backend), expected)
 
 
 def shape_of(x: Tensor, n_more: int = 0) -> Shape:
-    """Of an attention whose queries (or keys) are ``x``, with so many more keys than queries."""
+    """Shape of an attention whose queries (or keys) are ``x``, with `n_more` more keys than queries."""
     batch, nheads, seqlen, _ = x.shape
     return Shape(batch, nheads, nheads, seqlen, seqlen + n_more, seqlen, seqlen + n_more)
 
@@ -213,7 +212,7 @@ def shape_of(x: Tensor, n_more: int = 0) -> Shape:
 @dtypes
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (40, 24), (33, 2), (80, 80)])
 def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, interleaved):
-    """To the last bit where the same operations are rounded in the same order: in the interpreter."""
+    """To the last bit in the interpreter, which rounds the same operations in the same order."""
     from fusedattn.kernels.rope import Rotation, rotated
 
     rope = Rope.from_theta(rotary_dim, 200, interleaved=interleaved, device=DEVICE)
@@ -221,7 +220,7 @@ def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, inte
     positions = torch.randint(0, 200, (2, 70), device=DEVICE)
     for at, of_queries in ((None, False), (None, True), (positions[:1], True), (positions, False)):
         rotation = Rotation(rope.cos[None], rope.sin[None], at, interleaved)
-        # Queries stand where the last keys do, of which there are 7 more.
+        # Queries have the positions of the last keys; there are 7 more keys.
         offset = 7 if of_queries else 0
         rows = torch.arange(offset, offset + 70, device=DEVICE) if at is None else at
         expected = apply_rope(x, rope.cos, rope.sin, rows, interleaved=interleaved)
@@ -237,7 +236,7 @@ def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, inte
 @interleavings
 @pytest.mark.parametrize("of_queries", [False, True])
 def test_the_kernel_rotates_packed_sequences(of_queries, interleaved):
-    """Each from its own start; queries stand where the last keys of their sequence do."""
+    """Each sequence counts from its own start; its queries have the positions of its last keys."""
     from fusedattn.kernels.rope import Rotation, rotated
 
     rope = Rope.from_theta(16, 100, interleaved=interleaved, device=DEVICE)
@@ -308,7 +307,7 @@ def test_positions_outside_the_tables_are_an_error_on_a_cpu(name, bad, backend):
 
 @interleavings
 def test_budget_with_scaled_tables(interleaved):
-    """YaRN and LongRoPE multiply both tables: the gradients must be turned back by the transpose."""
+    """YaRN and LongRoPE multiply both tables, so the transpose, not the inverse, must rotate the gradients back."""
     case = Case(nheads_q=2, nheads_kv=1, seqlen_q=33, seqlen_k=40, head_dim=24, causal="bottom_right", rope="half")
     inputs = testing.make_inputs(case, DEVICE)
     rope = Rope.from_theta(16, 80, interleaved=interleaved, device=DEVICE)
@@ -393,7 +392,7 @@ def test_errors_of_check(rope, sizes, message):
 
 
 def test_tables_that_want_a_gradient_after_all():
-    """Nothing gives them one; that must not pass in silence."""
+    """Tables get no gradient; asking for one must be an error."""
     rope = Rope.from_theta(16, 16, device=DEVICE)
     rope.cos.requires_grad_()
     x = torch.randn(1, 1, 5, 16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives, forward-mode ones and vmap: by PyTorch; the kernels compute what is first."""
+"""Derivatives of derivatives, forward-mode derivatives and vmap: PyTorch computes them, and kernels the first order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def qkv(seqlen_q: int = 3, seqlen_k: int = 4) -> tuple[Tensor, ...]:
 
 
 def functions(**options: object) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The kernels, and what they are compared with."""
     return (
         lambda q, k, v: triton_attention(q, k, v, **options),
         lambda q, k, v: reference.attention(q, k, v, **options)[0],
@@ -108,7 +107,7 @@ def test_vmap(in_dims):
     ids=lambda options: ", ".join(options),
 )
 def test_vmap_of_the_torch_backend(options):
-    """Which cannot look for NaN there."""
+    """Under vmap the torch backend cannot look for NaN."""
     x = torch.randn(3, 2, 2, 4, 8)
 
     def call(x: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ def test_vmap_of_the_torch_backend(options):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_batches_of_gradients_of_the_torch_backend(monkeypatch):
-    """As torch.autograd.functional.jacobian(vectorize=True) takes them, of what is computed in several pieces."""
+    """Gradients as torch.autograd.functional.jacobian(vectorize=True) takes them, of a result computed in pieces."""
     monkeypatch.setattr(mask_plan, "CALL", 1)
     q, k, v = (x.requires_grad_() for x in qkv(9, 9))
     monkeypatch.setattr(mask_plan, "BLOCKS", (3,))

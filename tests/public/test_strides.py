@@ -41,8 +41,8 @@ KINDS = (
 )
 @backends
 def test_strides(layout, backend, seqlen_q):
-    """Any strides whose last is 1, of inputs and of the gradient that comes back: the same numbers."""
-    # Nothing that would have the torch backend copy its inputs before torch's own function gets them.
+    """Any strides whose last is 1, of the inputs and of the incoming gradient, give the same numbers."""
+    # With other options, the torch backend would copy its inputs before calling torch's own function.
     plain = {"causal": None, "padding": None, "rope": None} if backend == "torch" else {"padding": "right"}
     inputs = inputs_of(replace(SMALL, seqlen_q=seqlen_q, **plain))
     inputs = replace(inputs, **{name: LAYOUTS[layout](getattr(inputs, name)) for name in ("q", "k", "v", "dout")})
@@ -62,7 +62,7 @@ def test_strides(layout, backend, seqlen_q):
 
 
 def test_only_rows_that_share_a_part_of_their_memory_overlap():
-    """Expanded ones share all of it: they are read where they are, without the copy that expanding avoids."""
+    """Expanded rows share all of their memory: they are read in place, and need no copy."""
     x = torch.randn(2, 3, 7, 16)
     overlap = {layout: strides.rows_overlap(LAYOUTS[layout](x)) for layout in KINDS}
     assert overlap == {layout: layout == "windows" for layout in KINDS}
@@ -71,7 +71,7 @@ def test_only_rows_that_share_a_part_of_their_memory_overlap():
 @quick.every(2)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_strides_of_one_tensor_alone(name):
-    """None is read or written with the strides of another."""
+    """No tensor is read or written with the strides of another."""
     packed = inputs_of(SMALL)
     inputs = replace(packed, **{name: LAYOUTS["seqlen_first"](getattr(packed, name))})
     assert_equal(testing.run(triton_attention, inputs), testing.run(triton_attention, packed))
@@ -84,7 +84,7 @@ def test_strides_of_one_tensor_alone(name):
     ids=["over_batch", "over_seqlen", "over_head_dim"],
 )
 def test_strides_of_the_gradient_alone(layout):
-    """``out.sum().backward()`` brings a gradient whose strides are all 0."""
+    """``out.sum().backward()`` gives a gradient whose strides are all 0."""
     inputs = inputs_of(SMALL)
     inputs = replace(inputs, dout=layout(inputs.dout), dlse=inputs.dlse[:1, :1, :1].expand(inputs.dlse.shape))
     packed = replace(inputs, dout=inputs.dout.contiguous(), dlse=inputs.dlse.contiguous())
@@ -94,7 +94,7 @@ def test_strides_of_the_gradient_alone(layout):
 @quick.only(dtype=torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides_of_the_gradient_of_lse(dtype):
-    """``lse.sum().backward()`` brings one whose strides are all 0; another is transposed."""
+    """``lse.sum().backward()`` gives one whose strides are all 0; another is transposed."""
     inputs = inputs_of(replace(SMALL, dtype=dtype, padding=None))
 
     def gradients(dlse: Tensor) -> dict[str, Tensor]:
@@ -107,7 +107,6 @@ def test_strides_of_the_gradient_of_lse(dtype):
 
 
 def test_strides_of_masks_tables_and_positions():
-    """Whatever their layout, the same numbers."""
     case = replace(EVERYTHING, rope_tables="per_batch", empty_batch=False, boolean="full")
     inputs = inputs_of(case)
     assert inputs.rope is not None
@@ -134,7 +133,7 @@ def test_strides_of_masks_tables_and_positions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("repacked", ["floating point", "int8", "all"])
 def test_saved_tensors_may_come_back_in_another_layout(repacked, dtype):
-    """Hooks that offload or compress what is saved need not keep its strides."""
+    """Hooks that offload or compress saved tensors may change their strides."""
     inputs = inputs_of(replace(SMALL, dtype=dtype))
     inputs = replace(inputs, **{name: LAYOUTS["transposed"](getattr(inputs, name)) for name in ("q", "k", "v", "dout")})
     chosen = {
@@ -153,7 +152,7 @@ def test_saved_tensors_may_come_back_in_another_layout(repacked, dtype):
 
 @pytest.mark.parametrize(("nheads_q", "seqlen_k"), [(0, 3), (2, 0)])
 def test_gradients_of_nothing_have_the_strides_of_their_tensors(nheads_q, seqlen_k):
-    """No head has a query, or no query a key."""
+    """There are no queries, or no keys."""
     q, k, v = (
         torch.randn(2, n, seqlen, 16, device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for n, seqlen in ((nheads_q, 5), (2, seqlen_k), (2, seqlen_k))

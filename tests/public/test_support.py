@@ -113,7 +113,7 @@ def of_other_values(backend: str) -> Tensor:
     return attention(q, k, normal(BATCH, 2, SEQLEN_K, 24), backend=backend)
 
 
-# The rows of the table, in its order, up to the first that says no.
+# The rows of the table, in its order, up to the first "no".
 CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {}),
     with_options(lambda: {}, heads_kv=1),
@@ -194,7 +194,7 @@ def test_what_is_refused_says_why():
     ids=str,
 )
 def test_what_the_interpreter_needs(monkeypatch, installed, reason):
-    """NumPy from 2.4 on makes no numbers of arrays that are no scalars, and Triton before 3.7 asks it to."""
+    """NumPy 2.4 and later makes no number of an array with dimensions, and Triton before 3.7 requires it."""
 
     def version(name):
         if name not in installed:

@@ -1,4 +1,4 @@
-"""The error budget itself: what it must not let pass, what it must, and what ``measure`` says of what is missing."""
+"""The error budget itself: what it must reject, what it must pass, and how ``measure`` reports missing results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.conftest import DTYPES
 SMALL = Case("small", nheads_q=2, nheads_kv=1, seqlen_q=9, seqlen_k=13, head_dim=8, causal="bottom_right")
 BLIND = replace(SMALL, padding="uneven", empty_batch=True)
 ROWS = (2, 3, 16, 32)  # batch, heads, sequence, head_dim
-NOISE = 1e-4  # of the baseline, relative to each row
+NOISE = 1e-4  # of the baseline, relative to the size of each row
 
 
 def three(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """An ``actual`` that is as good as its baseline; the sizes of the rows fall from 1 to 1/1000."""
+    """An ``actual`` as good as its baseline, golden, and the baseline; the sizes of the rows fall from 1 to 1/1000."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(0, -3, ROWS[2], dtype=torch.float64)[:, None]
     golden, a, b = (sizes * torch.randn(ROWS, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -43,7 +43,7 @@ def test_what_is_as_good_as_the_baseline_passes() -> None:
 
 
 def test_a_fault_of_one_row() -> None:
-    """In the smallest row, where it is far below the largest error of all."""
+    """In the smallest row, far below the largest error of the whole tensor."""
     actual, golden, baseline = three()
     actual[1, 2, -1] *= 1.005
     ratios = compare(actual, golden, baseline)
@@ -63,7 +63,7 @@ def test_a_row_that_ought_to_be_zero_gives_no_licence_to_the_others() -> None:
     faulty = actual.clone()
     faulty[1, 2, -1] *= 1.005
     assert not compare(faulty, golden, baseline).ok
-    # Such rows are compared with each other.
+    # Rows whose truth is zero are compared with each other.
     baseline[0, 0, 3, 5] = 1e-5
     actual[0, 0, 3, 6] = 1.4e-5
     assert compare(actual, golden, baseline).ok
@@ -74,7 +74,7 @@ def test_a_row_that_ought_to_be_zero_gives_no_licence_to_the_others() -> None:
 def test_a_fault_of_one_element() -> None:
     actual, golden, baseline = three()
     actual[0, 1, 0, 7] += 2 * testing.MAX_FACTOR * (baseline - golden).abs().max()
-    baseline[0, 0, -1] = (golden + 10 * (baseline - golden))[0, 0, -1]  # so that the row alone would be allowed it
+    baseline[0, 0, -1] = (golden + 10 * (baseline - golden))[0, 0, -1]  # so that the comparison by rows would pass
     ratios = compare(actual, golden, baseline)
     assert ratios.mean < testing.MEAN_FACTOR
     assert ratios.row < testing.MAX_FACTOR
@@ -96,7 +96,7 @@ def test_what_is_not_finite(value: float) -> None:
     with pytest.raises(AssertionError, match=r"^out: 1 of 3072 elements are NaN or infinite"):
         assert_within_budget(actual, golden, baseline, "out")
     golden[0, 0, 0, 0] = value
-    assert_within_budget(actual, golden, baseline)  # the baseline may differ there
+    assert_within_budget(actual, golden, baseline)  # the baseline may be finite there
     actual[0, 0, 0, 0] = 1.0
     assert not compare(actual, golden, baseline).ok
     actual[0, 0, 0, 0] = -math.inf if value == math.inf else math.inf
@@ -145,7 +145,7 @@ def test_one_unit_in_the_last_place_is_granted_and_no_more(dtype: torch.dtype) -
 
 
 def test_a_result_of_a_few_numbers_is_judged_by_its_terms() -> None:
-    """Of which one unit in the last place is granted: more than the numbers have in common with eager's luck."""
+    """One unit in the last place of their terms is allowed: eager's error in so few numbers is a matter of luck."""
     golden = {"dsinks": torch.tensor([0.5, -0.25], dtype=torch.float64)}
     exact = {"dsinks": golden["dsinks"].float()}
     terms = {"dsinks": torch.tensor([100.0, 200.0], dtype=torch.float64)}
@@ -155,13 +155,13 @@ def test_a_result_of_a_few_numbers_is_judged_by_its_terms() -> None:
     assert testing.compare_results(near, golden, exact, torch.float32, terms)["dsinks"].ok
     far = {"dsinks": exact["dsinks"] + 1.1 * unit}
     assert not testing.compare_results(far, golden, exact, torch.float32, terms)["dsinks"].ok
-    # Of many numbers the errors can be compared: their terms do not count.
+    # With many numbers the errors can be compared, so their terms do not count.
     *many, sums = [{"dbias": x["dsinks"].repeat(40)} for x in (near, golden, exact, terms)]
     assert not testing.compare_results(*many, torch.float32, sums)["dbias"].ok
 
 
 def test_what_cancels_is_judged_by_its_terms() -> None:
-    """A bias of a query changes nothing: without a gradient of lse, its own is 0 but for rounding."""
+    """A bias per query changes nothing: without a gradient of lse, its gradient is 0 up to rounding."""
     inputs = testing.without_lse_gradient(testing.make_inputs(replace(SMALL, seqlen_q=64, bias="per_query")))
     truth, terms = testing.golden(inputs), testing.bias_terms(inputs)
     assert truth["dbias"].numel() > budget.FEW
@@ -182,7 +182,7 @@ def truth_in_float32(truth: testing.Results) -> testing.Results:
     [((2, 3, 5, 7), (2, 3, 5, 7)), ((1, 1, 1, 7), (1, 1, 1, 7)), ((3, 5, 1), (3, 5)), ((2, 1, 1, 1), (2,)), ((), (1,))],
 )
 def test_rows_of_a_bias(shape, rows) -> None:
-    """Keys, else queries, else whatever there is; of out, dq, dk and dv always head_dim."""
+    """A row holds keys, else queries, else the last dimension there is; for out, dq, dk and dv always head_dim."""
     x = torch.zeros(shape)
     assert budget._rows("dbias", x).shape == rows
     assert budget._rows("dq", x).shape == shape
@@ -195,7 +195,7 @@ def eager(
     through_lse: bool = True,
     change: Callable[[Tensor], Tensor] = lambda out: out,
 ) -> Callable[..., object]:
-    """The reference, less what is False; `change` is made to its out."""
+    """The reference, without the results whose argument is False; `change` is applied to its out."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: object) -> object:
         if return_lse and not lse:
@@ -230,7 +230,7 @@ def test_measure_of_a_complete_function_is_check() -> None:
     ids=["lse", "gradients", "both", "gradient of lse"],
 )
 def test_measure_of_what_there_is(function, missing, through_lse) -> None:
-    """Exactly the reference in what there is, so that all its ratios are 1."""
+    """The function is the reference, so all ratios are 1."""
     inputs = testing.make_inputs(SMALL)
     found = testing.measure(function, inputs)
     assert found.missing == missing
@@ -244,7 +244,7 @@ BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True, alibi
 
 
 def test_measure_without_the_gradients_of_what_is_added() -> None:
-    """Those of q, k and v are still measured."""
+    """The gradients of q, k and v are still measured."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: object) -> object:
         if options["bias"].tensor.requires_grad:
@@ -268,7 +268,7 @@ def test_a_gradient_that_a_function_forgets_is_no_refusal() -> None:
 
 
 def test_a_function_without_an_argument_is_not_called() -> None:
-    """But for what is left at its default: a function need not know what a problem does not have."""
+    """An argument left at its default is not passed: a function need not know features that a problem does not use."""
 
     def function(q, k, v, *, mask, rope, scale, return_lse):
         called.append(1)
@@ -325,7 +325,7 @@ def test_what_a_function_may_not_return(returned, error, message) -> None:
 
 
 def test_nan_in_rows_that_see_nothing_is_named() -> None:
-    """What softmax makes of a row of -inf."""
+    """Softmax gives NaN for a row of -inf."""
     inputs = testing.make_inputs(BLIND)
     blind = ~inputs.mask.dense(9, 13).any(-1).expand(2, 2, 9)
     assert blind[-1].all()
@@ -350,7 +350,7 @@ def test_inputs_are_the_same_each_time_and_in_each_dtype() -> None:
 
 
 def test_the_cases_have_every_feature() -> None:
-    """Each field of a case, and each of the words that it may be."""
+    """Every field of a case, and every word allowed in it."""
     for field in fields(Case):
         if field.name in ("name", "dtype"):
             continue
@@ -419,7 +419,7 @@ def test_triton_is_needed_for_functions_alone() -> None:
 
 
 def test_golden_is_the_textbook() -> None:
-    """The truth against one written out here: float64, no mask but causal, one head."""
+    """Compared with attention written out here: float64, no mask but a causal one, one head."""
     inputs = testing.make_inputs(replace(SMALL, nheads_q=1))
     truth = testing.golden(inputs)
     assert {x.dtype for x in truth.values()} == {torch.float64}

@@ -1,4 +1,4 @@
-"""Packed sequences: each as an attention of its own, whatever else is in the pack."""
+"""Packed sequences: each gives the same results as alone, whatever else is in the pack."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 LENGTHS_Q, LENGTHS_K = (13, 0, 40, 1, 33), (20, 5, 40, 37, 0)
 LONGEST, N = 40, 5
-TOTAL_Q, TOTAL_K = sum(LENGTHS_Q) + 3, sum(LENGTHS_K) + 2  # with some that belong to no sequence
+TOTAL_Q, TOTAL_K = sum(LENGTHS_Q) + 3, sum(LENGTHS_K) + 2  # some tokens belong to no sequence
 
 
 def stops(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
 
 
-# Of its own: what was imported before, and drew numbers, has no part in these.
+# Its own generator, so that no import which draws numbers changes these.
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -74,7 +74,7 @@ def moved(options: dict[str, Any]) -> dict[str, Any]:
 def results(
     backend: str, dtype: torch.dtype, inputs: tuple[Tensor, ...], options: dict[str, Any], lengths_q: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """out, lse and the gradients of everything that has one."""
+    """out, lse and all gradients."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", inputs, strict=True)}
     options, wide = dict(options), torch.promote_types(dtype, torch.float32)
     if options.get("bias") is not None:
@@ -106,7 +106,7 @@ def packed_inputs(head_dim_v: int = 24) -> tuple[Tensor, ...]:
 
 
 def slope_terms(inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
-    """Of the few numbers of dslopes, each a sum over pairs, the sums of the absolute terms, float64 ``(N, HEADS)``."""
+    """Sums of the absolute terms of dslopes, each a sum over pairs: float64 ``(N, HEADS)``."""
     of_pairs = torch.zeros(N, HEADS, LONGEST, LONGEST, device=DEVICE)  # its gradient is that of the scores
     options = {**options, "bias": options["bias"] + biases.tensor(of_pairs)}
     dscores = results("torch", torch.float64, inputs, options, LENGTHS_Q)["dtensor"].abs()
@@ -119,7 +119,7 @@ def slope_terms(inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_meaning(name):
-    """What the torch backend computes, one sequence after the other."""
+    """The same results as the torch backend, which computes one sequence after the other."""
     inputs, options = packed_inputs(), moved(OPTIONS[name])
     actual, expected = (results(x, torch.float64, inputs, options, LENGTHS_Q) for x in ("triton", "torch"))
     torch.testing.assert_close(actual, expected)
@@ -139,7 +139,7 @@ def test_budget(name, dtype):
 
 
 def test_rope_at_default_positions():
-    """The last query stands where the last key does; more queries than keys would stand before the first."""
+    """The last query has the position of the last key; surplus queries would have positions before the first key."""
     inputs = packed_inputs()
     options = {"rope": Rope.from_theta(HEAD_DIM, LONGEST, device=DEVICE), "mask": masks.causal()}
     lengths = (13, 0, 40, 1, 0)
@@ -150,13 +150,13 @@ def test_rope_at_default_positions():
 
 
 def test_a_sequence_is_as_if_it_were_alone():
-    """Bit for bit: no other sequence has a part in its results."""
+    """Bit for bit: no other sequence influences its results."""
     q, k, v = packed_inputs()
     out, lse = attention_varlen(
         q, k, v, stops(LENGTHS_Q), stops(LENGTHS_K), LONGEST, LONGEST, mask=masks.causal(), return_lse=True,
         backend="triton",
     )  # fmt: skip
-    queries, keys = slice(13, 53), slice(25, 65)  # the third
+    queries, keys = slice(13, 53), slice(25, 65)  # of the third sequence
     alone = (x[part].transpose(0, 1)[None] for x, part in ((q, queries), (k, keys), (v, keys)))
     expected_out, expected_lse = triton_attention(*alone, mask=masks.causal(), return_lse=True)
     assert_equal(
@@ -167,7 +167,7 @@ def test_a_sequence_is_as_if_it_were_alone():
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_what_belongs_to_no_sequence(backend):
-    """Out 0, lse -inf, gradients 0, and NaN there reaches nothing."""
+    """Out is 0, lse -inf, gradients are 0, and NaN there reaches nothing."""
     q, k, v = packed_inputs()
     q[-3:], k[-2:], v[-2:] = torch.nan, torch.nan, torch.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -195,7 +195,7 @@ def test_no_sequences(backend):
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out = attention_varlen(q.requires_grad_(), k, v, none, none, backend=backend)
     assert (out == 0).all()
-    if backend == "triton":  # eager has no gradient without a sequence
+    if backend == "triton":  # eager attention has no gradient without a sequence
         assert (torch.autograd.grad(out.sum(), q)[0] == 0).all()
 
 
@@ -228,7 +228,7 @@ def test_errors(change, error, match):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_nested_tensors(backend):
-    """torch.nested's jagged layout, ``(batch, nheads, seqlen, head_dim)`` with lengths of its own for each."""
+    """torch.nested's jagged layout, ``(batch, nheads, seqlen, head_dim)`` with a length for each sequence."""
     lengths = (5, 17, 2)
 
     def jagged(heads: int) -> tuple[Tensor, list[Tensor]]:
@@ -252,7 +252,7 @@ def test_nested_tensors(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_keys_than_all_queries(backend):
-    """Without `max_seqlen_k`, which is the number of keys then."""
+    """Without `max_seqlen_k`, which then defaults to the number of keys."""
     q, k = torch.randn(3, 2, 8, device=DEVICE), torch.randn(9, 2, 8, device=DEVICE)
     stops = [torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (3, 9)]
     found = attention_varlen(q, k, k, *stops, backend=backend)
@@ -275,10 +275,10 @@ def test_nested_and_dense_do_not_mix():
 
 
 def test_sinks_get_nothing_from_what_belongs_to_no_sequence():
-    """Its lse is -inf and no sink's, whatever gradient comes back to it."""
+    """Its lse is -inf without any sink, so its gradient must not reach the sinks."""
     q, k, v = packed_inputs()
     found = []
-    for n in (TOTAL_Q, TOTAL_Q - 3):  # with the rows behind the last sequence, and without
+    for n in (TOTAL_Q, TOTAL_Q - 3):  # with the rows after the last sequence, and without
         sinks = torch.linspace(-1, 1, HEADS, device=DEVICE).requires_grad_()
         _, lse = attention_varlen(
             q[:n], k, v, stops(LENGTHS_Q), stops(LENGTHS_K), LONGEST, LONGEST, sinks=sinks, return_lse=True,

@@ -1,4 +1,4 @@
-"""``attention_weights``: those of the reference, whole and in parts."""
+"""``attention_weights``: equal to the reference's weights, as a whole and in parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import BACKENDS, DEVICE, triton_attention
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-NOT_OF_WEIGHTS = ("sinks", "dropout_p", "dropout_seed")  # those of the reference are before dropout
+NOT_OF_WEIGHTS = ("sinks", "dropout_p", "dropout_seed")  # the reference's weights are before dropout
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -50,7 +50,7 @@ def test_gradients() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_hidden_scores_are_zero(backend) -> None:
-    """Of a row that sees nothing, and of a key whose scores would overflow the exponential, or are NaN."""
+    """For a row that sees nothing, and for a key whose scores would overflow the exponential or are NaN."""
     q, k = torch.randn(2, 1, 1, 4, 8, device=DEVICE).unbind()
     k[:, :, 3] = torch.tensor([1e30, torch.nan])[[0] * 7 + [1]].to(DEVICE)
     q, k = q.requires_grad_(), k.requires_grad_()
@@ -68,7 +68,7 @@ def test_gradients_of_hidden_scores_are_zero(backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_of_minus_infinity_hide_as_the_mask_does(backend) -> None:
-    """Of one pair, and of a row, by a bias."""
+    """A bias of -inf hides one pair, and one row."""
     q, k, v = torch.randn(3, 1, 1, 3, 8, device=DEVICE).unbind()
     bias = torch.zeros(3, 3, device=DEVICE)
     bias[0, 1] = bias[1] = -torch.inf
@@ -86,7 +86,7 @@ def test_scores_of_minus_infinity_hide_as_the_mask_does(backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.bfloat16).min, -1e10, -65504.0])
 def test_rows_whose_scores_are_all_lowest(dtype, lowest) -> None:
-    """Their lse has no digits left for the number of keys."""
+    """The precision of their lse is too low to hold the number of keys."""
     q, k, v = torch.randn(3, 1, 2, 9, 8, device=DEVICE, dtype=dtype).unbind()
     bias = torch.zeros(9, 9, device=DEVICE)
     bias[:3] = bias[5, :4] = lowest
@@ -100,7 +100,7 @@ def test_rows_whose_scores_are_all_lowest(dtype, lowest) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_add_up_to_one_in_16_bits(backend) -> None:
-    """Also of large scores, and under autocast: the scores behind lse are not rounded."""
+    """Also for large scores, and under autocast: the scores behind lse are not rounded."""
     q, k, v = (8 * torch.randn(3, 1, 2, 9, 32, device=DEVICE)).unbind()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out, lse = attention(q, k, v, return_lse=True, backend=backend)
@@ -129,7 +129,7 @@ def test_another_lse_is_refused() -> None:
 
 
 def test_nothing_of_the_whole_size_is_written() -> None:
-    """A million queries and keys, of which a few are looked at."""
+    """A million queries and keys, of which only a few weights are computed."""
     q = torch.randn(1, 1, 2**20, 4)
     weights = attention_weights(q, q, torch.zeros(1, 1, 2**20), rows=slice(5), keys=slice(7))
     assert weights.shape == (1, 1, 5, 7)

@@ -1,4 +1,4 @@
-"""With torch, Triton, NumPy and pytest alone, and where the link to the kernels was lost on the way."""
+"""With only torch, Triton, NumPy and pytest, and after the link to the kernels got lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = ("torch", "triton", "numpy", "pytest")
 
 
 def distributions(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
-    """The installed ones of these names, and what they need."""
+    """The installed distributions of these names, and their requirements."""
     seen: set[str] = set()
     left = list(names)
     while left:
@@ -27,7 +27,7 @@ def distributions(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
             seen.add(name)
             try:
                 found = metadata.distribution(name)
-            except metadata.PackageNotFoundError:  # of another platform, or built from source
+            except metadata.PackageNotFoundError:  # for another platform, or built from source
                 continue
             yield found
             left += [re.split(r"[^\w.-]", need)[0] for need in found.requires or () if "extra ==" not in need]
@@ -35,7 +35,7 @@ def distributions(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with nothing in it but what :data:`ALONE` needs."""
+    """A folder of packages with only :data:`ALONE` and its requirements."""
     folder = tmp_path_factory.mktemp("site")
     for found in distributions(ALONE):
         for top in {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}:
@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(site: Path, *arguments: str, cwd: Path = ROOT, status: int = 0, **extra: str) -> str:
-    """What a Python that finds nothing but these packages prints."""
+    """The output of a Python that finds no other packages."""
     env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
     env |= {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **extra}
     env = {name: x for name, x in env.items() if not name.startswith("PYTEST_XDIST")}
@@ -76,7 +76,7 @@ def test_tests_run_and_name_what_was_left_out(site: Path) -> None:
 
 
 def test_a_module_that_is_broken_is_an_error(site: Path, tmp_path: Path) -> None:
-    """A name that nobody lists as optional is not skipped."""
+    """Only names listed as optional are skipped."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text("import no_such_package\n")
     arguments = ("-p", "no:cacheprovider", "--import-mode=importlib", "test_it.py")

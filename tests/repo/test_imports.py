@@ -1,4 +1,4 @@
-"""The import law of tests/helpers/import_law.py is kept, and `import fusedattn` loads what it should."""
+"""The import law of tests/helpers/import_law.py is kept, and `import fusedattn` loads only the modules it should."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers.import_law import ALLOWED, LAYERS, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Written in Triton, or above what is, or for another library: others load these only inside functions, so that the
-# package imports without it.
+# Modules in Triton, above such modules, or for another library: others load them only inside functions, so that the
+# package imports without them.
 IN_TRITON = {"kernels", "testing.triton_functions", "backends.triton.launching"}
 ON_DEMAND = {*IN_TRITON, "integrations.transformers"}
 
-# Allowed besides the standard library and torch; only inside functions, except in what is loaded on demand.
+# Allowed besides the standard library and torch; only inside functions, except in modules loaded on demand.
 ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
     "testing.triton_functions": {"triton"},
@@ -90,7 +90,7 @@ def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[I
             target = node.args[0] if node.args else None
             if isinstance(target, ast.Constant) and isinstance(target.value, str):
                 yield Import(target.value, node.lineno, when)
-            else:  # a computed name could be anything, so the law could not be checked
+            else:  # a computed name could be any module, so the law could not be checked
                 yield Import("<computed name>", node.lineno, when)
 
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -111,7 +111,7 @@ def _callee(node: ast.Call) -> str:
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What ``source``, as the module of that name, imports against the law."""
+    """The imports in ``source``, as the module of that name, that break the law."""
     unit = unit_of(module)
     allowed, outside = ALLOWED.get(unit, set()), ALLOWED_OUTSIDE.get(unit, set())
     found = []
@@ -167,7 +167,7 @@ def test_the_table_has_no_cycle() -> None:
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    """Also inside a package, where the table does not look, and whenever the import runs."""
+    """Also inside a package, which the table does not cover, and at any time of the import."""
     graph = {
         module: {
             item.module
@@ -268,7 +268,7 @@ sys.meta_path.insert(0, NoTriton())
 
 
 def test_package_works_without_triton() -> None:
-    """Every module but the kernels imports, and CPU tensors still have a backend."""
+    """Every module but the kernels can be imported, and CPU tensors still have a backend."""
     units = sorted(ALLOWED.keys() - ON_DEMAND - {"fusedattn", "__main__"})
     code = WITHOUT_TRITON + (
         "import importlib, torch, fusedattn\n"
@@ -293,7 +293,7 @@ def test_import_loads_neither_triton_nor_the_kernels_nor_transformers() -> None:
 
 
 def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> None:
-    """Even where the checkout comes first on the path, as for a script run from its root."""
+    """Even if the checkout is first on the path, as for a script run from its root."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     theirs = tmp_path / "kernels" / "__init__.py"
     theirs.parent.mkdir()

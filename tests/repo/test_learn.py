@@ -1,4 +1,4 @@
-"""The steps of docs/learn run alone, are right and short; their page has what they print and refers to what exists."""
+"""The steps of docs/learn run alone, are correct and short; their page shows their output, and its references exist."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KERNELS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "kern
 STEPS = ("softmax", "online_softmax", "tiles", "causal", "rope", "backward_dkdv", "backward_dq")
 MOST_LINES = 80
 
-# Lengths that no tile divides; one query; one block of keys; queries that see nothing under a causal mask. With 50, 51
-# and 53 keys one pair decides whether a causal block is full, or visited.
+# Lengths that no tile divides; one query; one block of keys; queries that see nothing under a causal mask. With 50,
+# 51 and 53 keys a single pair decides whether a causal block is full, or visited.
 LENGTHS = ((37, 37), (1, 45), (36, 50), (32, 16), (50, 21))
 
-# In rounding units of float32 of the sum of the absolute terms that make an element. Scores, weights and sums are
-# rounded at the size of these terms. Measured in the interpreter, with 5 seeds for each of LENGTHS: at most 0.84. A GPU
-# rounds more often, and exp2 of the device is off by up to two units.
+# In float32 rounding units of the sum of the absolute terms of an element. Scores, weights and sums are rounded at
+# the size of these terms. Measured in the interpreter, with 5 seeds for each of LENGTHS: at most 0.84. A GPU rounds
+# more often, and its exp2 errs by up to two units.
 LIMIT = 1.0 if INTERPRETING else TERMS_LIMIT[torch.float32]
 
 # Names that the steps and the kernels of the package share.
@@ -101,7 +101,7 @@ def results_of(step: str, inputs: testing.Inputs) -> dict[str, Tensor]:
     return {name: x.unflatten(0, inputs.q.shape[:2]) for name, x in found.items()}
 
 
-# Step 5 is for seqlen_q <= seqlen_k: the first queries would stand before position 0.
+# Step 5 requires seqlen_q <= seqlen_k: otherwise the first queries have positions before 0.
 PROBLEMS = [(step, n, m) for step in STEPS for n, m in LENGTHS if step != "rope" or n <= m]
 
 
@@ -127,7 +127,7 @@ def test_causal_step_visits_the_blocks_of_the_package(seqlen_q: int, seqlen_k: i
         assert found == [of_tile.count(True), of_tile.count(False)]
 
 
-# Errors depend on the order of the sums of NumPy and torch.
+# Errors depend on the order of sums in NumPy and torch.
 ERROR = re.compile(r"\d\.\de-\d\d")
 
 
@@ -150,8 +150,7 @@ def test_step_runs_as_a_script_away_from_the_checkout(tmp_path: Path) -> None:
     assert ERROR.sub("#", done.stdout) in ERROR.sub("#", PAGE)
 
 
-# Compile every kernel of the steps, which are named by the arguments, for sm_90. The types of parameters follow from
-# their names.
+# Compile the kernels of the given steps for sm_90. Parameter names determine parameter types.
 COMPILE = """
 import runpy, sys
 import triton
@@ -178,7 +177,7 @@ for path in sys.argv[1:]:
 
 
 def test_steps_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter takes more than the compiler; and 16-bit products must go to tensor cores."""
+    """The interpreter accepts more than the compiler; 16-bit products must use tensor cores."""
     done = compiling("-c", COMPILE, *(str(FOLDER / f"{step}.py") for step in STEPS), cache=tmp_path)
     assert done.returncode == 0, done.stderr
     forwards = [f"attention_fwd {step not in ('softmax', 'online_softmax')}" for step in STEPS[:5]]

@@ -1,4 +1,4 @@
-"""The pictures of docs/learn are those that the script draws, are small, and show blocks that are true."""
+"""The pictures of docs/learn are up to date with their script, are small, and show correct blocks."""
 
 from __future__ import annotations
 

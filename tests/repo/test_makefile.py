@@ -1,4 +1,4 @@
-"""Targets that are for machines which others do not have: the commands that they run."""
+"""Targets for machines that others do not have: the commands that they run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def ran(tmp_path: Path, *arguments: str, without: str = "nothing") -> list[str]:
-    """What a Python is asked to run that does nothing, and has no module `without`."""
+    """The commands given to a Python that does nothing and lacks the module `without`."""
     log, python = tmp_path / "log", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nprintf "%s " "$@" >> "{log}"; echo >> "{log}"\n[ "$2" != "import {without}" ]\n')
     python.chmod(0o755)
-    # A make above this one would hand down its own arguments.
+    # A surrounding make would pass on its own arguments.
     env = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
     subprocess.run(["make", f"PYTHON={python}", *arguments], cwd=ROOT, env=env, check=True, capture_output=True)
     return [line.strip() for line in log.read_text().splitlines() if line.startswith("-m ")]

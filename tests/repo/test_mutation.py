@@ -1,4 +1,4 @@
-"""The tool that plants faults: its list fits the code, and it tells a fault that is seen from one that is not."""
+"""The tool that plants faults: its list fits the code, and it tells detected faults from others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @quick.every(25)
 @pytest.mark.parametrize("fault", mutation.FAULTS, ids=lambda f: f.what)
 def test_each_fault_can_be_planted(fault):
-    """Its text is still in the code, the result is Python, and something else."""
+    """Its text is still in the code, and the result is valid and different Python."""
     text = (ROOT / fault.path).read_text(encoding="utf-8")
     assert ast.dump(ast.parse(fault.mutated(text))) != ast.dump(ast.parse(text))
     for file in mutation.pytest_arguments(fault.tests)[:1]:
@@ -69,7 +69,7 @@ def test_a_fault_that_is_seen_and_one_that_is_not(tree, monkeypatch):
 
 @pytest.mark.thorough
 def test_tests_that_are_not_there_are_no_verdict(tree):
-    """Neither a kill nor a survival: pytest's own errors are raised."""
+    """Neither killed nor survived: errors of pytest itself are raised."""
     with pytest.raises(RuntimeError, match="exit status"):
         mutation.run_tests(tree, ["tests/test_nothing.py"])
     with pytest.raises(RuntimeError, match="exit status"):

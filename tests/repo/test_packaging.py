@@ -22,7 +22,7 @@ pytest.importorskip("setuptools", minversion="77", reason="the build backend of 
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
-    """Output of a command; its output and errors in the failure when it fails."""
+    """Run a command and return its output; a failure shows output and errors."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     done = subprocess.run(
         [str(part) for part in command],
@@ -37,12 +37,12 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 
 def git(*arguments: str) -> str:
-    # git refuses a checkout of another user (a mounted volume) unless told; this only reads it.
+    # git refuses a checkout of another user (a mounted volume) without this; these commands only read.
     return run("git", "-c", f"safe.directory={ROOT}", *arguments, cwd=ROOT)
 
 
 def copy_checkout(destination: Path) -> Path:
-    """A copy to build in, so that no build folder appears in the checkout; links stay links."""
+    """Copy the checkout, so that no build folder appears in it; links stay links."""
     if not IS_GIT_CHECKOUT:
         ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
         return shutil.copytree(ROOT, destination, symlinks=True, ignore=ignore)
@@ -55,7 +55,7 @@ def copy_checkout(destination: Path) -> Path:
 
 
 def build_wheel(source: Path, destination: Path) -> Path:
-    """The wheel that pip builds from a folder or an archive, with the installed setuptools."""
+    """Build the wheel of a folder or an archive with pip and the installed setuptools."""
     options = (
         "--no-deps",
         "--no-build-isolation",

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def arguments(target: str) -> list[str]:
-    """The arguments of pytest that a target of the Makefile passes, without the options of a run."""
-    # A make above this one would hand down its own arguments.
+    """The pytest arguments of a Makefile target, without the options of a run."""
+    # A surrounding make would pass on its own arguments.
     env = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
     command = ["make", "--dry-run", "--old-file=.venv/.test", target]
     shown = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout

@@ -1,6 +1,6 @@
 """Every ```python block of the documentation runs as printed.
 
-A block whose first line starts with `# not run:` (and says why) is left out.
+A block whose first line starts with `# not run:` and a reason is left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ README = ROOT / "README.md"
 # An opening fence, possibly indented (in a list), up to a closing fence of the same indent.
 BLOCK = re.compile(r"^([ \t]*)```python[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 
-# One interpreter for all blocks of a file: importing torch costs more than running them. A block
-# does not see the names of another, just as when a reader pastes it. Line numbers are the file's.
+# One interpreter for all blocks of a file: importing torch costs more than running them. A block does not see the
+# names of another, as if a reader pasted it. Line numbers are the file's.
 RUNNER = """
 import json, sys, traceback
 failed = 0

@@ -1,4 +1,4 @@
-"""``python -m tests.tools.sanitize`` without a GPU: with a stand-in for compute-sanitizer."""
+"""``python -m tests.tools.sanitize`` without a GPU, with a stand-in for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULT = 'case "$*" in *fault) echo "========= ERROR SUMMARY: 4095 errors"; exit 
 
 
 def stand_in(folder: Path, *lines: str) -> Path:
-    """A script that answers in the place of compute-sanitizer."""
+    """Write a script that takes the place of compute-sanitizer."""
     path = folder / "compute-sanitizer"
     path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
     path.chmod(0o755)
@@ -31,7 +31,7 @@ def stand_in(folder: Path, *lines: str) -> Path:
 
 
 def test_without_a_gpu():
-    """One line that says what is missing, and exit status 2."""
+    """One line names the missing device, and the exit status is 2."""
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.tools.sanitize"],
@@ -55,7 +55,7 @@ def test_without_the_tool(monkeypatch, capsys):
 
 
 def test_where_the_tool_is_looked_for(monkeypatch, tmp_path):
-    """PATH, then the toolkits, then wheels; what cannot be executed is passed over."""
+    """PATH, then the toolkits, then wheels; files that cannot be executed are skipped."""
     for place in ("path", "toolkit/bin", "packages/nvidia/cu13/bin"):
         (tmp_path / place).mkdir(parents=True)
     on_path, in_toolkit, in_wheel = (
@@ -85,7 +85,7 @@ def test_command(tool):
 
 
 def test_environment(monkeypatch):
-    """Compiled kernels, and a cudaMalloc for each tensor."""
+    """Kernels are compiled, and each tensor gets its own cudaMalloc."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     environment = sanitize.environment()
     assert "TRITON_INTERPRET" not in environment
@@ -110,7 +110,7 @@ def test_clean(tmp_path, capsys):
     ids=["found", "crashed", "not run"],
 )
 def test_errors(answer, verdict, tmp_path, capsys):
-    """What is found, a suite that fails, and a tool that says nothing all count."""
+    """A finding, a failing suite, and a tool without output all count."""
     clean = 'echo "========= ERROR SUMMARY: 0 errors"'
     sanitizer = stand_in(tmp_path, FAULT, f'case "$2" in initcheck) {answer};; *) {clean};; esac')
     assert sanitize.check(sanitizer) == 1

@@ -63,13 +63,13 @@ REVEALED = (
 def test_a_program_under_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"]
-    # Not from the checkout, whose configuration would be read; errors in the package itself are `make lint`'s.
+    # Not from the checkout, whose configuration mypy would read; `make lint` covers errors in the package itself.
     env = os.environ | {"MYPYPATH": str(ROOT)}
     options = ["--follow-imports", "silent", "--ignore-missing-imports", "--hide-error-context", "--no-color-output"]
     done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("program.py")]
     types = [line.partition('Revealed type is "')[2].rstrip('"') for line in lines if "Revealed type" in line]
-    types = [name.replace("builtins.", "") for name in types]  # as older versions of mypy write
+    types = [name.replace("builtins.", "") for name in types]  # older versions of mypy write this prefix
     assert tuple(types[: len(REVEALED)]) == REVEALED, done.stdout + done.stderr
     assert "Any" not in types[len(REVEALED)].replace("*args: Any", ""), types[len(REVEALED) :]
     errors = [line for line in lines if "error:" in line]

@@ -1,8 +1,7 @@
-"""The torch backend beside a direct call of torch's function, and what importing the package takes.
+"""The torch backend compared with a direct call of torch's function, and the time to import the package.
 
-Time is that of the processor, of one thread, so that what else runs on the machine has little part in it; a ratio is
-that of medians of interleaved runs. tests/torch_backend/test_mask_plan.py counts the scores, which make
-the difference.
+Times are processor time of one thread, so other load on the machine hardly affects them; a ratio compares medians of
+interleaved runs. tests/torch_backend/test_mask_plan.py counts scores, which explain the difference.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ AT = torch.arange(SEQLEN)[None]
 
 ATTEMPTS = 6
 
-# A mask, and the time that is allowed, as a part of what torch's function takes with the same mask.
+# A mask, and the time allowed relative to torch's function with the same mask.
 CASES: dict[str, tuple[Mask, float]] = {
     "full": (masks.full(), 1.05),
     "causal": (masks.causal(), 1.05),
@@ -53,7 +52,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def ratio(function: Callable[[], object], direct: Callable[[], object], rounds: int, bound: float) -> float:
-    """Of the time of both; measured again where it is above `bound`, and then the least."""
+    """The ratio of both times; repeated while above `bound`, and then the smallest one."""
     ratios: list[float] = []
     while len(ratios) < ATTEMPTS and not any(x <= bound for x in ratios):
         times: dict[Callable[[], object], list[float]] = {function: [], direct: []}
@@ -74,7 +73,7 @@ def test_beside_torch(name, backward):
     batch = 1 if mask.valid is None else mask.valid.shape[0]
     given: dict[str, object] = {}
     shape = batch, NHEADS, SEQLEN, HEAD_DIM
-    if name in ("full", "causal"):  # where all is computed, the shorter, the harder
+    if name in ("full", "causal"):  # all scores are computed, and short sequences are harder
         shape = batch, 2 * NHEADS, SEQLEN // 2, HEAD_DIM
         given["is_causal"] = name == "causal"
     else:
@@ -115,8 +114,8 @@ def test_what_a_short_call_costs(causal):
     assert ratio(ours, direct, 200, 1.3) <= 1.3
 
 
-# Work of bench.cpu, and the goal: its time as a part of what the faster one of torch's function and eager takes.
-# Processors differ: on one that takes 1.31 and 2.09 for them, two have a fifth more.
+# Work of bench.cpu, and the time allowed relative to the faster one of torch's function and eager attention.
+# Processors differ: one takes 1.31 and 2.09 for two of them, which are therefore allowed a fifth more.
 BESIDE_BOTH = {
     "a random mask of each head": 1.3,
     "block_sparse, a quarter visible": 1.3 * 1.2,
@@ -140,7 +139,7 @@ def test_beside_torch_and_eager(name, backward):
 
 
 def test_an_import_is_short(tmp_path):
-    """Less than a twelfth of torch's own, in processor time, from compiled files, as an installed package has."""
+    """Less than a twelfth of torch's import, in processor time, from compiled files as in an installed package."""
     package = shutil.copytree(Path(fusedattn.__file__).parent, tmp_path / "fusedattn")
     assert compileall.compile_dir(package, quiet=1)
     code = (

@@ -1,4 +1,4 @@
-"""What a call costs before and around the work: ratios to torch's function, and what must not happen on the way."""
+"""The overhead of a call: ratios to torch's function, and things that must not happen on the way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 def ratio(ours: Callable[[], object], theirs: Callable[[], object], n: int, rounds: int = 41) -> float:
-    """Of the medians of `rounds` turns of n calls each."""
+    """The ratio of medians over `rounds` interleaved runs of n calls each."""
 
     def seconds(function: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -62,7 +62,7 @@ def ratio(ours: Callable[[], object], theirs: Callable[[], object], n: int, roun
 
 
 def assert_within(bound: float, ours: Callable[[], object], theirs: Callable[[], object], n: int) -> None:
-    """Once in five tries: whatever else the machine does makes the longer way longer, not shorter."""
+    """Succeed if one of five tries does: other load on the machine makes the longer path longer, not shorter."""
     found = []
     for _ in range(5):
         found.append(ratio(ours, theirs, n))
@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_short_call_takes_hardly_longer_than_torchs(one_thread, name, requires_grad):
-    """64 tokens, 8 heads: what is done besides is three sums, which look for NaN, and attribute reads."""
+    """64 tokens, 8 heads: the overhead is three sums, which look for NaN, and attribute reads."""
     q, k, v = (x.requires_grad_(requires_grad) for x in qkv(1, 8, 64, 64))
     ours, theirs = CALLS[name]
     assert_within(
@@ -105,9 +105,9 @@ def test_a_call_without_data_takes_hardly_longer_than_torchs(one_thread, name):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each function of the package is called, by its name.
+    """Count the calls of each function of the package, by name.
 
-    Those of other packages are not counted, nor comprehensions, which are functions in some versions of Python.
+    Functions of other packages are not counted, nor comprehensions, which are functions in some versions of Python.
     """
     calls: Counter[str] = Counter()
 
@@ -132,7 +132,7 @@ def test_functions_of_a_plain_call(monkeypatch, name, most):
     attention(q, k, v, **options)
     with counted() as calls:
         attention(q, k, v, **options)
-    assert calls["attention"] == 2  # of the public module, and of `fast_path`
+    assert calls["attention"] == 2  # the public function, and the one in `fast_path`
     assert sum(calls.values()) <= most, calls
 
 
@@ -160,7 +160,7 @@ def test_functions_on_the_way_to_the_kernels(no_launch, backward, most):
 
 @interpreted
 def test_lengths_fill_no_cache(no_launch):
-    """Nothing is compiled or looked up anew for a length: generation meets a new one with every token."""
+    """No length compiles or looks up anything new: generation has another length at every token."""
 
     def kept() -> list[int]:
         caches = (launching._band, launching._plain_call, attention_bwd_rows._constants)
@@ -170,7 +170,7 @@ def test_lengths_fill_no_cache(no_launch):
         q, k, v = (x.requires_grad_() for x in qkv(1, 2, seqlen, 16))
         attention(q, k, v, mask=masks.causal(), backend="triton").sum().backward()
 
-    for seqlen in (7, 20, 39):  # few queries share tiles of two sizes
+    for seqlen in (7, 20, 39):  # tiles of few queries have two sizes
         call(seqlen)
     before = kept()
     for seqlen in range(8, 40):
@@ -209,7 +209,7 @@ def test_autograd_only_where_there_is_a_gradient(monkeypatch, no_launch):
 
 
 def test_sizes_that_are_symbols():
-    """What a tracer makes under a transform has the type of an ordinary tensor."""
+    """Under a transform, a tracer makes tensors of the ordinary type."""
     x = torch.randn(3, 2, 2, 8, 16)
 
     def function(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_sizes_that_are_symbols():
 
 @interpreted
 def test_transforms_of_a_call_without_a_gradient_to_keep():
-    """Forward mode needs no requires_grad, and reaches into a backward without create_graph; so does vmap."""
+    """Forward mode needs no requires_grad, and reaches a backward without create_graph, as does vmap."""
     q, k, v = qkv(1, 2, 5, 8, dtype=torch.float64)
     douts = torch.stack(qkv(1, 2, 5, 8, dtype=torch.float64))
     with forward_ad.dual_level():
@@ -239,7 +239,7 @@ def test_transforms_of_a_call_without_a_gradient_to_keep():
 
 
 def in_another_layout(x: Tensor) -> Tensor:
-    """``(batch, seqlen, nheads, head_dim)`` in memory, as a part of something larger."""
+    """Store ``x`` as ``(batch, seqlen, nheads, head_dim)``, as a part of a larger tensor."""
     wide = torch.zeros(x.shape[0], x.shape[2], 3, *x.shape[1::2], dtype=x.dtype)
     wide[:, :, 1] = x.transpose(1, 2)
     return wide[:, :, 1].transpose(1, 2)
@@ -321,7 +321,7 @@ def test_what_needs_a_closer_look_is_no_plain_call(change):
     expect_no_plain_answer(*change(*qkv(2, 4, 8, 8)))
 
 
-LONG = 300  # more scores than one call is worth
+LONG = 300  # more scores than a plain call may have
 MASKS = {
     "window": lambda n: masks.window(2, 0),
     "open window": lambda n: masks.window(None, 1),
@@ -372,7 +372,7 @@ def test_other_masks_are_no_plain_call(mask):
 
 
 def test_a_window_of_few_queries_is_no_plain_call():
-    """It may leave them few of the keys."""
+    """The window may leave them few of the keys."""
     (q, _, _), (_, k, v) = qkv(2, 4, 1, 8), qkv(2, 4, 8, 8)
     expect_no_plain_answer(q, k, v, masks.window(2, 0))
 

@@ -1,4 +1,4 @@
-"""The torch backend where weights are written out: by steps of few scores, the whole is what the reference says."""
+"""The torch backend where it writes weights out: in steps of few scores, the result is the reference's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, H, H_KV, N, M, D = 3, 4, 2, 37, 41, 8
 
 @pytest.fixture(params=[1, 3000, 7000, 2**17], ids=lambda n: f"{n} scores")
 def _steps_of(request, monkeypatch):
-    """Of some queries of a head, of a head, of a batch, and of everything."""
+    """Steps of some queries of a head, of a head, of a batch, and of everything."""
     monkeypatch.setattr(eager, "SCORES", request.param)
     monkeypatch.setattr(eager, "LEAST_ROWS", 10)
 
@@ -30,7 +30,6 @@ def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def options() -> dict[str, dict[str, Any]]:
-    """By name."""
     seed = torch.tensor([7])
     return {
         "dropout": {"dropout_p": 0.3, "dropout_seed": seed},
@@ -87,7 +86,7 @@ def test_by_steps(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 def test_packed_sequences_are_not_rounded_on_the_way(dtype, return_lse):
-    """In 16 bits, what is packed is as near to float64 as what is not."""
+    """In 16 bits, a packed result has the same error as one that is not packed."""
     q, k, v = (torch.randn(B, N, H, D, dtype=dtype) for _ in range(3))
     packed = [x.flatten(0, 1) for x in (q, k, v)]
     offsets = torch.arange(0, B * N + 1, N, dtype=torch.int32)
@@ -101,7 +100,7 @@ def test_packed_sequences_are_not_rounded_on_the_way(dtype, return_lse):
 
 
 def test_derivatives_of_derivatives():
-    """Where torch's kernel computes the gradients, eager functions compute theirs."""
+    """If torch's kernel computes the gradients, eager functions compute their derivatives."""
     q, k, v = (x[:1, :, :5].detach().requires_grad_() for x in qkv())
     sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
     for mask in (masks.full(), masks.causal("top_left"), masks.window(2, 1), torch.rand(5, 5) < 0.7):
@@ -116,7 +115,7 @@ def test_derivatives_of_derivatives():
 
 
 def test_derivatives_of_derivatives_in_16_bits():
-    """Of scores that are not rounded: as exact as rounding the inputs and the results once leaves them."""
+    """Scores are not rounded: the error is that of rounding the inputs and the results once."""
     inputs = [x.to(torch.bfloat16) for x in qkv()]
 
     def second(dtype: torch.dtype) -> Tensor:
@@ -141,7 +140,7 @@ def test_derivatives_of_derivatives_in_16_bits():
     ids=["padding", "causal", "boolean"],
 )
 def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
-    """And does not cost the reference, with gradients or without; unless a query sees it."""
+    """Padding may hold any value without a call of the reference, with or without gradients, unless a query sees it."""
     q, k, v = (x.detach() for x in qkv())
     hidden = ~mask.dense(N, M, batch=B, nheads=1).any(2)[:, :, :, None]
     poisoned = [q, *(x.masked_fill(hidden, value) if lost in (name, "both") else x for name, x in (("k", k), ("v", v)))]
@@ -193,7 +192,7 @@ def test_one_gradient_alone_is_that_beside_the_others(alone):
 
 
 def test_a_nan_of_a_query_shows_in_the_gradient_of_sinks():
-    """Alone, where q, k and v get none."""
+    """Also if q, k and v get no gradient."""
     q, k, v = qkv()
     q[1, 2, 3] = torch.nan
     sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
@@ -203,7 +202,7 @@ def test_a_nan_of_a_query_shows_in_the_gradient_of_sinks():
 
 
 def test_lse_of_queries_that_no_piece_has(monkeypatch):
-    """``-inf``, beside pieces that leave them out."""
+    """It is ``-inf``, beside pieces that leave such queries out."""
     monkeypatch.setattr(mask_plan, "FEW", 0)
     monkeypatch.setattr(mask_plan, "CALL", 1)
     q, k, v = qkv()

@@ -1,4 +1,4 @@
-"""The torch backend's plan: which scores it asks torch's function for, and that nothing is wrong with the rest."""
+"""The torch backend's plan: the scores it asks torch's function for, and correct results for the others."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ B = 3
 
 @pytest.fixture
 def small(monkeypatch):
-    """Plans of many pieces for few tokens."""
+    """Plans with many pieces for few tokens."""
     monkeypatch.setattr(mask_plan, "CALL", 1)
     monkeypatch.setattr(mask_plan, "FEW", 0)
     monkeypatch.setattr(mask_plan, "BLOCKS", (3, 7))
 
 
 def paddings(n: int) -> dict[str, Tensor | None]:
-    """bool ``(B, n)``; uneven, and one batch is all padding where that says so."""
+    """bool ``(B, n)``: some are uneven, and in some a batch is all padding."""
     at = torch.arange(n)[None]
     return {
         "none": None,
@@ -45,7 +45,7 @@ def paddings(n: int) -> dict[str, Tensor | None]:
 
 
 def structures(n: int, m: int) -> dict[str, Mask]:
-    """Of ``n`` queries and ``m`` keys, in all alignments."""
+    """Masks for ``n`` queries and ``m`` keys, in both alignments."""
     found = {"full": masks.full()}
     for align in ("bottom_right", "top_left"):
         found[f"causal, {align}"] = masks.causal(align)
@@ -80,7 +80,7 @@ def results(
 
 
 def problem(n: int, m: int, head_dim_v: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """q, k and v, of which k lies in memory token by token."""
+    """q, k and v; k is stored token by token."""
     q, v = torch.randn(B, 4, n, 4, dtype=dtype), torch.randn(B, 2, m, head_dim_v, dtype=dtype)
     k = torch.randn(B, m, 2, 4, dtype=dtype).transpose(1, 2)
     return tuple(x.requires_grad_() for x in (q, k, v))
@@ -90,7 +90,7 @@ def problem(n: int, m: int, head_dim_v: int = 4, dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("structure", structures(2, 2))
 def test_every_mask(structure, lengths):
-    """In float64, beside every padding; NaN in the gradient of a row that sees nothing goes nowhere."""
+    """In float64, with every padding; NaN in the gradient of a row that sees nothing reaches no gradient."""
     n, m = lengths
     qkv = problem(n, m)
     for name, valid in paddings(m).items():
@@ -132,7 +132,7 @@ def test_with_a_bias(structure, kind, lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["window", "more keys", "padded"])
 def test_sums_over_pieces_are_not_rounded_each(name, dtype):
-    """Keys are in many pieces, and their gradients sums over these."""
+    """A key is in many pieces, and its gradient is a sum over them."""
     case = testing.Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=61, seqlen_k=61, head_dim=16, dtype=dtype)
     mask = masks.window(20, 3)
     if name == "more keys":
@@ -146,7 +146,7 @@ def test_sums_over_pieces_are_not_rounded_each(name, dtype):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("head_dim_v", [3, 4, 9])
 def test_head_dims(head_dim_v):
-    """Without gradients the narrower ones get features of 0; with them, there are derivatives of derivatives."""
+    """Without gradients the narrower tensors are padded with zeros; with gradients there are second derivatives."""
     qkv = problem(9, 12, head_dim_v)
     mask = masks.causal() & masks.padding(torch.arange(12)[None] < torch.tensor([[12], [5], [0]]))
     expected = reference.attention(*qkv, mask=mask)[0]
@@ -189,7 +189,7 @@ def test_a_trace_is_not_of_one_padding():
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, seqlen: int, mask: Mask, batch: int = 2, **options: Any) -> float:
-    """How many scores of one batch and head torch's function is asked for; a causal half for ``is_causal``."""
+    """The number of scores per batch and head that torch's function computes; half of them for ``is_causal``."""
     asked: list[float] = []
     q, k, v = (torch.randn(batch, heads, seqlen, 2) for heads in (8, 4, 4))
 
@@ -221,7 +221,7 @@ SQUARE = N * N
 
 ALIKE = torch.arange(N).expand(2, -1)
 
-# A mask, and how much of the square is computed at most.
+# A mask, and the largest share of the square that may be computed.
 SHARES = {
     "causal": (masks.causal(), 0.501),
     "half padded": (first(N, N // 2, N // 2), 0.5),
@@ -272,7 +272,7 @@ def test_few_tokens_are_one_call(monkeypatch):
 
 
 def test_cuts_and_their_gradients():
-    """Each is the gradient of the other, whether parts overlap or not, in whatever order they lie in memory."""
+    """Each is the gradient of the other, for disjoint and overlapping parts, in any layout."""
     apart = [(range(0, 2), range(3, 5)), (range(2, 3), range(0, 4))]
     overlapping = [(range(0, 3), range(0, 4)), (range(0, 3), range(2, 5)), (range(0, 3), range(1, 2))]
     for boxes, by_token in itertools.product((apart, overlapping), (False, True)):

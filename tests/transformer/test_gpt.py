@@ -105,7 +105,7 @@ def test_gpt_padding(as_value):
     logits = model(ids, mask)
     assert logits.isfinite().all()
     assert torch.equal(logits[valid], model(changed, mask)[valid])
-    # Rotations are relative: without its padding the sequence gives the same logits.
+    # Rotations are relative: the sequence gives the same logits without its padding.
     torch.testing.assert_close(logits[:1, 2:], model(ids[:1, 2:]), atol=1e-4, rtol=1e-4)
 
 
@@ -136,7 +136,7 @@ def test_generate_greedy(positions):
     assert torch.equal(out[:, :6], ids)
     assert out.shape == (2, 14)
     assert len(set(out[0, 6:].tolist())) > 1
-    # By its definition, one full forward per token.
+    # By definition: one full forward per token.
     want = ids
     for _ in range(8):
         want = torch.cat((want, model(want)[:, -1].argmax(-1, keepdim=True)), dim=1)

@@ -1,4 +1,4 @@
-"""``fuse()``: the model stays what it was, and computes what it did."""
+"""``fuse()``: the model stays the same object, and computes the same results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.usefixtures("_seed")]
 WIDTH, HEADS, LAYERS, VOCAB = 32, 4, 1, 13
 BATCH, LENGTH, OTHER = 2, 9, 6
 
-# The gradient of relu jumps at 0: a rounding error anywhere before it may become a large one.
+# The gradient of relu jumps at 0, so a rounding error before it may become a large one.
 SMOOTH: dict[str, Any] = {"activation": "gelu"}
 
 
@@ -60,7 +60,7 @@ def valid(length: int = LENGTH) -> Tensor:
 
 @dataclass(frozen=True)
 class Example:
-    """A reference model, and how it is called."""
+    """A reference model, and its arguments."""
 
     make: Callable[[], nn.Module]
     arguments: Callable[[], tuple[Any, ...]]
@@ -131,7 +131,7 @@ def outcome(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
 @pytest.mark.skipif(not INTERPRETING, reason="float64 runs in the interpreter only")
 @examples
 def test_a_fused_model_computes_the_same_function(name):
-    """In float64, where rounding hides nothing: the output and all gradients, in train() and in eval()."""
+    """In float64, which hides no difference behind rounding: the output and all gradients, in train() and in eval()."""
     model = EXAMPLES[name].make().double()
     arguments = cast(EXAMPLES[name].arguments(), torch.float64)
     expected = outcome(model, arguments)
@@ -144,9 +144,9 @@ def test_a_fused_model_computes_the_same_function(name):
         assert torch.equal(model.eval()(*arguments), got["output"])
 
 
-# A model is mostly not attention: its linear layers and norms round as before, and the errors of a single small
-# parameter are a draw of luck (single ones exceed 1.5 times the reference's in about one of twenty). Their mean over
-# all parameters is less so: measured 0.78 to 1.14 times the reference's in 192 runs of these models, of six seeds.
+# Most of a model is not attention: its linear layers and norms round as before, and the errors of a single small
+# parameter are a matter of luck (about one in twenty exceeds 1.5 times the reference's). Their mean over all
+# parameters varies less: measured 0.78 to 1.14 times the reference's in 192 runs of these models, with six seeds.
 MODEL_FACTOR = 1.35
 
 
@@ -154,7 +154,7 @@ MODEL_FACTOR = 1.35
 @examples
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fused_model_is_as_accurate(name, dtype):
-    """Relative errors against the reference in float64, averaged over the output and all gradients."""
+    """Errors relative to the reference in float64, averaged over the output and all gradients."""
     model = EXAMPLES[name].make().to(DEVICE, dtype)
     arguments = cast(EXAMPLES[name].arguments(), dtype)
     truth = outcome(copy.deepcopy(model).double(), cast(arguments, torch.float64))
@@ -165,7 +165,7 @@ def test_a_fused_model_is_as_accurate(name, dtype):
         errors = []
         for key, x in truth.items():
             assert results[key].isfinite().all(), key
-            # Without rotation a key's bias shifts all scores of a row alike: its gradient is 0.
+            # Without rotation, a key's bias shifts all scores of a row equally: its gradient is 0.
             if x.abs().max() > 1e-9:
                 errors.append(((results[key].double() - x).norm() / x.norm()).item())
         return sum(errors) / len(errors)
@@ -210,7 +210,7 @@ def small(**kwargs: Any) -> TransformerBlock:
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A list that every call of attention() by a fused module adds its keywords to."""
+    """Return a list that collects the keyword arguments of each call of attention() by a fused module."""
     from fusedattn.integrations import modules
 
     calls: list[dict[str, Any]] = []
@@ -254,7 +254,7 @@ def test_weights_come_from_the_reference(monkeypatch):
 
 
 def test_attention_without_heads():
-    """Three-dimensional inputs are one head; so is a three-dimensional mask."""
+    """Three-dimensional inputs have one head, and so has a three-dimensional mask."""
     core = ScaledDotProductAttention(scale=0.3).to(DEVICE)
     q, k, v = (torch.randn(2, n, 8, device=DEVICE) for n in (5, 7, 7))
     some = torch.rand(2, 5, 7, device=DEVICE) < 0.7
@@ -396,7 +396,7 @@ def test_a_refusal_lists_every_reason_and_changes_nothing(make, reasons):
 
 
 def test_dropout():
-    """In eval() there is none; in training weights are dropped, others in each call, the same under the same seed."""
+    """None in eval(); in training each call drops other weights, and the same seed drops the same."""
     model, x = small(dropout=0.5).eval(), hidden().to(DEVICE)
     expected = model(x)
     torch.testing.assert_close(fuse(model, backend="triton")(x), expected, atol=1e-5, rtol=1e-5)
@@ -419,7 +419,7 @@ def test_generate(positions, use_cache):
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
-                p.normal_(std=0.4)  # far enough apart that rounding does not choose the token
+                p.normal_(std=0.4)  # far enough apart that rounding does not decide the token
     prompt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], device=DEVICE)
     expected = model.generate(prompt, 6, temperature=0, use_cache=use_cache)
     logits = model(expected)

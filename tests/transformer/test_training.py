@@ -1,4 +1,4 @@
-"""A few steps of the training that ``make soak`` runs long: fused and eager from one seed, in every dtype."""
+"""A few steps of the training that ``make soak`` runs for long: fused and eager from one seed, in every dtype."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_nan_in_a_gradient_is_counted(monkeypatch):
 
 
 def test_a_wrong_scale_departs_further_than_the_noise(monkeypatch, exact):
-    """Of 1 %: the comparison is not too coarse to see it, although the weights are still near uniform."""
+    """By 1%: the comparison is fine enough to see it, although the weights are still nearly uniform."""
     forward = soak.KeysReversed.forward
 
     def slightly_wrong(self, q, *rest, **options):
@@ -60,7 +60,7 @@ def test_a_wrong_scale_departs_further_than_the_noise(monkeypatch, exact):
 
 
 def test_the_orders_are_the_same_attention():
-    """In float64, where another order is a few units in the last place."""
+    """In float64, where another order of sums changes a few units in the last place."""
     ids, valid = next(soak.batches(1))
     expected = soak.make_model("eager").double()(ids, valid)
     for order in soak.ORDERS:

@@ -219,7 +219,7 @@ def test_residual_drops_the_sublayer_and_never_the_input(norm):
 
 
 def copy_layer(ours: EncoderLayer | DecoderLayer, theirs: Any) -> None:
-    """Give a torch layer the weights of ours."""
+    """Give a torch layer the weights of the package's layer."""
     pairs = [(theirs.self_attn, ours.self_attention)]
     norms = [ours.self_attention_residual]
     if isinstance(ours, DecoderLayer):
@@ -382,7 +382,7 @@ def test_transformer_ignores_masked_source(make_mask):
     logits = model(src, tgt, make_mask(valid))
     assert torch.equal(logits, model(changed, tgt, make_mask(valid)))
     assert not torch.allclose(model(src, tgt)[1], model(changed, tgt)[1])
-    # Padding is as good as absence.
+    # Padding has the same effect as absence.
     torch.testing.assert_close(logits[1:], model(src[1:, : S - 3], tgt[1:]))
 
 
@@ -415,7 +415,7 @@ def test_transformer_encoder_padding_and_mlm_head():
     hidden = model(ids, valid)
     assert hidden.shape == (B, S, WIDTH)
     assert torch.equal(hidden[valid], model(changed, valid)[valid])
-    # It looks in both directions.
+    # Attention is bidirectional.
     changed = ids.clone()
     changed[:, -1] = (ids[:, -1] + 1) % 11
     assert (model(changed)[:, 0] != model(ids)[:, 0]).any(dim=-1).all()
@@ -451,7 +451,7 @@ def test_models_gradients_copies_and_casts(name):
     for parameter_name, p in model.named_parameters():
         assert p.grad is not None, parameter_name
         assert p.grad.isfinite().all(), parameter_name
-        if not parameter_name.endswith("k_proj.bias"):  # softmax is blind to a shift of all keys
+        if not parameter_name.endswith("k_proj.bias"):  # softmax ignores a shift of all keys
             assert (p.grad != 0).any(), parameter_name
     model.eval()
     want = run_model(model, src, tgt)

@@ -92,7 +92,7 @@ def test_attention_row_that_sees_nothing(dtype):
         dq, dk, dv = torch.autograd.grad(out.float().sum(), (q, k, v), retain_graph=True)
     assert (dq[0, :, 2] == 0).all()
     assert all(g.isfinite().all() for g in (dq, dk, dv))
-    # The blind row gives nothing to the keys and values: its gradient alone is exactly zero.
+    # The row that sees nothing adds nothing to the keys and values: its gradient alone is exactly zero.
     for grad in torch.autograd.grad(out[0, :, 2].float().sum(), (q, k, v)):
         assert (grad == 0).all()
 
