@@ -1,4 +1,4 @@
-"""Models that may choose fused attention by name, fuse's messages for the others, and the weights that models return."""
+"""Models that may choose fused attention by name, fuse's messages for the others, and the weights that they return."""
 
 from __future__ import annotations
 

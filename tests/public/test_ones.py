@@ -59,7 +59,7 @@ TUPLES: dict[str, tuple[Any, ...]] = {
 
 
 class Argument:
-    """A tuple inside a kernel of Triton 3.6: its values, and their known types and constants, which are all a loop keeps.
+    """A tuple inside a kernel of Triton 3.6: its values, and their known types and constants, which a loop keeps alone.
 
     Values are filled in first, then constants. Each step updates the known values of its own tuple, but not their copy
     in the tuple around it.
