@@ -269,7 +269,6 @@ TOUCH = Touch(0x100, "MOV", "operand written", registers=(100,), products=(0xF0,
 
 
 def judged(report: Report, before: baseline.Baseline) -> list[str]:
-    """New faults of one report."""
     return baseline.judge([report], before, set()).new.get(report.key, [])
 
 

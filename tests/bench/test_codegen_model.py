@@ -54,7 +54,6 @@ EXCERPT = """
 
 
 def excerpt() -> Loop:
-    """The loop above."""
     [instructions] = product_loops(sass_instructions(EXCERPT))
     return loop_of(instructions)
 

@@ -38,7 +38,6 @@ def test_calls_cost_the_host_little(tmp_path: Path, panel: str) -> None:
 
 
 def _ratio(folder: Path) -> float:
-    """The ratio of the medians."""
     (file,) = folder.rglob("*.json")
     (result,) = json.loads(file.read_text())["results"]
     ours, four_arguments = (result["contestants"][name]["ms"]["median"] for name in (OWN, FOUR_ARGUMENTS))

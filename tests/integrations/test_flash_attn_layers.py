@@ -42,7 +42,6 @@ def int32(x: Any) -> Tensor:
 
 
 def assert_same_with_gradients(actual: Any, truth: Any, *leaves: Tensor) -> None:
-    """Compare two functions of the leaves."""
     found = []
     for function in (actual, truth):
         own = [x.detach().clone().requires_grad_() for x in leaves]

@@ -151,7 +151,6 @@ def test_accuracy(feature):
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), SHAPES)
 def test_shapes(queries, group):
-    """All rows of all heads, in every dtype."""
     for dtype in DTYPES:
         case = shaped(replace(BASE, dtype=dtype, causal="bottom_right", seqlen_k=2 * SPLIT + 3), queries, group)
         with tilings() as found:

@@ -91,7 +91,6 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
 
 
 def everything_masked(generator: torch.Generator) -> Mask:
-    """A mask of every kind."""
     mask = masks.causal() & masks.window(5, None, "top_left") & masks.prefix_lm(torch.tensor([1, 3]))
     mask = mask & masks.padding(torch.rand(BATCH, SEQLEN_K, generator=generator) < 0.7)
     mask = mask & masks.boolean(torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, generator=generator) < 0.7)

@@ -1,7 +1,4 @@
-"""The kernels in float64, where rounding is negligible, against formulas in extended precision.
-
-A GPU has no float64 kernels, so this runs in the interpreter only.
-"""
+"""The kernels in float64, where rounding is negligible (a GPU has none), against formulas in extended precision."""
 
 from __future__ import annotations
 

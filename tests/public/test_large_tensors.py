@@ -185,7 +185,6 @@ def added_to(bias: biases.Bias, seqlen_q: int, seqlen_k: int) -> testing.Results
     ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
 )  # fmt: skip
 def test_bias(shape, dim, stride):
-    """A bias with more than 2^31 elements from its first to its last, and its gradient."""
     seqlen_q, seqlen_k = max(shape[2], 5), shape[3]
     bias = torch.randn(shape).to(DEVICE, torch.float16)
     far_bias = distant(shape, far(bias, dim, stride), bias.dtype)

@@ -1,7 +1,4 @@
-"""Every ```python block of the documentation runs as printed.
-
-A block whose first line starts with `# not run:` and a reason is left out.
-"""
+"""Every ```python block of the documentation runs as printed, unless it begins with `# not run:` and a reason."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ def some_ids(batch=2, seqlen=6) -> Tensor:
 
 
 def ropes(model: GPTModel) -> list[RotaryPositionalEmbedding]:
-    """The distinct rotary modules of a model."""
     return [m for m in model.modules() if isinstance(m, RotaryPositionalEmbedding)]
 
 

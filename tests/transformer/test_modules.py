@@ -60,8 +60,6 @@ def valid(length: int = LENGTH) -> Tensor:
 
 @dataclass(frozen=True)
 class Example:
-    """A reference model, and its arguments."""
-
     make: Callable[[], nn.Module]
     arguments: Callable[[], tuple[Any, ...]]
 

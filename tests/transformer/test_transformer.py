@@ -219,7 +219,6 @@ def test_residual_drops_the_sublayer_and_never_the_input(norm):
 
 
 def copy_layer(ours: EncoderLayer | DecoderLayer, theirs: Any) -> None:
-    """Give a torch layer the weights of the package's layer."""
     pairs = [(theirs.self_attn, ours.self_attention)]
     norms = [ours.self_attention_residual]
     if isinstance(ours, DecoderLayer):
