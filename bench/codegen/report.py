@@ -61,7 +61,7 @@ class Report:
 
     @property
     def tile(self) -> str:
-        """The config in short: queries x keys, warps, stages; the edge of boundary blocks and the style, if special."""
+        """The config in short: queries x keys, warps, stages; the size of boundary blocks and the style, if special."""
         blocks = [self.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK") if name in self.config]
         text = f"{'x'.join(map(str, blocks))} w{self.config['num_warps']} s{self.config['num_stages']}"
         boundary = f" b{self.boundary}" if self.boundary != self.config.get(self.walks_over, 0) else ""
