@@ -22,6 +22,7 @@ from bench.work import suites
 from bench.work.work import Work
 from fusedattn import attention
 from fusedattn.cli.errors import CommandError
+from tests.helpers import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -226,6 +227,7 @@ def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.Monk
     assert len(list((tmp_path / "cpu").iterdir())) == 2, "a second run must not replace the first"
 
 
+@pytest.mark.thorough
 def test_a_red_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr("bench.run.interpreting", lambda: False)
     monkeypatch.setattr("bench.run.torch.set_num_threads", lambda n: None)
@@ -249,6 +251,7 @@ def test_a_red_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path:
         results.read_green(path)
 
 
+@quick.every(5)
 @pytest.mark.parametrize(
     ("arguments", "extra", "message"),
     [

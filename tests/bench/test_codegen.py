@@ -220,6 +220,7 @@ for product in (False, True):
     assert found[("True", "True")] > 0
 
 
+@pytest.mark.thorough
 def test_the_command_compares_and_updates(tmp_path: Path) -> None:
     """What the baseline lacks fails until --update has written it, and what has changed since fails again."""
     script = """

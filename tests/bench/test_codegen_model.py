@@ -351,6 +351,7 @@ def test_a_page_may_have_figures_of_several_writers() -> None:
         with_block(page, "new", "d")
 
 
+@pytest.mark.thorough
 def test_a_compiled_kernel(tmp_path: Path) -> None:
     """The products of a tile take the clocks that its multiply-adds need: with `rest`, 16 columns more than 2 * 64."""
     script = """

@@ -48,6 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, job: Job) -> set[str]:
     return seen
 
 
+@pytest.mark.thorough
 @interpreted
 def test_each_kernel_is_called_once_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
@@ -152,6 +153,7 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     assert records["raises"].text == "ValueError: no such thing"
 
 
+@pytest.mark.thorough
 def test_a_spent_budget_leaves_the_rest_for_another_call() -> None:
     began = time.monotonic()
     assert list(pool.worked_off([Behaving("hangs")], CPU, 1, 60.0, Budget(3.0), Kernels())) == []
@@ -205,6 +207,7 @@ class Named:
     name: str
 
 
+@pytest.mark.thorough
 def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "measure_all", breaking)
     works: list[Any] = [Named(name) for name in ("dies", "one", "breaks", "refused", "two")]
@@ -273,6 +276,7 @@ def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list
     assert (tmp_path / "summary.txt").read_text().strip() in out
 
 
+@pytest.mark.thorough
 def test_a_folder_of_other_sources_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(json.dumps({"sources": "others", "calls": []}))
     call = start(tmp_path)

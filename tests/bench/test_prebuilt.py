@@ -51,6 +51,7 @@ def compiled(checkout: Path, *arguments: Path) -> list[str]:
     return done.stdout.split(maxsplit=2)
 
 
+@pytest.mark.thorough
 def test_another_checkout_finds_what_was_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     archive = tmp_path / "kernels.tar.xz"

@@ -191,6 +191,7 @@ def two(number: int) -> Any:
     yield from (number, os.getpid())
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     number, process = trial.apart(two, 5)
     assert number == 5
@@ -348,6 +349,7 @@ def options(folder: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**usual | changes)
 
 
+@pytest.mark.thorough
 @interpreted
 def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys, in_this_process) -> None:
     its = slot("dq")

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # what is not launched
 
 
+@pytest.mark.thorough
 def test_what_is_launched_again(tmp_path: Path) -> None:
     """In a process of its own, because kernels must not be interpreted; the greater part of calls is replayed."""
     result = compiling("-W", "ignore", "-m", "tests.helpers.launched", cache=tmp_path)

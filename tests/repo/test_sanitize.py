@@ -30,6 +30,7 @@ def stand_in(folder: Path, *lines: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_without_a_gpu():
     """One line that says what is missing, and exit status 2."""
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
