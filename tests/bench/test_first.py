@@ -153,6 +153,7 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     assert records["raises"].text == "ValueError: no such thing"
 
 
+@pytest.mark.thorough
 def test_a_spent_budget_leaves_the_rest_for_another_call() -> None:
     began = time.monotonic()
     assert list(pool.run_jobs([Behaving("hangs")], CPU, 1, 60.0, Budget(3.0), Kernels())) == []
@@ -275,6 +276,7 @@ def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list
     assert (tmp_path / "summary.txt").read_text().strip() in out
 
 
+@pytest.mark.thorough
 def test_a_folder_of_other_sources_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(json.dumps({"sources": "others", "calls": []}))
     call = start(tmp_path)

@@ -397,6 +397,7 @@ def test_check_against_others(tmp_path: Path) -> None:
     assert "mine:wrong: 0 of 1 within the budget, 1 beyond it, 1 NaN or Inf, without lse" in table
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_triton")
 def test_check_against_a_function_fails_where_a_kernel_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
@@ -567,6 +568,7 @@ def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> 
     assert err.decode() == "interrupted\n"
 
 
+@pytest.mark.thorough
 def test_a_quick_check_has_each_case_once() -> None:
     dtypes = ("--dtype", "float16", "--dtype", "bfloat16")
     report = json.loads(run("check", "--quick", "--backend", "torch", "--feature", "window", "--json", *dtypes).stdout)

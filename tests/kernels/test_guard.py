@@ -15,6 +15,7 @@ import triton
 
 from fusedattn.kernels import guard
 from tests.conftest import INTERPRETING
+from tests.helpers import quick
 from tests.helpers.compiling import compiling
 
 CLEAN = "ptxas info: 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info: Used 168 registers"
@@ -104,6 +105,7 @@ def test_where_none_is_tried(monkeypatch):
     guard._is_known.cache_clear()
 
 
+@quick.only(value="0")
 @pytest.mark.parametrize(("value", "allowed"), [(None, True), ("1", True), ("0", False)])
 def test_the_switch_is_read_once(value, allowed):
     environment = {name: x for name, x in os.environ.items() if name != guard.SWITCH}

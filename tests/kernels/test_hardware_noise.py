@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fusedattn import testing
 from tests.conftest import INTERPRETING, assert_ratios, triton_attention
+from tests.helpers import quick
 from tests.tools import hardware_noise as noise
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU has an arithmetic of its own")
@@ -31,6 +32,7 @@ JUDGED += [
 ]
 
 
+@quick.every(3)
 @pytest.mark.parametrize(("name", "dtype"), JUDGED, ids=str)
 def test_budget(name, dtype):
     inputs = testing.make_inputs(replace(CASES[name], dtype=dtype))

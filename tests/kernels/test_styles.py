@@ -38,6 +38,7 @@ def use_style(monkeypatch: pytest.MonkeyPatch, style: configs.Style, *, persiste
     monkeypatch.setattr(configs, "INTERPRETER", configs.KernelConfigs(**tiles))
 
 
+@quick.every(3, start=2)
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_styles_agree_bit_for_bit(monkeypatch, case):
@@ -49,6 +50,7 @@ def test_styles_agree_bit_for_bit(monkeypatch, case):
         assert_equal(testing.run(triton_attention, inputs), expected)
 
 
+@quick.every(3)
 @interpreted
 @pytest.mark.parametrize(
     "case",
@@ -90,7 +92,7 @@ def test_large_tiles_are_finished_in_pieces(monkeypatch, rope, features):
     assert_accurate(triton_attention, inputs_of(case), case)
 
 
-@quick.every(3)
+@quick.every(5)
 @interpreted
 @pytest.mark.parametrize("case", [*CASES, testing.CASES[-1]], ids=lambda case: case.name)
 def test_persistent_programs_agree_bit_for_bit(monkeypatch, case):
@@ -156,6 +158,7 @@ def test_what_can_be_described():
     assert tiles_of(x, 32, "pointers") is None
 
 
+@pytest.mark.thorough
 @interpreted
 def test_tensors_that_cannot_be_described_are_loaded_by_pointers():
     inputs = inputs_of(Case("", nheads_q=2, nheads_kv=2, seqlen_q=70, seqlen_k=100, head_dim=16, head_dim_v=24))

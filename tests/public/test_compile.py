@@ -246,7 +246,7 @@ def test_compile_with_fixed_lengths(kind, backend):
     assert_same(results(compiled, 5, 7), results(function, 5, 7), backend)
 
 
-@quick.only(kind="documents, prefix")
+@quick.only(kind="documents, prefix", backend="triton")
 @backends
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_compile_with_changing_lengths(kind, backend):
@@ -350,7 +350,7 @@ def test_compile_a_fused_model():
     assert len(graphs) == 1, graphs
 
 
-@quick.covering()
+@quick.only(kind="bias, sinks, soft-cap")
 @backends
 @pytest.mark.parametrize("kind", ["padding", "lse", "bias, sinks, soft-cap", "everything"])
 def test_activation_checkpointing(kind, backend):
@@ -406,7 +406,7 @@ def test_compile_gives_what_is_learned_its_gradient(kind, backend):
     assert len(graphs) == 1, graphs
 
 
-@quick.only(dynamic=None)
+@pytest.mark.thorough
 @backends
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compile_takes_a_mask_from_outside(backend, dynamic):

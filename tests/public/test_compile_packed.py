@@ -47,7 +47,7 @@ PACKED = {
 }
 
 
-@quick.only(kind="masks by token", backend="triton")
+@pytest.mark.thorough
 @backends
 @pytest.mark.parametrize("kind", PACKED)
 def test_compile_packed_sequences_of_any_lengths(kind, backend):

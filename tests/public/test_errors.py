@@ -25,6 +25,7 @@ from fusedattn import (
     not_supported_reasons,
 )
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers import quick
 
 pytestmark = [pytest.mark.usefixtures("_seed")]
 
@@ -287,6 +288,7 @@ def assert_message(error: BaseException, contains: tuple[str, ...]) -> None:
     assert "allowed" in message or "must" in message, message
 
 
+@quick.covering()
 @backends
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, backend):

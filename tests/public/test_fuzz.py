@@ -230,6 +230,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], FuzzProblem, str]] = {
 }
 
 
+@quick.every(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(monkeypatch, fault):
     function, problem, message = FAULTS[fault]

@@ -317,6 +317,7 @@ def test_many_sequences(dtype, boolean):
     assert_equal(last(got, expected), expected)
 
 
+@quick.only(dtype=torch.float16)
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_biases(dtype):
@@ -344,6 +345,7 @@ def test_many_biases(dtype):
     assert_equal(last(got, expected), expected)
 
 
+@quick.only(dtype=torch.float16)
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_packed_sequences(dtype):

@@ -191,7 +191,7 @@ def test_args(mod, name):
     assert all(bool((g != 0).any()) for g in got)
 
 
-@quick.only(mod="temperature")
+@pytest.mark.thorough
 @mods
 def test_args_in_other_dtypes(mod):
     """A gradient has the dtype of its tensor; it is rounded once."""
@@ -221,7 +221,7 @@ def test_slopes():
         torch.testing.assert_close(got, expected)
 
 
-@quick.covering()
+@quick.every(10)
 @in_float64
 @pytest.mark.parametrize("reach", [0, 3, 60])
 @pytest.mark.parametrize(

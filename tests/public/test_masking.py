@@ -53,7 +53,7 @@ def hiding(kind: str, inputs: testing.Inputs) -> tuple[Mask, Tensor]:
     return mask.to(DEVICE), hidden.to(DEVICE)
 
 
-@quick.every(4, backend="torch")
+@quick.every(6, backend="torch")
 @backends
 @pytest.mark.parametrize(
     ("kind", "value"),
@@ -95,7 +95,7 @@ POISONED = {
 }
 
 
-@quick.every(3, backend="torch")
+@quick.every(5, backend="torch")
 @backends
 @pytest.mark.parametrize(
     ("kind", "tensor", "value", "dtype"),

@@ -456,6 +456,7 @@ def test_a_score_mod_is_a_value():
             ScoreMod(*arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [("mask", "bias"), OPTIONS], ids="-".join)
 def test_in_a_compiled_function(names):
     q, k, v = (x.requires_grad_() for x in inputs())

@@ -159,7 +159,7 @@ def test_the_table_is_that_of_the_package():
     ]
 
 
-@quick.every(3)
+@quick.every(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row", range(len(CALLS)), ids=lambda i: FEATURES[i].name)
 def test_what_it_says_runs(row, backend):

@@ -75,6 +75,7 @@ def test_tests_run_and_name_what_was_left_out(site: Path) -> None:
         assert f"left out: {name}: hypothesis is not installed" in out
 
 
+@pytest.mark.thorough
 def test_a_module_that_is_broken_is_an_error(site: Path, tmp_path: Path) -> None:
     """Only names listed as optional are skipped."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
@@ -84,6 +85,7 @@ def test_a_module_that_is_broken_is_an_error(site: Path, tmp_path: Path) -> None
     assert "No module named 'no_such_package'" in out
 
 
+@pytest.mark.thorough
 def test_the_check_and_the_timings_run(site: Path, tmp_path: Path) -> None:
     assert "1 of 1 within" in python(site, "-m", "fusedattn", "check", "--quick", "--feature", "negative")
     arguments = ("--quick", "--suite", "forward", "--filter", "seqlen 64", "--out", str(tmp_path))
@@ -98,6 +100,7 @@ def test_the_check_and_the_timings_run(site: Path, tmp_path: Path) -> None:
     assert "matplotlib: not installed" in python(site, "-c", code, str(path), str(path), status=2)
 
 
+@pytest.mark.thorough
 def test_what_a_gpu_is_asked_first_begins(site: Path, tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--jobs", "1", "--budget", "5", "--out", str(tmp_path))
     assert "call it again with --out" in python(site, "-m", "bench", "first", *arguments)
@@ -119,6 +122,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WHERE = "import fusedattn.kernels.configs as c; from fusedattn.kernels import rope; print(c.__file__, rope.__file__)"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("became", ["nothing", "a file", "a copy"])
 def test_kernels_are_found_where_the_link_was_lost(site: Path, checkout: Path, became: str) -> None:
     link = checkout / "fusedattn" / "kernels"
@@ -133,6 +137,7 @@ def test_kernels_are_found_where_the_link_was_lost(site: Path, checkout: Path, b
         link.unlink() if link.is_file() else shutil.rmtree(link, ignore_errors=True)
 
 
+@pytest.mark.thorough
 def test_kernels_that_are_nowhere_are_a_reason(site: Path, checkout: Path, tmp_path: Path) -> None:
     shutil.copytree(checkout / "fusedattn", tmp_path / "fusedattn")
     code = (

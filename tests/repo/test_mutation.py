@@ -57,6 +57,7 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_fault_that_is_seen_and_one_that_is_not(tree, monkeypatch):
     monkeypatch.setattr(mutation, "OPERATION_TESTS", ("tests/test_code.py",))
     before = (tree / "code_under_test.py").read_text()

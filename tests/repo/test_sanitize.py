@@ -30,6 +30,7 @@ def stand_in(folder: Path, *lines: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_without_a_gpu():
     """One line names the missing device, and the exit status is 2."""
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -66,6 +66,7 @@ def ratio(function: Callable[[], object], direct: Callable[[], object], rounds: 
     return min(ratios)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", CASES)
 def test_beside_torch(name, backward):
@@ -127,6 +128,7 @@ BESIDE_BOTH = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", BESIDE_BOTH)
 def test_beside_torch_and_eager(name, backward):
@@ -138,6 +140,7 @@ def test_beside_torch_and_eager(name, backward):
     assert max(ratio(ours, other, 9, bound) for other in runs.values()) <= bound
 
 
+@pytest.mark.thorough
 def test_an_import_is_short(tmp_path):
     """Less than a twelfth of torch's import, in processor time, from compiled files as in an installed package."""
     package = shutil.copytree(Path(fusedattn.__file__).parent, tmp_path / "fusedattn")

@@ -99,6 +99,7 @@ def test_packed_sequences_are_not_rounded_on_the_way(dtype, return_lse):
     assert torch.equal(got, expected.transpose(1, 2).flatten(0, 1))
 
 
+@pytest.mark.thorough
 def test_derivatives_of_derivatives():
     """If torch's kernel computes the gradients, eager functions compute their derivatives."""
     q, k, v = (x[:1, :, :5].detach().requires_grad_() for x in qkv())

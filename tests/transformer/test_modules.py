@@ -126,6 +126,7 @@ def outcome(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor]:
     return {"output": out.detach(), **grads}
 
 
+@quick.every(2)
 @pytest.mark.skipif(not INTERPRETING, reason="float64 runs in the interpreter only")
 @examples
 def test_a_fused_model_computes_the_same_function(name):
@@ -148,7 +149,7 @@ def test_a_fused_model_computes_the_same_function(name):
 MODEL_FACTOR = 1.35
 
 
-@quick.covering()
+@quick.every(5)
 @examples
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fused_model_is_as_accurate(name, dtype):
@@ -409,6 +410,7 @@ def test_dropout():
     torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@quick.covering()
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generate(positions, use_cache):

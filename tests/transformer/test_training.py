@@ -18,6 +18,7 @@ def exact() -> list[float]:
     return soak.train("eager", STEPS).losses
 
 
+@pytest.mark.thorough
 def test_the_fused_model_trains_as_eager_does(exact):
     fused = soak.train("fused", STEPS)
     noise = max(max(soak.departure(soak.train(order, STEPS).losses, exact)) for order in soak.ORDERS)
@@ -26,6 +27,7 @@ def test_the_fused_model_trains_as_eager_does(exact):
     assert exact[-1] < exact[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bit_training(dtype, exact):
     """No NaN, and no further from float32 than eager attention in the same dtype."""
