@@ -32,7 +32,7 @@ from fusedattn.kernels.call import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
-from fusedattn.kernels.grouped import grouped_program, load_rows, row_offsets, rows_of, with_rows
+from fusedattn.kernels.grouped import grouped_program, load_rows, rows_of, with_rows
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
@@ -326,7 +326,6 @@ def attention_fwd(
     qk_scale,
     n_places,
     PIPELINED: tl.constexpr,
-    ONLY_NAN: tl.constexpr,
     tile,
 ):
     inputs = QKV(q, k, v, k_tiles, v_tiles)
@@ -356,10 +355,6 @@ def attention_fwd(
             )  # fmt: skip
             if blocks.n_full + blocks.n_boundary == 0:
                 store_nothing(partials, place, rows, number, n_tiles, tile)
-                return
-        if ONLY_NAN:
-            row_sums = results.row_sum + row_offsets(place, rows)
-            if not has_nan(tl.load(row_sums, mask=rows.exist, other=0.0)):
                 return
         sums = _attend(
             place, rows, head_kv, number, inputs, call, rotation_q, rotation_k, numbers, PIPELINED, HAS_RESIDUAL, tile
@@ -396,13 +391,10 @@ def attention_fwd(
                 store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
-def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem, *, only_nan: bool = False
-) -> None:
+def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> None:
     """Fill `results`, which are tensors; layouts as in the module docstring.
 
-    There is at least one query. The scale is positive, because the kernel takes maxima before it scales. With
-    `only_nan`, `results` are already filled, and only tiles with a NaN in row_sum are computed again.
+    There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
     tiling = tiling_of(problem)
     config = tiling.config
@@ -426,7 +418,6 @@ def launch(
         config,
         config.boundary_of_keys | {"HEADS": tiling.heads, "SPLIT": tiling.split},
         PIPELINED=config.style == "pipelined",
-        ONLY_NAN=only_nan,
     )
     launcher.launch(
         constants,

@@ -22,8 +22,8 @@ Work = Literal["streamed", "pairwise", "scored", "combined"]
 
 # How full blocks are loaded and multiplied: by pointers; by tensor descriptors (sm_90 and later); by descriptors, with
 # a block's product of weights and values issued after the next block's product of queries and keys (in no entry:
-# docs/decisions/0021); by warps with different tasks, for calls that kernels/attention_fwd_specialized.py takes.
-Style = Literal["pointers", "descriptors", "pipelined", "specialized"]
+# docs/decisions/0021).
+Style = Literal["pointers", "descriptors", "pipelined"]
 
 # Up to this number of queries, times heads that share a KV head, keys are rotated in registers, once for each tile of
 # queries; above it, by a kernel of their own, which reads and writes them all. Both cost the same at 441 to 883, by the
@@ -66,10 +66,6 @@ class TileConfig:
             raise ValueError(f"style: got {self.style!r}, allowed are {', '.join(get_args(Style))}")
         if self.persistent < 0:
             raise ValueError(f"persistent: got {self.persistent}, allowed are 0 and more")
-        if self.style == "specialized" and (self.num_warps, self.persistent) != (4, 0):
-            raise ValueError(
-                f"num_warps, persistent: got {self.num_warps}, {self.persistent}, allowed with specialized are 4, 0"
-            )
 
     @cached_property
     def in_order(self) -> tuple[Any, ...]:
@@ -97,31 +93,20 @@ class TileConfig:
         return {"BOUNDARY": min(self.BOUNDARY, block), "BOUNDARY_STAGES": min(self.BOUNDARY_STAGES, self.num_stages)}
 
     @cached_property
-    def plain(self) -> TileConfig:
-        """The config for calls that a specialised kernel does not take: the same tile, with all warps alike."""
-        if self.style != "specialized":
-            return self
-        return replace(self, num_warps=8, style="descriptors")
-
-    @cached_property
     def rotating(self) -> TileConfig:
         """The config for a forward that rotates keys as it loads them.
 
         The rotation takes the registers of the style `pipelined` and, with `prerotate_q`, those of rows above 64.
         """
-        plain = self.plain
-        if plain.style == "pointers":
-            return plain
-        block_m = min(plain.BLOCK_M, 64) if plain.prerotate_q else plain.BLOCK_M
-        block_n, boundary = min(plain.BLOCK_N, 32), min(plain.BOUNDARY, 32)
-        stages = min(plain.num_stages, 2)
+        if self.style == "pointers":
+            return self
         return replace(
-            plain,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_stages=stages,
+            self,
+            BLOCK_M=min(self.BLOCK_M, 64) if self.prerotate_q else self.BLOCK_M,
+            BLOCK_N=min(self.BLOCK_N, 32),
+            num_stages=min(self.num_stages, 2),
             style="descriptors",
-            BOUNDARY=boundary,
+            BOUNDARY=min(self.BOUNDARY, 32),
             BOUNDARY_STAGES=1,
         )
 
@@ -153,10 +138,8 @@ class KernelConfigs:
 
     def __post_init__(self) -> None:
         for name, config in (("dkdv", self.dkdv), ("dq", self.dq)):
-            if config.persistent or config.style == "specialized":
-                raise ValueError(
-                    f"{name}: got persistent={config.persistent} and {config.style}, allowed are 0 and other styles"
-                )
+            if config.persistent:
+                raise ValueError(f"{name}: got persistent={config.persistent}, allowed is 0")
 
     def within(self, block_q: int, block_k: int) -> KernelConfigs:
         """Each config :meth:`TileConfig.within` a block."""

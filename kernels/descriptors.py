@@ -19,14 +19,6 @@ ALIGNMENT = 16  # bytes, of addresses and strides
 MAX_STRIDE = 2**37  # elements of up to 8 bytes each: 2^40 bytes
 
 
-def is_describable(x: torch.Tensor) -> bool:
-    """Whether the accelerator can address ``x``, ``(batch, nheads, seqlen, n)`` with a contiguous last dimension.
-
-    ``x`` must not be empty, and its address and strides must be allowed.
-    """
-    return x.numel() > 0 and x.data_ptr() % ALIGNMENT == 0 and _strides_of(x) is not None
-
-
 def _strides_of(x: torch.Tensor) -> list[int] | None:
     """The strides of ``x`` for a descriptor, or None if one of them is not allowed."""
     (batch, nheads, seqlen, _), (stride_b, stride_h, stride_s, _) = x.shape, x.stride()

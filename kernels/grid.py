@@ -49,7 +49,7 @@ def tiling_of(problem: Problem) -> Tiling:
             if n_splits > 1:
                 return Tiling(config, heads, few.split, n_splits, n_splits * n_groups)
             return Tiling(config, heads, 0, 1, n_groups)
-    config = problem.configs.fwd.rotating if problem.rotates_in_place else problem.configs.fwd.plain
+    config = problem.configs.fwd.rotating if problem.rotates_in_place else problem.configs.fwd
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     return Tiling(config, 1, 0, n_tiles, n_tiles * shape.nheads_q * shape.n_sequences)
 

@@ -136,12 +136,8 @@ def compile_case(case: Case) -> list[Report]:
         with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
-                # Without a mask, a specialised kernel needs whole blocks of keys.
-                seqlen_k = 256 if name == "plain" else launches.SEQLEN_K
                 for training in (True, False)[: 1 + (name in case.inference)]:
-                    launches.call(
-                        case.head_dim, DTYPES[case.dtype], features, training=training, seqlen_k=seqlen_k
-                    )  # fmt: skip
+                    launches.call(case.head_dim, DTYPES[case.dtype], features, training=training)
         return [_report(case, launch) for launch in found]
 
 
@@ -151,7 +147,7 @@ def _configured(config: configs.TileConfig | None) -> Iterator[None]:
     if config is None:
         yield
     else:
-        backward = replace(config.plain, persistent=0)
+        backward = replace(config, persistent=0)
         with (
             patch.object(configs, "lookup", lambda *asked: configs.KernelConfigs(config, backward, backward, backward)),
             patch.object(configs, "lookup_few_queries", lambda *asked: configs.FewQueries(config, configs.SPLIT)),
@@ -206,7 +202,6 @@ def _config(launch: launches.Launch) -> dict[str, int]:
     style = {
         "descriptors": launch.has_descriptors,
         "pipelined": launch.constants.get("PIPELINED", False),
-        "specialized": launch.kernel == "attention_fwd_specialized",
         "persistent": launch.is_persistent,
     }
     return tile | options | {name: 1 for name, value in style.items() if value}

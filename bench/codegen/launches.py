@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bench.codegen import ones
 from fusedattn import Rope, attention, attention_varlen, biases, masks, support
 from fusedattn.kernels import call as kernel_call
-from fusedattn.kernels import configs, devices, guard
+from fusedattn.kernels import configs, devices
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
 
@@ -82,7 +82,7 @@ class Sizes:
     seqlen_k: int
 
     @staticmethod
-    def of(features: frozenset[str], seqlen_k: int) -> Sizes:
+    def of(features: frozenset[str]) -> Sizes:
         """The usual sizes, changed as the features ask."""
         lengths = {"one query": 1, "few queries": FEW_QUERIES, "some queries": SOME_QUERIES}
         return Sizes(
@@ -90,7 +90,7 @@ class Sizes:
             nheads_q=1 if "one head" in features else NHEADS_Q,
             nheads_kv=1 if features & {"one head", "one KV head"} else NHEADS_KV,
             seqlen_q=next((n for name, n in lengths.items() if name in features), SEQLEN_Q),
-            seqlen_k=LONG_CACHE if "long cache" in features else 1 if "one key" in features else seqlen_k,
+            seqlen_k=LONG_CACHE if "long cache" in features else 1 if "one key" in features else SEQLEN_K,
         )
 
 
@@ -237,8 +237,6 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         patch.object(JITFunction, "run", compile_instead),
         patch.object(devices, "arch_of", lambda device: arch),
         patch.object(kernel_call, "multiprocessors", lambda device: 1),
-        patch.object(guard, "knows", lambda device: True),
-        patch.object(guard, "accepts", lambda key, compiled: True),
         patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -260,13 +258,9 @@ def call(
     *,
     training: bool = True,
     head_dim_v: int | None = None,
-    seqlen_k: int = SEQLEN_K,
 ) -> None:
-    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
-
-    Change `seqlen_k` only for features without tensors of its size.
-    """
-    sizes = Sizes.of(features, seqlen_k)
+    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
+    sizes = Sizes.of(features)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
     shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
     shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)

@@ -36,7 +36,6 @@ KINDS: dict[str, Kind] = {
 # Names of the innermost loops with products, in program order, by their number in a kernel.
 LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
-    "attention_fwd_specialized": {2: ("full", "full")},  # one loop for each group of multiplying warps
     "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
     "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
 }

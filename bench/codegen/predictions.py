@@ -28,7 +28,7 @@ from bench.codegen import compilations
 from bench.codegen.estimate import Kernel, Workload, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
-from bench.codegen.loops import LANES, LOOPS, WARP_GROUP
+from bench.codegen.loops import LANES, LOOPS
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.report.page import with_block
@@ -40,8 +40,7 @@ COMMAND = "python -m bench.codegen.predictions"
 PREDICTED = ("plain", "causal+rope", "bias", "all", "one pass", "one pass, causal+rope")
 
 # Operations per pair of query and key and per feature, of the products that the kernel must compute.
-OPERATIONS = {"attention_fwd": 4, "attention_fwd_specialized": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
-FORWARD = ("attention_fwd", "attention_fwd_specialized")
+OPERATIONS = {"attention_fwd": 4, "attention_bwd_dkdv": 8, "attention_bwd_dq": 6}
 BACKWARD = ("attention_bwd_dkdv", "attention_bwd_dq")
 ONE_PASS_OPERATIONS = 10  # of attention_bwd_dkdv if it also adds up dq
 TOTAL_BYTES = 4  # of an element of that sum
@@ -106,7 +105,7 @@ class Prediction:
     def repeated(self) -> float:
         """Multiply-adds of the main loop, relative to the required ones; 0 without matrix instructions."""
         names = LOOPS[self.report.kernel][len(self.report.loops)]
-        macs = self.report.loops[names.index(self.main)].macs * _multiplying(self.report)
+        macs = self.report.loops[names.index(self.main)].macs * self.report.config["num_warps"]
         return 2 * macs / self._operations
 
 
@@ -118,11 +117,6 @@ def is_one_pass(report: Report) -> bool:
 def in_pieces(report: Report) -> bool:
     """Whether boundary blocks read a piece of the features at a time, as is_wide of the kernels says."""
     return bool(is_wide(tl.float32, block_d(report.head_dim), "tf32" if report.dtype == "tf32" else "ieee"))
-
-
-def _multiplying(report: Report) -> int:
-    """The number of warps of a program that run the loops; if warps have different tasks, one group per loop."""
-    return WARP_GROUP * len(report.loops) if report.config.get("specialized") else report.config["num_warps"]
 
 
 def predict(report: Report) -> Prediction:
@@ -147,9 +141,9 @@ def predict(report: Report) -> Prediction:
         name: bound(
             loop,
             machine,
-            warps=_multiplying(report),
+            warps=config["num_warps"],
             ctas=report.ctas_per_sm,
-            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] or config.get("specialized") else 0,
+            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] else 0,
         )
         for name, loop in zip(names, report.loops, strict=True)
     }
@@ -180,14 +174,13 @@ def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
 def _cells(x: Prediction, rank: int) -> list[object]:
     found, report = x.bounds[x.main], x.report
     loop = report.loops[LOOPS[report.kernel][len(report.loops)].index(x.main)]
-    style = loop.style.replace("loads", "TMA by other warps") if report.config.get("specialized") else loop.style
     return [
         rank,
         report.kernel,
         report.head_dim,
         report.features,
         report.tile,
-        f"{style}, {loop.overlapped:.0%} beside wgmma" if loop.counts["wgmma"] else style,
+        f"{loop.style}, {loop.overlapped:.0%} beside wgmma" if loop.counts["wgmma"] else loop.style,
         report.ctas_per_sm,
         f"{x.flops / 1e12:.0f}",
         *found.limiters,
@@ -209,13 +202,13 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
         # If queries are rotated before, the forward kernel does not have the feature "rope".
-        prerotate_q = not any(x.report.kernel in FORWARD for x in of_call)
+        prerotate_q = not any(x.report.kernel == "attention_fwd" for x in of_call)
         if prerotate_q:
             without = features.removesuffix("+rope")
             of_call += [
                 x
                 for x in predictions
-                if x.report.kernel in FORWARD and (x.report.head_dim, _called(x)) == (head_dim, without)
+                if x.report.kernel == "attention_fwd" and (x.report.head_dim, _called(x)) == (head_dim, without)
             ]
         together = next((x for x in of_call if x.one_pass), None)
         of_call = [x for x in of_call if not x.one_pass]
@@ -225,7 +218,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             nheads = FEATURES_IN_ALL // head_dim
             problem = Workload(TOKENS // seqlen, nheads, 1, seqlen, seqlen, head_dim, causal=features != "plain")
             found = {x.report.kernel: estimate(x.kernel, problem, machine) for x in of_call}
-            forward = found["attention_fwd_specialized" if "attention_fwd_specialized" in found else "attention_fwd"]
+            forward = found["attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
             rotating = (1 + prerotate_q) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
             yield from _lines(

@@ -65,7 +65,7 @@ class Report:
         blocks = [self.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK") if name in self.config]
         text = f"{'x'.join(map(str, blocks))} w{self.config['num_warps']} s{self.config['num_stages']}"
         boundary = f" b{self.boundary}" if self.boundary != self.config.get(self.walks_over, 0) else ""
-        style = next((f" {name}" for name in ("specialized", "pipelined", "descriptors") if self.config.get(name)), "")
+        style = next((f" {name}" for name in ("pipelined", "descriptors") if self.config.get(name)), "")
         return text + boundary + style + (" persistent" if self.config.get("persistent") else "")
 
     @property

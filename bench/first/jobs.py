@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
@@ -18,7 +16,7 @@ from bench.work import functions
 from bench.work.work import ONE_PASS, OWN, Work
 from fusedattn import attention, testing
 from fusedattn.cli.check import command
-from fusedattn.kernels import devices, guard
+from fusedattn.kernels import devices
 from fusedattn.kernels.configs import Style, TileConfig
 from fusedattn.testing import Ratios, Results
 from fusedattn.testing.cases import Case, Inputs, make_inputs
@@ -55,32 +53,18 @@ class Job(ABC):
 class Smoke(Job):
     """A call, forward and backward, that launches for the first time the kernels in its name.
 
-    The call is repeated, and must give the same bits, because launches may be recorded and replayed. `config` replaces
-    that of the forward.
+    The call is repeated, and must give the same bits, because launches may be recorded and replayed.
     """
 
     part: ClassVar[str] = "smoke"
     case: Case
     deterministic: bool = True
-    config: TileConfig | None = None
     CALLS: ClassVar[int] = 3  # the second may be recorded, the third replayed
 
     def run(self, device: torch.device) -> Answer:
         inputs = make_inputs(self.case, device)
-        slot = Slot("fwd", "streamed", self.case.dtype, self.case.head_dim)
-        with slot.holding(self.config) if self.config else nullcontext(), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", RuntimeWarning)
-            call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
-            first, *others = (testing.run(call, inputs) for _ in range(self.CALLS))
-        answer = self._judged(first, others, inputs)
-        if self.config is not None and self.config.style == "specialized":
-            refused = [str(x.message) for x in said if "a warp-specialised kernel is not launched" in str(x.message)]
-            if not guard.knows(device):
-                refused.append("specialized kernels are not launched on this GPU, or with this Triton")
-            return replace(answer, text="; ".join([*filter(None, [answer.text]), *refused]))
-        return answer
-
-    def _judged(self, first: Results, others: list[Results], inputs: Inputs) -> Answer:
+        call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
+        first, *others = (testing.run(call, inputs) for _ in range(self.CALLS))
         truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
         answer = within_budget(testing.compare_results(first, truth, eager, inputs.q.dtype, terms))
         # Sums in any order differ from run to run.

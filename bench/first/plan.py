@@ -13,7 +13,6 @@ from bench.first.jobs import Before, Check, Job, Smoke, Styles
 from bench.goals import GOALS
 from bench.work import suites
 from bench.work.work import Work
-from fusedattn.kernels.configs import TileConfig
 from fusedattn.testing.cases import CASES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,10 +32,6 @@ _CALLS: dict[str, dict[str, Any]] = {
     "attention_bwd_drelative": {"case": Case(**_CAUSAL, relative="per_head")},
     "attention_bwd_learned": {"case": Case(**_CAUSAL, score_mod=True)},
     "attention_bwd_dq_sum": {"case": Case(**_CAUSAL), "deterministic": False},
-    "attention_fwd_specialized": {
-        "case": Case(**{**_CAUSAL, "head_dim": 128}),
-        "config": TileConfig(128, 128, 4, 2, "specialized"),
-    },
 }
 SMOKE = [Smoke(name, **fields) for name, fields in _CALLS.items()]
 
@@ -77,8 +72,6 @@ _PLACE = ("suite", "page", "panel", "x")
 
 def smaller(job: Any) -> Any:
     """The job with a few small tiles, for the interpreter."""
-    case, config = job.case, getattr(job, "config", None)
+    case = job.case
     lengths = {name: min(getattr(case, name), 37 if name == "seqlen_q" else 70) for name in ("seqlen_q", "seqlen_k")}
-    small = replace(case, batch=1, nheads_q=2, nheads_kv=1, head_dim=16, **lengths)
-    changes = {} if config is None else {"config": TileConfig(32, 16, 4, 2, "specialized")}
-    return replace(job, case=small, **changes)
+    return replace(job, case=replace(case, batch=1, nheads_q=2, nheads_kv=1, head_dim=16, **lengths))

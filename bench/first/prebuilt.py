@@ -35,8 +35,7 @@ from fusedattn.kernels.configs import Arch
 
 FOLDER = Path(__file__).resolve().parents[2] / "prebuilt"
 MANIFEST = "manifest.json"
-# Files of a launch: the code and its description; and those that the guard of warp-specialised kernels reads.
-KEPT, KEPT_OF_SPECIALIZED = (".json", ".cubin", ".hsaco"), (".ttgir", ".ptx")
+KEPT = (".json", ".cubin", ".hsaco")  # files of a launch: the code and its description
 SMALLEST: dict[str, Any] = {"n_layers": 1, "vocab_size": 64}  # a model whose attention launches the same kernels
 
 
@@ -135,9 +134,8 @@ def pack(folder: Path, path: Path, manifest: dict[str, Any]) -> int:
     with tarfile.open(new, "w:xz") as archive:
         _add(archive, MANIFEST, json.dumps(manifest | {"kernels": len(kernels)}, indent=1).encode())
         for kernel in kernels:
-            kept = KEPT + (KEPT_OF_SPECIALIZED if any(kernel.glob("*_specialized.*")) else ())
             for file in sorted(kernel.iterdir()):
-                if file.suffix in kept and not file.name.startswith("__grp__"):
+                if file.suffix in KEPT and not file.name.startswith("__grp__"):
                     _add(archive, f"{kernel.name}/{file.name}", file.read_bytes())
     new.replace(path)
     return len(kernels)

@@ -32,7 +32,7 @@ KEPT = 12  # per slot
 KEPT_IN_FLIGHT = 3  # one with registers in flight for each 3 of the others
 
 KERNELS: dict[Part, tuple[str, ...]] = {
-    "fwd": ("attention_fwd", "attention_fwd_specialized"),
+    "fwd": ("attention_fwd",),
     "few": ("attention_fwd",),
     "dkdv": ("attention_bwd_dkdv",),
     "one_pass": ("attention_bwd_dkdv",),
@@ -99,9 +99,6 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
         styles = ("pointers", "descriptors", "pipelined") if slot.part == "fwd" else ("pointers", "descriptors")
     for style, block_m, block_n, warps, n_stages in itertools.product(styles, rows, columns, WARPS, stages):
         yield TileConfig(block_m, block_n, warps, n_stages, style)
-    if slot.part == "fwd" and slot.work == "streamed" and arch == "sm_90" and slot.dtype.itemsize == 2:
-        for block_n, n_stages in itertools.product(columns, (2, 3)):
-            yield TileConfig(128, block_n, 4, n_stages, "specialized")
 
 
 def clean(
@@ -168,9 +165,7 @@ def _compiled(slot: Slot, arch: Arch, config: TileConfig, features: str, inferen
     names = NAMES[slot.dtype][:1] if arch == "gfx942" else NAMES[slot.dtype]
     kernels, ran_without = KERNELS[slot.part], (features,) if inference else ()
     cases = [compilations.Case(arch, x, slot.head_dim, (features,), kernels, ran_without, config) for x in names]
-    found = [report for case in cases for report in compilations.compile_case(case)]
-    # A forward that the specialised kernel does not support runs on the usual kernel, which is another candidate.
-    return [r for r in found if config.style != "specialized" or r.kernel == "attention_fwd_specialized"]
+    return [report for case in cases for report in compilations.compile_case(case)]
 
 
 def _found(config: TileConfig, reports: list[Report]) -> Found:

@@ -38,7 +38,6 @@ def test_a_grid_has_tiles_of_the_architecture(part: Part, arch: configs.Arch, dt
     newest = arch in ("sm_90", "sm_100")
     assert newest or styles == {"pointers"}
     assert ("descriptors" in styles) == (newest and part != "few")
-    assert ("specialized" in styles) == (arch == "sm_90" and part == "fwd" and dtype == torch.bfloat16)
     for tile in found:
         if part == "few":
             FewQueries(tile, candidates.SPLITS[0])
@@ -131,15 +130,6 @@ def test_persistent_programs_are_tried_where_they_are_written(compiler) -> None:
     compiler(lambda tile, features: [report(tile)])
     scored = slot("fwd", 128, torch.bfloat16, "scored")
     assert [found.config for found in candidates.clean_forms(scored, "sm_90", pipelined)] == [pipelined]
-
-
-def test_specialised_tiles_are_judged_by_their_own_kernel(compiler) -> None:
-    tile = TileConfig(128, 64, 4, 2, "specialized")
-    compiler(lambda config, _: [report(config, spill_bytes=8), report(config, "attention_fwd_specialized")])
-    (found,) = candidates.clean_forms(FWD, "sm_90", tile)
-    assert found.config == tile
-    compiler(lambda config, _: [report(config)])
-    assert candidates.clean_forms(FWD, "sm_90", tile) == []  # its kernel takes none of these calls
 
 
 def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -216,22 +215,6 @@ def test_a_check_that_dies_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget()) == {"a": "its process ended with status 7"}
     spent = trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget(0.0))
     assert spent == {"a": "not checked, because the budget was spent"}
-
-
-def test_a_specialised_tile_must_be_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = TileConfig(32, 16, 4, 2, "specialized")
-
-    def used(its: Slot, device: torch.device) -> Any:
-        warnings.warn("a warp-specialised kernel is not launched: it spills registers", RuntimeWarning, stacklevel=1)
-        yield "out", 0.5
-
-    monkeypatch.setattr(trial, "_used", used)
-    monkeypatch.setattr(trial.guard, "knows", lambda device: True)
-    (text,) = trial.verdict(slot("fwd"), tile, CPU)
-    assert text == "RuntimeWarning: a warp-specialised kernel is not launched: it spills registers"
-    monkeypatch.setattr(trial.guard, "knows", lambda device: False)
-    (text,) = trial.verdict(slot("fwd"), tile, CPU)
-    assert text == "specialized kernels are not launched on this GPU, or with this Triton"
 
 
 @pytest.mark.parametrize(("part", "head_dim"), [*itertools.product(get_args(Part), (64, 128, 256))])

@@ -27,7 +27,6 @@ UNLESS_NOTHING = {"partials.weighted", "partials.rounded_sum", "partials.kept_su
 # The outputs of each kernel; its other tensors are inputs.
 OUTPUTS = {
     "attention_fwd": RESULTS | {"partials.row_max", "partials.row_sum"} | UNLESS_NOTHING,
-    "attention_fwd_specialized": RESULTS,
     "attention_combine": RESULTS,
     "attention_bwd_rows": {"delta_ptr", "shift_ptr", "reciprocal_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},

@@ -29,7 +29,7 @@ from bench.codegen.launches import NoDevice
 from fusedattn import attention, support, testing
 from fusedattn.backends.triton import launching, results
 from fusedattn.kernels import call as kernel_call
-from fusedattn.kernels import devices, guard, launcher, replay
+from fusedattn.kernels import devices, launcher, replay
 from fusedattn.testing import Case, Inputs, make_inputs
 
 
@@ -110,7 +110,6 @@ def hopper() -> Iterator[Launches]:
         patch.object(launcher, "_run", run),
         patch.object(devices, "arch_of", lambda device: "sm_90"),
         patch.object(kernel_call, "multiprocessors", lambda device: 132),
-        patch.object(guard, "knows", lambda device: False),
         patch.object(support, "_triton_reasons", lambda *call: []),
     ):
         yield launches

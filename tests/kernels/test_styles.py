@@ -12,7 +12,7 @@ import torch
 from fusedattn import Rope, attention_varlen, masks, testing
 from fusedattn.kernels import attention_fwd, configs
 from fusedattn.kernels import rope as rope_kernel
-from fusedattn.kernels.descriptors import is_describable, tiles_of
+from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.testing.cases import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, inputs_of, triton_attention
 from tests.helpers import quick
@@ -139,19 +139,22 @@ def test_what_is_not_finite_goes_to_the_same_places(monkeypatch, value):
         ), place  # fmt: skip
 
 
-def test_what_can_be_described():
+def test_tensors_that_descriptors_address():
+    def addressed(x):
+        return tiles_of(x, 32, "descriptors") is not None
+
     x = torch.zeros(2, 4, 32, 16, dtype=torch.float16, device=DEVICE)
-    assert is_describable(x)
-    assert is_describable(x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert is_describable(x[:, 1:, 5:])
-    assert is_describable(x[:1].expand(1, 4, 32, 16))
-    assert not is_describable(x[:1].expand(2, 4, 32, 16))  # stride 0
-    assert not is_describable(x[:, :, :0])
-    assert not is_describable(x.flatten()[1:-15].view(-1, 16)[None, None])  # an unaligned address
-    assert not is_describable(torch.zeros(1, 1, 32, 20, dtype=torch.float16, device=DEVICE)[..., :16])  # odd strides
-    assert is_describable(torch.zeros(1, 1, 32, 20, device=DEVICE)[..., :16])
+    assert addressed(x)
+    assert addressed(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert addressed(x[:, 1:, 5:])
+    assert addressed(x[:1].expand(1, 4, 32, 16))
+    assert not addressed(x[:1].expand(2, 4, 32, 16))  # stride 0
+    assert not addressed(x[:, :, :0])
+    assert not addressed(x.flatten()[1:-15].view(-1, 16)[None, None])  # an unaligned address
+    assert not addressed(torch.zeros(1, 1, 32, 20, dtype=torch.float16, device=DEVICE)[..., :16])  # odd strides
+    assert addressed(torch.zeros(1, 1, 32, 20, device=DEVICE)[..., :16])
+    # Strides of dimensions of size 1 do not matter.
     one = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=DEVICE).as_strided((1, 1, 1, 16), (3, 5, 7, 1))
-    assert is_describable(one)  # strides of dimensions of size 1 do not matter
     tiles = tiles_of(one, 32, "descriptors")
     assert tiles is not None
     assert all(stride % 16 == 0 for stride in tiles.strides[:-1])
@@ -168,7 +171,7 @@ def test_tensors_that_cannot_be_described_are_loaded_by_pointers():
         x = getattr(inputs, name)
         wide = torch.zeros(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype, device=x.device)
         changed[name] = wide[..., :-1].copy_(x)
-        assert not is_describable(changed[name])
+        assert tiles_of(changed[name], 16, "descriptors") is None
     assert_equal(testing.run(triton_attention, replace(inputs, **changed)), expected)
 
 

@@ -30,10 +30,8 @@ from tests.mutation.suites import (
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/call.py", "kernels/rope.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
-SPECIAL, CHECK = "kernels/attention_fwd_specialized.py", "kernels/guard.py"
 SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate.py"
 PARAMETERS, RESIDUAL = "kernels/parameters.py", "kernels/rounding_residual.py"
-WARPS, GUARD = "tests/kernels/test_specialized.py", "tests/kernels/test_guard.py"
 
 # fmt: off
 FORWARD = (
@@ -96,42 +94,6 @@ FORWARD = (
     Fault(FWD, "q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)", "q = rotated(q, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)", "forward: queries rotated as keys", STYLES),
     Fault(PROBLEM, "self.softmax_scale * LOG2E.value", "self.softmax_scale", "base-2 exponents without log2 e"),
     Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
-)
-
-SPECIALIZED = (
-    Fault(SPECIAL, "head_kv = head // (nheads_q // nheads_kv)", "head_kv = head % nheads_kv", "specialised: wrong KV head", WARPS),
-    Fault(SPECIAL, "head_base(q, sequence, head, 0)", "head_base(q, 0, head, 0)", "specialised: queries of the first batch", f"{WARPS} -k 'one and query'"),
-    Fault(SPECIAL, "[seqlen_q, tile.HEAD_DIM]", "[seqlen_q, tile.BLOCK_D]", "specialised: features beyond head_dim", f"{WARPS} -k written_once"),
-    Fault(SPECIAL, "full_tile(kv_head, v_tiles, start_n,", "full_tile(kv_head, v_tiles, start_n + 1,", "specialised: values of the next keys", WARPS),
-    Fault(SPECIAL, "(blocks.n_full + blocks.n_boundary) * tile.BLOCK_N", "blocks.n_full * tile.BLOCK_N", "specialised: blocks at the boundary left out", WARPS),
-    Fault(SPECIAL, "scores = tl.where(pairs, scores, float(\"-inf\"))", "scores = tl.where(pairs, scores, 0.0)", "specialised: hidden scores are 0", WARPS),
-    Fault(SPECIAL, "MASKED: tl.constexpr = call.mask.HAS_LOWER or call.mask.HAS_UPPER", "MASKED: tl.constexpr = call.mask.HAS_UPPER", "specialised: a window that looks back only is no mask", f"{WARPS} -k behind"),
-    Fault(SPECIAL, "l_i = tl.where(tl.max((acc != acc).to(tl.int32), 1) != 0, float(\"nan\"), l_i)", "l_i = l_i", "specialised: nothing to repair", f"{WARPS} -k finite"),
-    Fault(SPECIAL, "        attention_fwd.launch(q, k, v, results, problem, only_nan=True)\n", "        pass\n", "specialised: no repair", f"{WARPS} -k finite"),
-    Fault(SPECIAL, "        problem = replace(problem, rotation_q=None)\n", "", "specialised: the repair rotates queries twice", f"{WARPS} -k turns"),
-    Fault(SPECIAL, "of_queries=True)", "of_queries=False)", "specialised: queries rotated as keys", f"{WARPS} -k RoPE"),
-    Fault(SPECIAL, "        and q.dtype.itemsize == 2\n", "", "specialised: float32 taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and not problem.rotates_in_place\n", "", "specialised: keys that come unrotated taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and problem.sinks is None\n        and call.score is UNMODIFIED\n", "", "specialised: scores that are changed taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and call.dropout.seed_ptr is None\n", "", "specialised: dropout taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and call.sequences.cu_q_ptr is None\n", "", "specialised: packed sequences taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and mask.valid_ptr is None\n", "", "specialised: padding taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and mask.prefix_ptr is None\n", "", "specialised: a prefix taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and mask.documents is None\n", "", "specialised: documents taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "        and not mask.BY_PAIR.value\n", "", "specialised: masks of pairs taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "problem.shape.seqlen_k % config.BLOCK_N == 0", "True", "specialised: keys without a mask that are no whole blocks taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "all(map(is_describable, (q, k, v)))", "all(map(is_describable, (k, v)))", "specialised: queries that no descriptor can address taken", f"{WARPS} -k taken"),
-    Fault(SPECIAL, "x % 16 == 0", "True", "specialised: a key that names two compilations", f"{GUARD} -k key"),
-    Fault(SPECIAL, "    copy_context().run(_with_allocator, run)\n", "    _with_allocator(run)\n", "specialised: a user's allocator replaced", f"{WARPS} -k allocator"),
-    Fault(FWD, "if not has_nan(tl.load(row_sums,", "if has_nan(tl.load(row_sums,", "forward: repairs what needs none", f"{WARPS} -k turns"),
-    Fault(CHECK, "\"ttg.warp_specialize\" not in asm[\"ttgir\"]", "False", "guard: a loop that was not split accepted", GUARD),
-    Fault(CHECK, "not spills or any(map(int, spills))", "any(map(int, spills))", "guard: no word of spills taken for none", GUARD),
-    Fault(CHECK, "    if cubin != asm[\"cubin\"]:", "    if not cubin:", "guard: figures of other code", GUARD),
-    Fault(CHECK, "    if \"serializ\" in log:", "    if \"serializ\" in asm[\"ttgir\"]:", "guard: products that wait accepted", GUARD),
-    Fault(CHECK, "shared_bytes > SHARED_MEMORY[\"sm_90\"]", "shared_bytes < 0", "guard: more shared memory than there is accepted", GUARD),
-    Fault(CHECK, "        and triton.__version__ in VERSIONS\n", "", "guard: any version of Triton", GUARD),
-    Fault(CHECK, "get_device_capability(index) == CAPABILITY", "get_device_capability(index) >= CAPABILITY", "guard: newer GPUs", GUARD),
-    Fault(CHECK, "    if key not in _reasons:\n", "    if True:\n", "guard: looks at every launch", GUARD),
 )
 
 BACKWARD = (
@@ -261,9 +223,8 @@ ROTATION = (
 VALUES = (
     Fault(PARAMETERS, "    scale: Any\n    qk_scale: Any\n", "    qk_scale: Any\n    scale: Any\n", "numbers: factors of modified scores and of the softmax exchanged", EXACT),
     Fault(PARAMETERS, "    upper_start: Any\n    lower_end: Any\n", "    lower_end: Any\n    upper_start: Any\n", "numbers: bounds of both alignments exchanged", budget("causal", "window")),
-    Fault(PARAMETERS, "HEADS: Any = tl.constexpr(1)", "HEADS: Any = tl.constexpr(2)", "tile: rows of two heads by default", WARPS),
 )
 
 # fmt: on
 
-FAULTS = (*FORWARD, *SPECIALIZED, *BACKWARD, *ARITHMETIC, *ROTATION, *VALUES)
+FAULTS = (*FORWARD, *BACKWARD, *ARITHMETIC, *ROTATION, *VALUES)

@@ -19,7 +19,6 @@ from fusedattn.kernels import (
     attention_bwd_learned,
     attention_bwd_rows,
     attention_fwd,
-    attention_fwd_specialized,
     configs,
     devices,
     rope,
@@ -210,10 +209,8 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
     problem = problem_of(q, k, v, constants, *others)
     if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
         k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
-    specialized = attention_fwd_specialized.takes(q, k, v, problem)
-    launch = attention_fwd_specialized.launch if specialized else attention_fwd.launch
     out, lse, row_max, row_sum, rounding_residual = found
-    launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual), problem)
+    attention_fwd.launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual), problem)
 
 
 def backward(
