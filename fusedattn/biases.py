@@ -312,6 +312,7 @@ def _sum(a: Tensor | None, b: Tensor | None, name: str) -> Tensor | None:
     try:
         torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
-        raise ValueError(f"bias: cannot add `{name}` of shapes {tuple(a.shape)} and {tuple(b.shape)}") from None
+        got = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"bias: {name}: got shapes {got} to add, allowed are shapes that broadcast") from None
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return a.to(dtype) + b.to(dtype)

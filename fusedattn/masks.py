@@ -365,7 +365,7 @@ class Mask:
             exact.append(("documents(ids_k)", self.documents.k, "(batch, seqlen_k)", (batch, seqlen_k)))
         for name, x, dimensions, shape in exact:
             if tuple(x.shape) != shape:
-                raise ValueError(f"mask: {name} must have shape {dimensions} = {shape}, got {tuple(x.shape)}")
+                raise ValueError(f"mask: {name}: got shape {tuple(x.shape)}, allowed is {dimensions} = {shape}")
         if self.allowed is not None:
             full = (batch, nheads, seqlen_q, seqlen_k)
             _check_broadcast(self.allowed, "boolean(m)", "(batch, nheads_q, seqlen_q, seqlen_k)", full)
@@ -546,14 +546,15 @@ def _check_int(t: Tensor, name: str, dimensions: str) -> None:
 def _check_broadcast(t: Tensor, name: str, dimensions: str, full: tuple[int, ...]) -> None:
     got = tuple(t.shape)
     if len(got) > 4 or any(g not in (1, f) for g, f in zip(reversed(got), reversed(full), strict=False)):
-        raise ValueError(f"mask: {name} must be broadcastable to {dimensions} = {full}, got {got}")
+        raise ValueError(f"mask: {name}: got shape {got}, allowed are shapes that broadcast to {dimensions} = {full}")
 
 
 def _fitting(a: Tensor, b: Tensor, name: str) -> tuple[Tensor, Tensor]:
     try:
         torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
-        raise ValueError(f"mask: cannot combine `{name}` of shapes {tuple(a.shape)} and {tuple(b.shape)}") from None
+        got = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"mask: {name}: got shapes {got} to combine, allowed are shapes that broadcast") from None
     return a, b
 
 
@@ -569,7 +570,7 @@ def _both_prefixes(a: Prefix | None, b: Prefix | None) -> Prefix | None:
         return b if a is None else a
     if a.align != b.align:
         raise ValueError(
-            f"mask: cannot combine prefix_lm of align {a.align!r} and {b.align!r}, allowed is one alignment; "
+            f"mask: got prefix_lm of align {a.align!r} and {b.align!r} to combine, allowed is one alignment; "
             "write one of the two as boolean(m)"
         )
     return Prefix(torch.minimum(*_fitting(a.lengths, b.lengths, "lengths")), a.align)
@@ -581,7 +582,7 @@ def _both_layouts(a: Layout | None, b: Layout | None) -> Layout | None:
     sizes = (a.block_q, a.block_k), (b.block_q, b.block_k)
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"mask: cannot combine block_sparse of block sizes {sizes[0]} and {sizes[1]}, allowed is one size for "
+            f"mask: got block_sparse of block sizes {sizes[0]} and {sizes[1]} to combine, allowed is one size for "
             "both; repeat the blocks of the larger one (repeat_interleave)"
         )
     first, second = _fitting(a.blocks, b.blocks, "blocks")
@@ -591,4 +592,4 @@ def _both_layouts(a: Layout | None, b: Layout | None) -> Layout | None:
 def _one_of(a: Part | None, b: Part | None, name: str, instead: str) -> Part | None:
     if a is None or b is None or a is b:
         return b if a is None else a
-    raise ValueError(f"mask: cannot combine two different masks of {name}(), allowed is one; {instead}")
+    raise ValueError(f"mask: got two different masks of {name}() to combine, allowed is one; {instead}")

@@ -58,7 +58,7 @@ class Rope:
                 "(n_positions, rotary_dim / 2) or (batch, n_positions, rotary_dim / 2)"
             )
         if self.cos.device != self.sin.device:
-            raise ValueError(f"rope: cos is on {self.cos.device}, sin on {self.sin.device}; allowed is one device")
+            raise ValueError(f"rope: got cos on {self.cos.device} and sin on {self.sin.device}, allowed is one device")
         for name in ("positions_q", "positions_k"):
             positions = getattr(self, name)
             if positions is None:
@@ -77,7 +77,9 @@ class Rope:
     def _check_constant(self) -> None:
         for name in ("cos", "sin"):
             if getattr(self, name).requires_grad:
-                raise NotImplementedError(f"rope.{name}: requires_grad=True, but tables get no gradient; detach it")
+                raise NotImplementedError(
+                    f"rope.{name}: got requires_grad=True, allowed is False: tables get no gradient"
+                )
 
     @classmethod
     def from_theta(
@@ -174,8 +176,8 @@ class Rope:
             )
         if self.positions_q is None and seqlen_q > seqlen_k > 0:
             raise ValueError(
-                f"rope.positions_q: needed when seqlen_q = {seqlen_q} > seqlen_k = {seqlen_k}, because queries "
-                "are aligned to the end of the keys by default and the first would stand before position 0"
+                f"rope.positions_q: got None, allowed are tensors if seqlen_q = {seqlen_q} > seqlen_k = {seqlen_k}: by "
+                "default the last query has the position of the last key, and the first would be before position 0"
             )
         if self.positions_q is None and seqlen_q > 0 and seqlen_k > self.n_positions:
             raise ValueError(

@@ -15,7 +15,7 @@ _WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def fused(x, y, z):
+def fma(x, y, z):
     """``x * y + z``, rounded once."""
     if x.dtype != tl.float32:
         return x * y + z
@@ -38,15 +38,15 @@ def exp2_of_product(x, y):
         if INTERPRETED:  # NumPy warns about arithmetic with infinity
             hidden = x == float("-inf")
             x = tl.where(hidden, 0.0, x)
-        shifted = fused(x, y, _WHOLE)
-        rest = fused(x, y, _WHOLE - shifted)  # from the nearest whole number: -1/2 to 1/2
+        shifted = fma(x, y, _WHOLE)
+        rest = fma(x, y, _WHOLE - shifted)  # from the nearest whole number: -1/2 to 1/2
         # Minimax polynomial for the relative error, which is 2e-9.
-        power = fused(rest, 1.5326471e-4, 1.3390807e-3)
-        power = fused(rest, power, 9.618506e-3)
-        power = fused(rest, power, 5.55036e-2)
-        power = fused(rest, power, 2.4022648e-1)
-        power = fused(rest, power, 6.931472e-1)
-        power = fused(rest, power, 1.0)
+        power = fma(rest, 1.5326471e-4, 1.3390807e-3)
+        power = fma(rest, power, 9.618506e-3)
+        power = fma(rest, power, 5.55036e-2)
+        power = fma(rest, power, 2.4022648e-1)
+        power = fma(rest, power, 6.931472e-1)
+        power = fma(rest, power, 1.0)
         # The whole number becomes the exponent of a power of two.
         scale = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
         vanishes = shifted < _WHOLE - 126.0
@@ -70,7 +70,7 @@ def quotient(x, y):
     if x.dtype == tl.float32:
         reciprocal = 1.0 / y
         near = x * reciprocal
-        better = fused(fused(-near, y, x), reciprocal, near)
+        better = fma(fma(-near, y, x), reciprocal, near)
         return tl.where(better == better, better, near)  # the correction of an infinite quotient is NaN
     else:
         return x / y

@@ -22,7 +22,6 @@ import triton.language as tl
 
 from fusedattn.kernels import dq_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
-from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.dq_sum import add_dq, add_rows
@@ -54,6 +53,7 @@ from fusedattn.kernels.primitives import (
     store_tile,
     strided,
 )
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base, with_head
 from fusedattn.kernels.softmax import load_softmax
@@ -64,7 +64,7 @@ class KeyTile(NamedTuple):
     """The keys of a program of attention_bwd_dkdv, which walks over queries.
 
     k_tile, v_tile    (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    finite            k_tile; if dq is accumulated too, with 0 for keys that have a NaN or Inf
+    finite_k_tile     k_tile; if dq is accumulated too, with 0 for keys that have a NaN or Inf
     k, v              the Head of each
     keys              (BLOCK_N, 1)
     visible           (BLOCK_N,)
@@ -72,7 +72,7 @@ class KeyTile(NamedTuple):
 
     k_tile: Any
     v_tile: Any
-    finite: Any
+    finite_k_tile: Any
     k: Any
     v: Any
     start_n: Any
@@ -126,13 +126,13 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, of_block, tile):
+def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, place_and_block, tile):
     """Add one block of queries to dk and dv: (dk, dv, ds), with ds rounded.
 
     The block is transposed: p, dp, pairs and ds are ``(BLOCK_N, BLOCK_M)``; pairs is None if all are visible.
-    `of_block` is (place, block).
+    `place_and_block` is (place, block).
     """
-    place, block = of_block
+    place, block = place_and_block
     kept_p = drop(p, call, place, block)
     dv = dot_add(round_to(kept_p, dout_tile.dtype), dout_tile, dv, dtype_of(tile.ACC), tile.PRECISION)
     ds = p * (drop(dp, call, place, block) - delta[None, :]) * derivative
@@ -145,7 +145,7 @@ def _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, 
 
 
 @triton.jit
-def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile):
+def _add_nan(dq_total, call, place, bounds, blocks, group, start_n, poisoned, tile):
     """Add NaN to dq of every query that sees a key with a NaN or Inf; add_dq gets zeros for such keys."""
     n_blocks = blocks.n_full + blocks.n_boundary
     keys = (start_n + tl.arange(0, tile.BLOCK_N))[:, None]
@@ -158,11 +158,11 @@ def _add_nan(total, call, place, bounds, blocks, group, start_n, poisoned, tile)
         block = Block(start_m, start_n, offs[None, :], keys)
         pairs = visible(call.mask, of_head, bounds, block, exists[None, :], poisoned[:, None])  # (BLOCK_N, BOUNDARY)
         sees = tl.max(pairs.to(tl.int32), 0) != 0
-        add_rows(total, of_head, start_m, sees, nan, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
+        add_rows(dq_total, of_head, start_m, sees, nan, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
 
 
 @triton.jit
-def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
+def _boundary_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile):
     """Add all boundary blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = tl.arange(0, tile.BOUNDARY)
     blocks = own.blocks
@@ -199,13 +199,13 @@ def _boundary_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, g
         )  # fmt: skip
         delta = tl.load(queries.rows.delta + stats + offs_m, mask=seen, other=0.0)
         dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, (place, block), tile)
-        if total is not None:
-            add_dq(total, total_tiles, place, start_m, seen, own.finite, ds, tile.BOUNDARY, tile)
+        if dq_total is not None:
+            add_dq(dq_total, dq_total_tiles, place, start_m, seen, own.finite_k_tile, ds, tile.BOUNDARY, tile)
     return dk, dv
 
 
 @triton.jit
-def _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile):
+def _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile):
     """Add all full blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = queries.offs_m
     n_full = own.n_full
@@ -228,8 +228,8 @@ def _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group
         dp = dot(own.v_tile, tl.trans(dout_tile), dtype_of(tile.ACC), tile.PRECISION)
         delta = tl.load(queries.rows.delta + stats + offs_m)
         dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, None, call, (place, block), tile)
-        if total is not None:
-            add_dq(total, total_tiles, place, start_m, offs >= 0, own.finite, ds, tile.BLOCK_M, tile)
+        if dq_total is not None:
+            add_dq(dq_total, dq_total_tiles, place, start_m, offs >= 0, own.finite_k_tile, ds, tile.BLOCK_M, tile)
     return dk, dv
 
 
@@ -244,9 +244,9 @@ def attention_bwd_dkdv(
     rows,
     dk_out,
     dv_out,
-    total,
-    total_tiles,
-    total_boundary_tiles,
+    dq_total,
+    dq_total_tiles,
+    dq_boundary_tiles,
     call,
     rotation,
     nheads_q,
@@ -254,7 +254,7 @@ def attention_bwd_dkdv(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -265,7 +265,7 @@ def attention_bwd_dkdv(
     tile,
 ):
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    number, head_kv, sequence = program_tile(n_tiles, nheads_kv, together, REVERSED=False)
+    number, head_kv, sequence = program_tile(n_tiles, nheads_kv, heads_in_l2, REVERSED=False)
     group = nheads_q // nheads_kv
     place = place_of(call.sequences, sequence, head_kv * group, nheads_q, seqlen_q, seqlen_k)
     start_n = number * tile.BLOCK_N
@@ -289,26 +289,39 @@ def attention_bwd_dkdv(
     blocks = query_blocks(call.mask, place, bounds, group, start_n, tile.BOUNDARY, tile.BLOCK_N, tile.BLOCK_M)
     first_full = blocks.start + blocks.n_left * tile.BOUNDARY
     n_full = blocks.n_full * tile.BOUNDARY // tile.BLOCK_M
-    finite = k_tile
-    if total is not None:
+    finite_k_tile = k_tile
+    if dq_total is not None:
         _, poisoned = split_poison(k_tile, dtype_of(tile.ACC))
         if tl.max(poisoned.to(tl.int32)) != 0:
-            _add_nan(total, call, place, bounds, blocks, group, start_n, key_visible & poisoned, tile)
+            _add_nan(dq_total, call, place, bounds, blocks, group, start_n, key_visible & poisoned, tile)
         # ds is 0 for queries that do not see a key, but 0 times NaN is NaN. The tile is loaded again rather than
         # copied, so that it enters shared memory as it is, and is transposed on the way out.
-        finite = load_tile(k_head, start_n, key_visible & ~poisoned, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
+        finite_k_tile = load_tile(k_head, start_n, key_visible & ~poisoned, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
     own = KeyTile(
-        k_tile, v_tile, finite, k_head, v_head, start_n, keys, key_visible, place, bounds, blocks, first_full, n_full
+        k_tile,
+        v_tile,
+        finite_k_tile,
+        k_head,
+        v_head,
+        start_n,
+        keys,
+        key_visible,
+        place,
+        bounds,
+        blocks,
+        first_full,
+        n_full,
     )
-    dk, dv = _boundary_queries(dk, dv, own, queries, total, total_boundary_tiles, call, head_kv, group, numbers, tile)
-    dk, dv = _full_queries(dk, dv, own, queries, total, total_tiles, call, head_kv, group, numbers, tile)
+    dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, dq_boundary_tiles, call, head_kv, group, numbers, tile)
+    dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
 
     dv_head = head_of(dv_out, place.batch, head_kv, place.first_k)
     store_tile(dv_head, start_n, place.seqlen_k, dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
     if rotation.ROTARY_DIM > 0:
         dk = rotate_tile(
-            dk, rotation, place, start_n, n_positions, False, True, tile.BLOCK_N, tile.BLOCK_D, dtype_of(tile.ACC)
-        )
+            dk, rotation, place, start_n, n_positions, tile.BLOCK_N, tile.BLOCK_D, dtype_of(tile.ACC),
+            OF_QUERIES=False, TRANSPOSE=True,
+        )  # fmt: skip
     dk_head = head_of(dk_out, place.batch, head_kv, place.first_k)
     store_tile(dk_head, start_n, place.seqlen_k, dk * scale, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
 
@@ -411,7 +424,7 @@ def attention_bwd_dq(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -422,7 +435,7 @@ def attention_bwd_dq(
     tile,
 ):
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    number, head, sequence = program_tile(n_tiles, nheads_q, heads_in_l2, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = number * tile.BLOCK_M
     if call.sequences.cu_q_ptr is not None:
@@ -456,8 +469,9 @@ def attention_bwd_dq(
 
     if rotation.ROTARY_DIM > 0:
         dq = rotate_tile(
-            dq, rotation, place, start_m, n_positions, True, True, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC)
-        )
+            dq, rotation, place, start_m, n_positions, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC),
+            OF_QUERIES=True, TRANSPOSE=True,
+        )  # fmt: skip
     dq_head = head_of(dq_out, place.batch, head, place.first_q)
     store_tile(dq_head, start_m, place.seqlen_q, dq * scale, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D)
 
@@ -478,9 +492,9 @@ def launch(
     """
     configs = problem.configs
     if dq is not None and dkdv is not None and problem.nondeterministic and configs.one_pass is not None:
-        total = dq_sum.zeros(q)
-        _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.one_pass, total)
-        dq_sum.launch(total, rows.shift, dq, problem)
+        dq_total = dq_sum.zeros(q)
+        _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.one_pass, dq_total)
+        dq_sum.launch(dq_total, rows.shift, dq, problem)
         return
     if dkdv is not None:
         _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv)
@@ -497,14 +511,14 @@ def _launch_dkdv(
     dkdv: tuple[torch.Tensor, torch.Tensor],
     problem: Problem,
     config: TileConfig,
-    total: torch.Tensor | None = None,
+    dq_total: torch.Tensor | None = None,
 ) -> None:
-    """Fill `dkdv`; if `total` is given, add dq to it (kernels/dq_sum.py)."""
+    """Fill `dkdv`; if `dq_total` is given, add dq to it (kernels/dq_sum.py)."""
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None, None)
-    if total is not None:
+    if dq_total is not None:
         blocks = (config.BLOCK_M, boundary["BOUNDARY"])
-        sums = (strided(total), *(dq_sum.reductions_of(total, block, config.style) for block in blocks))
+        sums = (strided(dq_total), *(dq_sum.reductions_of(dq_total, block, config.style) for block in blocks))
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     launcher.launch(
         constants_of(attention_bwd_dkdv, q, v, problem, config, boundary),

@@ -20,11 +20,11 @@ import triton.language as tl
 
 from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
-from fusedattn.kernels.call import Problem, constants_of, sizes_of
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import dtype_of, program_tile, strided
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import QKVDout, score_gradient
 from fusedattn.kernels.scores import distance_of
 from fusedattn.kernels.sequences import place_of
@@ -51,7 +51,7 @@ def attention_bwd_dbias(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -123,7 +123,7 @@ def attention_bwd_drelative(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -139,7 +139,7 @@ def attention_bwd_drelative(
     """
     inputs = QKVDout(q, k, v, dout)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    number, head, sequence = program_tile(n_tiles, nheads_q, heads_in_l2, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = number * tile.BLOCK_M
     offs_m = start_m + tl.arange(0, tile.BLOCK_M)

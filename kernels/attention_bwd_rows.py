@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.accurate import divide, fused
-from fusedattn.kernels.call import Problem, constants_of, sizes_of
+from fusedattn.kernels.accurate import divide, fma
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
@@ -36,6 +35,7 @@ from fusedattn.kernels.primitives import (
     row_dot,
     strided,
 )
+from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rounding_residual import decode_residual
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, is_exact
@@ -133,7 +133,7 @@ def attention_bwd_exact_rows(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -148,7 +148,7 @@ def attention_bwd_exact_rows(
     q and k arrive rotated. All blocks are treated as boundary blocks: the products cost far more than the mask.
     """
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    number, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER)
+    number, head, sequence = program_tile(n_tiles, nheads_q, heads_in_l2, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = number * tile.BLOCK_M
     offs_m = start_m + tl.arange(0, tile.BLOCK_M)
@@ -193,7 +193,7 @@ def attention_bwd_exact_rows(
         delta += tl.sum(tl.where(pairs, p * (dp - near[:, None]), 0.0), 1)
 
     if sinks_ptr is not None:
-        delta = fused(near, sum_of_weights, delta)
+        delta = fma(near, sum_of_weights, delta)
     else:
         delta += near
     if dlse_ptr is not None:
@@ -272,8 +272,8 @@ def _launch(
 
 
 @lru_cache(maxsize=1024)
-def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
-    return launcher.Constants(
+def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.KernelConstants:
+    return launcher.KernelConstants(
         attention_bwd_rows,
         HEAD_DIM_V=head_dim_v,
         BLOCK_M=BLOCK_M,

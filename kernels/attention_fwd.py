@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import combine, launcher
-from fusedattn.kernels.call import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
@@ -50,6 +49,7 @@ from fusedattn.kernels.primitives import (
     split_poison,
     strided,
 )
+from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
@@ -91,49 +91,52 @@ class Walk(NamedTuple):
 
 
 @triton.jit
-def no_sums(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
+def empty_sums(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
     """The :class:`Sums` of no keys."""
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
-    w_i = tl.zeros([BLOCK_M, 16], ACC)
-    c_i = tl.zeros([BLOCK_M], ACC)
-    return Sums(m_i, l_i, w_i, c_i, tl.zeros([BLOCK_M, BLOCK_DV], ACC))
+    rounded_l_i = tl.zeros([BLOCK_M, 16], ACC)
+    kept_l_i = tl.zeros([BLOCK_M], ACC)
+    return Sums(m_i, l_i, rounded_l_i, kept_l_i, tl.zeros([BLOCK_M, BLOCK_DV], ACC))
 
 
 @triton.jit
-def weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, EXACT: tl.constexpr):
-    """(p, alpha, sums): add a block of scores to all sums but acc and w_i; p has the weights that dropout keeps."""
+def online_softmax(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, EXACT: tl.constexpr):
+    """(p, alpha, sums): add a block of scores to all sums but acc and rounded_l_i.
+
+    p has the weights that dropout keeps.
+    """
     p, alpha, m_i, l_i = softmax_update(scores, sums.m_i, sums.l_i, qk_scale, EXACT)
     p = kept_only(p, call, place, block)
-    c_i = sums.c_i
+    kept_l_i = sums.kept_l_i
     if HAS_RESIDUAL and call.dropout.seed_ptr is not None:
-        c_i = c_i * alpha + tl.sum(p, 1)
-    return p, alpha, Sums(m_i, l_i, sums.w_i, c_i, sums.acc)
+        kept_l_i = kept_l_i * alpha + tl.sum(p, 1)
+    return p, alpha, Sums(m_i, l_i, sums.rounded_l_i, kept_l_i, sums.acc)
 
 
 @triton.jit
-def add_values(sums, alpha, p, v_tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.constexpr, tile):
-    """Add a block of rounded weights to acc and w_i.
+def add_values(sums, alpha, p, v_tile, tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.constexpr):
+    """Add a block of rounded weights to acc and rounded_l_i.
 
     A narrow matrix product sums the weights: it costs less than widening them again. It comes first, because tiles
     below 64 rows would spill otherwise, or LAST in a pipelined loop, which would wait for each product otherwise.
     """
-    w_i = sums.w_i
+    rounded_l_i = sums.rounded_l_i
     if HAS_RESIDUAL:
         ones = round_to(tl.full([v_tile.shape[0], 16], 1.0, tl.float32), v_tile.dtype)
     if HAS_RESIDUAL and not LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
+        rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
     acc = dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
     if HAS_RESIDUAL and LAST:
-        w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
-    return Sums(sums.m_i, sums.l_i, w_i, sums.c_i, acc)
+        rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
+    return Sums(sums.m_i, sums.l_i, rounded_l_i, sums.kept_l_i, acc)
 
 
 @triton.jit
 def accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
     """Add one block to the sums: a step of the online softmax, and the product of its weights and values."""
-    p, alpha, sums = weights(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
-    return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, HAS_RESIDUAL, False, tile)
+    p, alpha, sums = online_softmax(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
+    return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
 
 
 @triton.jit
@@ -142,8 +145,9 @@ def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
     if rotation_k.ROTARY_DIM > 0:
         BLOCK: tl.constexpr = k_tile.shape[0]
         rotated_tile = rotate_tile(
-            k_tile, rotation_k, place, start_n, n_positions, False, False, BLOCK, tile.BLOCK_D, dtype_of(tile.ACC)
-        )
+            k_tile, rotation_k, place, start_n, n_positions, BLOCK, tile.BLOCK_D, dtype_of(tile.ACC),
+            OF_QUERIES=False, TRANSPOSE=False,
+        )  # fmt: skip
         return round_to(rotated_tile, k_tile.dtype)
     else:
         return k_tile
@@ -192,17 +196,19 @@ def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: 
     DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
     products, block = _full_products(walk, walk.first_full, rotation_k, numbers.n_positions, tile)
     scores = _full_scores(products, walk, block, call, numbers.scale, tile)
-    p, alpha, sums = weights(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
+    p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
     p = bits_of(round_to(p, DTYPE))
     for start_n in range(walk.first_full + tile.BLOCK_N, walk.stop_full, tile.BLOCK_N):
         products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
         v_tile = _full_values(walk, start_n - tile.BLOCK_N, tile)
-        sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, HAS_RESIDUAL, True, tile)
+        sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
-        p, alpha, sums = weights(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
+        p, alpha, sums = online_softmax(
+            sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT
+        )
         p = bits_of(round_to(p, DTYPE))
     v_tile = _full_values(walk, walk.stop_full - tile.BLOCK_N, tile)
-    return add_values(sums, alpha, of_bits(p, DTYPE), v_tile, HAS_RESIDUAL, True, tile)
+    return add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
 
 
 @triton.jit
@@ -269,12 +275,12 @@ def _attend(
     q_tile = load_rows(inputs.q, place, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
     if rotation_q.ROTARY_DIM > 0:
         q_tile = rotate_tile(
-            q_tile, rotation_q, place, rows.start, numbers.n_positions, True, False,
-            tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC), tile.HEADS,
+            q_tile, rotation_q, place, rows.start, numbers.n_positions, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC),
+            OF_QUERIES=True, TRANSPOSE=False, HEADS=tile.HEADS,
         )  # fmt: skip
     q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
 
-    sums = no_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
+    sums = empty_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(
         call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N, split, tile.SPLIT
@@ -294,10 +300,10 @@ def _attend(
     acc = sums.acc
     if has_nan(acc):  # rare enough to start over
         acc = _repaired(sums.m_i, walk, call, rotation_k, numbers, tile)
-    return Sums(sums.m_i, sums.l_i, sums.w_i, sums.c_i, acc)
+    return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
 
 
-@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_places"))
+@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_tile_ids"))
 def attention_fwd(
     q,
     k,
@@ -315,7 +321,7 @@ def attention_fwd(
     seqlen_q,
     seqlen_k,
     n_tiles,
-    together,
+    heads_in_l2,
     lower_start,
     upper_start,
     lower_end,
@@ -324,16 +330,16 @@ def attention_fwd(
     scale,
     softmax_scale,
     qk_scale,
-    n_places,
+    n_tile_ids,
     PIPELINED: tl.constexpr,
     tile,
 ):
     inputs = QKV(q, k, v, k_tiles, v_tiles)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None
-    if n_places is None:
+    if n_tile_ids is None:
         number, head, head_kv, sequence = grouped_program(
-            n_tiles, nheads_q, nheads_kv, together, tile.HEADS, REVERSED=call.mask.HAS_UPPER
+            n_tiles, nheads_q, nheads_kv, heads_in_l2, tile.HEADS, REVERSED=call.mask.HAS_UPPER
         )
         place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
         if tile.SPLIT > 0:  # the tiles are splits of the keys of all queries
@@ -366,9 +372,9 @@ def attention_fwd(
     else:
         # Values that do not depend on the tile must be computed inside the loop: ahead of it, they would take registers
         # that the inner loops need. The condition, never false unless sequences are packed, keeps them inside too.
-        for place_number in tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True):
+        for tile_id in tl.range(tl.program_id(0), n_tile_ids, tl.num_programs(0), disable_licm=True):
             number, head, sequence = numbered_tile(
-                place_number, n_places, n_tiles, nheads_q, together, REVERSED=call.mask.HAS_UPPER
+                tile_id, n_tile_ids, n_tiles, nheads_q, heads_in_l2, REVERSED=call.mask.HAS_UPPER
             )
             place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
             if number * tile.BLOCK_M < place.seqlen_q:
@@ -408,7 +414,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     if config.prerotate_q and rotation_q is not None:
         q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
         rotation_q = None
-    n_programs, n_places = programs_of(config, tiling.n_programs, q.device)
+    n_programs, n_tile_ids = programs_of(config, tiling.n_programs, q.device)
     rotation_k = problem.rotation_k if problem.rotates_in_place else None
     constants = constants_of(
         attention_fwd,
@@ -435,7 +441,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             rotation_arguments(rotation_q),
             rotation_arguments(rotation_k),
         ),
-        (*sizes_of(q, v, problem, tiling.n_tiles), problem.scale, problem.softmax_scale, problem.qk_scale, n_places),
+        (*sizes_of(q, v, problem, tiling.n_tiles), problem.scale, problem.softmax_scale, problem.qk_scale, n_tile_ids),
         problem.known_call,
     )
     if partials is not None:

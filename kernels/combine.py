@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.call import Problem
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, Sums, store_results
 from fusedattn.kernels.grouped import rows_of
 from fusedattn.kernels.primitives import accumulator, block_d, dtype_of, program_tile
+from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
@@ -81,8 +81,8 @@ def attention_combine(
     EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     one = tl.zeros([1], ACC)
     l_i = one
-    w_i = one
-    c_i = one
+    rounded_l_i = one
+    kept_l_i = one
     acc = tl.zeros([1, tile.BLOCK_DV], ACC)
     for start in range(0, n_splits, BLOCK_SPLITS):
         here = first + start
@@ -94,14 +94,14 @@ def attention_combine(
         alpha = tl.where(visited, exp_scaled(m_s, shift, qk_scale, EXACT), 0.0)
         l_i += tl.sum(tl.where(visited, l_s, 0.0) * alpha, 0)
         if partials.rounded_sum is not None:
-            w_i += _sum_of(partials.rounded_sum, here, alpha, visited, offs)
+            rounded_l_i += _sum_of(partials.rounded_sum, here, alpha, visited, offs)
         if partials.kept_sum is not None:
-            c_i += _sum_of(partials.kept_sum, here, alpha, visited, offs)
+            kept_l_i += _sum_of(partials.kept_sum, here, alpha, visited, offs)
         # (BLOCK_SPLITS, BLOCK_DV)
         ptrs = partials.weighted + (here + offs)[:, None] * tile.HEAD_DIM_V + offs_d
         values = tl.load(ptrs, mask=visited[:, None] & (offs_d < tile.HEAD_DIM_V), other=0.0)
         acc += tl.sum(values * alpha[:, None], 0)[None, :]
-    sums = Sums(one + m_i, l_i, w_i[:, None], c_i, acc)
+    sums = Sums(one + m_i, l_i, rounded_l_i[:, None], kept_l_i, acc)
     store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
@@ -143,8 +143,8 @@ def launch(partials: Partials, results: Results, problem: Problem) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.Constants:
-    return launcher.Constants(
+def _constants(head_dim_v: int, dtype: torch.dtype) -> launcher.KernelConstants:
+    return launcher.KernelConstants(
         attention_combine,
         tile=RowTile(
             HEAD_DIM_V=tl.constexpr(head_dim_v),

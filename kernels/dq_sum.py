@@ -1,11 +1,11 @@
 """dq as a sum that programs of different keys add to, in any order, and its conversion to dq.
 
-    total = ds k                         attention_bwd_dkdv, which has the tiles of keys and ds
-    dq    = scale * R_q^T total          attention_bwd_dq_sum, one program per tile of queries
+    dq_total = ds k                         attention_bwd_dkdv, which has the tiles of keys and ds
+    dq       = scale * R_q^T dq_total       attention_bwd_dq_sum, one program per tile of queries
 
-total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. If there
-is a tensor memory accelerator, it adds whole tiles, in the L2 cache; otherwise each element is added atomically. Only
-the next kernel reads total.
+dq_total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. If
+there is a tensor memory accelerator, it adds whole tiles, in the L2 cache; otherwise each element is added atomically.
+Only the next kernel reads dq_total.
 """
 
 from functools import lru_cache
@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels import launcher
-from fusedattn.kernels.call import Problem
 from fusedattn.kernels.configs import Style, rope_rows
 from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.kernels.primitives import (
@@ -32,6 +31,7 @@ from fusedattn.kernels.primitives import (
     store_tile,
     strided,
 )
+from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import place_of, row_base
 
@@ -40,17 +40,17 @@ HAS_REDUCTIONS = not INTERPRETED.value
 
 
 @triton.jit
-def add_rows(total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def add_rows(dq_total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add a tile, element by element, to those rows ``start + arange(BLOCK)`` that are `row_seen`."""
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
-    ptr = head_base(total, place.batch, place.head, place.first_q)
-    ptrs = ptr + tl.cast(start, tl.int64) * total.stride_s + (offs[:, None] * total.stride_s + offs_d[None, :])
+    ptr = head_base(dq_total, place.batch, place.head, place.first_q)
+    ptrs = ptr + tl.cast(start, tl.int64) * dq_total.stride_s + (offs[:, None] * dq_total.stride_s + offs_d[None, :])
     tl.atomic_add(ptrs, x, mask=row_seen[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
 
 
 @triton.jit
-def add_dq(total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, tile):
+def add_dq(dq_total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, tile):
     """Add the contribution of a tile of keys to dq of queries ``start_m + arange(BLOCK)``.
 
     `ds` is transposed, ``(BLOCK_N, BLOCK)``, and 0 for hidden pairs; `k` is finite. The accelerator takes no mask: it
@@ -61,12 +61,12 @@ def add_dq(total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, t
     if tiles is not None:
         tiles.atomic_add([place.batch, place.head, place.first_q + start_m, 0], dq.reshape(1, 1, BLOCK, tile.BLOCK_D))
     else:
-        add_rows(total, place, start_m, row_seen, dq, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
+        add_rows(dq_total, place, start_m, row_seen, dq, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["nheads_q", "seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
 def attention_bwd_dq_sum(
-    total,
+    dq_total,
     shift_ptr,
     dq_out,
     sequences,
@@ -89,26 +89,28 @@ def attention_bwd_dq_sum(
     stats = row_base(place)
     shift = tl.load(shift_ptr + stats + offs_m, mask=offs_m < place.seqlen_q, other=float("inf"))
     seen = shift != float("inf")  # a row of scores of -inf sees nothing, whatever its keys are
-    total_head = head_of(total, place.batch, head, place.first_q)
+    total_head = head_of(dq_total, place.batch, head, place.first_q)
     dq = load_tile(total_head, start_m, seen, HEAD_DIM, BLOCK_M, BLOCK_D)
     if rotation.ROTARY_DIM > 0:
-        dq = rotate_tile(dq, rotation, place, start_m, n_positions, True, True, BLOCK_M, BLOCK_D, ACC)
+        dq = rotate_tile(
+            dq, rotation, place, start_m, n_positions, BLOCK_M, BLOCK_D, ACC, OF_QUERIES=True, TRANSPOSE=True
+        )
     dq_head = head_of(dq_out, place.batch, head, place.first_q)
     store_tile(dq_head, start_m, place.seqlen_q, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 def zeros(q: torch.Tensor) -> torch.Tensor:
-    """A total of 0, for queries `q`."""
+    """A dq_total of 0, for queries `q`."""
     return torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
 
-def reductions_of(total: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
+def reductions_of(dq_total: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
     """A descriptor that adds `block` rows of one head at a time; None if elements are added one by one."""
-    return tiles_of(total, block, style) if HAS_REDUCTIONS else None
+    return tiles_of(dq_total, block, style) if HAS_REDUCTIONS else None
 
 
-def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: Problem) -> None:
-    """Fill `dq` from `total`."""
+def launch(dq_total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: Problem) -> None:
+    """Fill `dq` from `dq_total`."""
     shape, head_dim = problem.shape, dq.shape[3]
     block = rope_rows(head_dim)
     n_tiles = triton.cdiv(shape.max_seqlen_q, block)
@@ -116,14 +118,14 @@ def launch(total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: 
     launcher.launch(
         _constants(head_dim, dq.dtype),
         n_tiles * shape.nheads_q * shape.n_sequences,
-        (strided(total), shift, strided(dq), problem.call.sequences, rotation_arguments(rotation)),
+        (strided(dq_total), shift, strided(dq), problem.call.sequences, rotation_arguments(rotation)),
         (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_positions, n_tiles, problem.scale),
     )
 
 
 @lru_cache(maxsize=1024)
-def _constants(head_dim: int, dtype: torch.dtype) -> launcher.Constants:
-    return launcher.Constants(
+def _constants(head_dim: int, dtype: torch.dtype) -> launcher.KernelConstants:
+    return launcher.KernelConstants(
         attention_bwd_dq_sum,
         HEAD_DIM=head_dim,
         BLOCK_M=rope_rows(head_dim),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import fused, quotient
+from fusedattn.kernels.accurate import fma, quotient
 from fusedattn.kernels.grouped import row_offsets, store_rows
 from fusedattn.kernels.primitives import dtype_of, halves, round_to, strided
 from fusedattn.kernels.rounding_residual import encode_residual
@@ -15,17 +15,18 @@ from fusedattn.kernels.softmax import exp_scaled, row_exactness
 class Sums(NamedTuple):
     """The sums of the rows of a tile.
 
-    m_i    (BLOCK_M,)             maximum of the scores, to which the weights are relative
-    l_i    (BLOCK_M,)             weights
-    w_i    (BLOCK_M, 16)          weights that dropout keeps, rounded for the product with the values; columns are equal
-    c_i    (BLOCK_M,)             weights that dropout keeps
-    acc    (BLOCK_M, BLOCK_DV)    weighted values
+    m_i            (BLOCK_M,)             maximum of the scores, to which the weights are relative
+    l_i            (BLOCK_M,)             weights
+    rounded_l_i    (BLOCK_M, 16)          weights that dropout keeps, rounded for the product with the values; columns
+                                          are equal
+    kept_l_i       (BLOCK_M,)             weights that dropout keeps
+    acc            (BLOCK_M, BLOCK_DV)    weighted values
     """
 
     m_i: Any
     l_i: Any
-    w_i: Any
-    c_i: Any
+    rounded_l_i: Any
+    kept_l_i: Any
     acc: Any
 
 
@@ -50,8 +51,8 @@ class Results(NamedTuple):
 class Partials(NamedTuple):
     """The sums of each split of the keys, contiguous, in ACC.
 
-    `weighted` is ``(rows, n_splits, head_dim_v)``, for acc; the others are ``(rows, n_splits)``, for m_i, l_i, w_i
-    (None without a rounding residual) and c_i (None without dropout too). Rows are those of a
+    `weighted` is ``(rows, n_splits, head_dim_v)``, for acc; the others are ``(rows, n_splits)``, for m_i, l_i,
+    rounded_l_i (None without a rounding residual) and kept_l_i (None without dropout too). Rows are those of a
     ``(batch, nheads_q, seqlen_q)`` tensor. If a tile visits no key of a split, row_max is -inf, row_sum is NOTHING, and
     the others are not written.
     """
@@ -72,14 +73,14 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
 
     `tile` has ACC, HEAD_DIM_V, BLOCK_M, BLOCK_DV and HEADS, as :class:`~fusedattn.kernels.parameters.Tile` has.
     """
-    m_i, l_i, w_i, c_i, acc = sums
-    w_i = tl.max(w_i, 1)
+    m_i, l_i, rounded_l_i, kept_l_i, acc = sums
+    rounded_l_i = tl.max(rounded_l_i, 1)
     # A row that saw nothing has l_i == 0 and m_i == -inf. Its out is 0, its lse -inf; weights in the backward are
     # exp2(s - inf) = 0.
     unseen = l_i == 0.0
     EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     if dropout.seed_ptr is None:
-        c_i = l_i
+        kept_l_i = l_i
     if sinks_ptr is not None:
         # One more score, whose value is 0. With sinks the scores are scaled.
         sink = tl.load(sinks_ptr + rows.heads).to(dtype_of(tile.ACC))
@@ -88,14 +89,14 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
         # If the sink is -inf too, as below.
         l_i = tl.where(m_new == float("-inf"), 1.0, l_i * alpha + exp_scaled(sink, m_new, qk_scale, EXACT))
         acc = acc * alpha[:, None]
-        w_i = w_i * alpha
-        c_i = c_i * alpha
+        rounded_l_i = rounded_l_i * alpha
+        kept_l_i = kept_l_i * alpha
         m_i = m_new
     else:
         l_i = tl.where(unseen, 1.0, l_i)
     stats = row_offsets(place, rows)
     if EXACT == 2:
-        lse = fused(m_i, softmax_scale, tl.log(l_i))
+        lse = fma(m_i, softmax_scale, tl.log(l_i))
     else:
         lse = m_i * softmax_scale + tl.log(l_i)
     tl.store(results.lse + stats, lse, mask=rows.exist)
@@ -106,7 +107,7 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
     if results.rounding_residual is not None:
         # Divided by their sum, the rounded weights add up to 1, and the part that all values share passes unchanged,
         # so that the backward can cancel it. With a sink the sum may have no reciprocal.
-        exact_factor = c_i / l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)
+        exact_factor = kept_l_i / l_i / tl.where(rounded_l_i < 2.0**-120, 1.0, rounded_l_i)
         if dropout.seed_ptr is not None:
             exact_factor = exact_factor * dropout.factor
     else:
@@ -146,14 +147,14 @@ def _store_values(
 @triton.jit
 def store_partials(sums, partials, place, rows, split, n_splits, tile):
     """Write the :class:`Partials` of a tile."""
-    w_i = tl.max(sums.w_i, 1)
+    rounded_l_i = tl.max(sums.rounded_l_i, 1)
     stats = row_offsets(place, rows) * n_splits + split
     tl.store(partials.row_max + stats, sums.m_i, mask=rows.exist)
     tl.store(partials.row_sum + stats, sums.l_i, mask=rows.exist)
     if partials.rounded_sum is not None:
-        tl.store(partials.rounded_sum + stats, w_i, mask=rows.exist)
+        tl.store(partials.rounded_sum + stats, rounded_l_i, mask=rows.exist)
     if partials.kept_sum is not None:
-        tl.store(partials.kept_sum + stats, sums.c_i, mask=rows.exist)
+        tl.store(partials.kept_sum + stats, sums.kept_l_i, mask=rows.exist)
     offs_d = tl.arange(0, tile.BLOCK_DV)[None, :]
     ptrs = partials.weighted + stats[:, None] * tile.HEAD_DIM_V + offs_d
     tl.store(ptrs, sums.acc, mask=rows.exist[:, None] & (offs_d < tile.HEAD_DIM_V))

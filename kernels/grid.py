@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import triton
 
-from fusedattn.kernels.call import Problem
 from fusedattn.kernels.configs import TileConfig
+from fusedattn.kernels.problem import Problem
 
 
 class Tiling(NamedTuple):

@@ -29,15 +29,15 @@ class TileRows(NamedTuple):
 
 
 @triton.jit
-def grouped_program(n_tiles, nheads_q, nheads_kv, together, HEADS: tl.constexpr, REVERSED: tl.constexpr):
+def grouped_program(n_tiles, nheads_q, nheads_kv, heads_in_l2, HEADS: tl.constexpr, REVERSED: tl.constexpr):
     """(tile, first head, KV head, sequence) of this program; see program_tile."""
     group = nheads_q // nheads_kv
     if HEADS == 1:
-        tile, head, sequence = program_tile(n_tiles, nheads_q, together, REVERSED)
+        tile, head, sequence = program_tile(n_tiles, nheads_q, heads_in_l2, REVERSED)
         return tile, head, head // group, sequence
     else:
         parts = tl.cdiv(group, HEADS)
-        tile, part, sequence = program_tile(n_tiles, nheads_kv * parts, together, REVERSED)
+        tile, part, sequence = program_tile(n_tiles, nheads_kv * parts, heads_in_l2, REVERSED)
         head_kv = part // parts
         return tile, head_kv * group + part % parts * HEADS, head_kv, sequence
 

@@ -5,7 +5,7 @@ call nothing takes longer. Launchers here group arguments by their part in that 
 
     arguments    tensors and tuples of them: the choice depends on their dtypes, alignment and strides
     numbers      sizes and factors, for which nothing is recompiled (``do_not_specialize``)
-    constants    constexpr parameters and launch options, one :class:`Constants` for each set of them
+    constants    constexpr parameters and launch options, one :class:`KernelConstants` for each set of them
 
 Only compiled kernels are kept, with their constants: no tensor, and nothing that depends on a length or a stream.
 """
@@ -31,7 +31,7 @@ LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 _run = JITFunction.run
 
 
-class Constants:
+class KernelConstants:
     """The constexpr parameters and launch options of a kernel, and the kernels compiled for them so far."""
 
     def __init__(self, kernel: Any, *, num_warps: int, num_stages: int | None = None, **parameters: Any) -> None:
@@ -44,7 +44,7 @@ class Constants:
 
 
 def launch(
-    constants: Constants,
+    constants: KernelConstants,
     n_programs: int,
     arguments: tuple[Any, ...],
     numbers: tuple[Any, ...],

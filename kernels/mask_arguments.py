@@ -127,8 +127,8 @@ def _documents(ids_q: torch.Tensor, ids_k: torch.Tensor) -> DocumentArguments:
         number_k.to(torch.int32),
         key_ranges,
         query_ranges,
-        stride_rq=ids_q.numel(),
-        stride_rk=ids_k.numel(),
+        key_ranges_stride=ids_q.numel(),
+        query_ranges_stride=ids_k.numel(),
     )
 
 
@@ -224,5 +224,5 @@ def key_range(valid: torch.Tensor, sequences: Sequences, shape: Shape) -> torch.
 
 
 @lru_cache
-def _key_range_constants() -> launcher.Constants:
-    return launcher.Constants(_key_range, BLOCK=RANGE_BLOCK, num_warps=4)
+def _key_range_constants() -> launcher.KernelConstants:
+    return launcher.KernelConstants(_key_range, BLOCK=RANGE_BLOCK, num_warps=4)

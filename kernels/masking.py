@@ -30,8 +30,8 @@ class DocumentArguments(NamedTuple):
     k_ptr: Any
     key_ranges_ptr: Any
     query_ranges_ptr: Any
-    stride_rq: Any
-    stride_rk: Any
+    key_ranges_stride: Any
+    query_ranges_stride: Any
 
 
 class LayoutArguments(NamedTuple):
@@ -171,8 +171,9 @@ def key_blocks(
             full_start = tl.maximum(full_start, last + bounds.lower)
         if mask.documents is not None:
             rows = start_m + tl.arange(0, BLOCK_M)
+            documents = mask.documents
             first, end, full_first, full_end = _document_range(
-                mask.documents.key_ranges_ptr, mask.documents.stride_rq, place.query_base, rows, rows < place.seqlen_q
+                documents.key_ranges_ptr, documents.key_ranges_stride, place.query_base, rows, rows < place.seqlen_q
             )
             # If sequences are packed, the range counts from the start of the tensor.
             start = tl.maximum(start, first - place.first_k)
@@ -254,8 +255,9 @@ def query_blocks(
             full_stop = tl.minimum(full_stop, start_n - bounds.lower + 1)
         if mask.documents is not None:
             keys = start_n + tl.arange(0, BLOCK_N)
+            documents = mask.documents
             first, end, full_first, full_end = _document_range(
-                mask.documents.query_ranges_ptr, mask.documents.stride_rk, place.key_base, keys, keys < place.seqlen_k
+                documents.query_ranges_ptr, documents.query_ranges_stride, place.key_base, keys, keys < place.seqlen_k
             )
             start = tl.maximum(start, first - place.first_q)
             stop = tl.minimum(stop, end - place.first_q)

@@ -30,7 +30,7 @@ NOT_SPECIALIZED = (
     "seqlen_q",
     "seqlen_k",
     "n_tiles",
-    "together",
+    "heads_in_l2",
     "lower_start",
     "upper_start",
     "lower_end",

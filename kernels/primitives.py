@@ -48,26 +48,27 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def program_tile(n_tiles, nheads, together, REVERSED: tl.constexpr):
+def program_tile(n_tiles, nheads, heads_in_l2, REVERSED: tl.constexpr):
     """(tile, head, batch) of this program in a one-dimensional grid with one program for each tile."""
-    return numbered_tile(tl.program_id(0), tl.num_programs(0), n_tiles, nheads, together, REVERSED)
+    return numbered_tile(tl.program_id(0), tl.num_programs(0), n_tiles, nheads, heads_in_l2, REVERSED)
 
 
 @triton.jit
-def numbered_tile(number, n_places, n_tiles, nheads, together, REVERSED: tl.constexpr):
-    """(tile, head, batch) of place `number` of `n_places`, in the order in which they are taken.
+def numbered_tile(tile_id, n_tile_ids, n_tiles, nheads, heads_in_l2, REVERSED: tl.constexpr):
+    """(tile, head, batch) of number `tile_id` of `n_tile_ids`, which programs take in this order.
 
-    `together` heads run side by side, each with its longest tile first, so that the last programs are short. Under a
-    causal mask the last queries have the most work: REVERSED starts with them.
+    `heads_in_l2` heads, whose keys and values fit into the L2 cache, run side by side, each with its longest tile
+    first, so that the last programs are short. Under a causal mask the last queries have the most work: REVERSED starts
+    with them.
     """
-    n_heads = n_places // n_tiles  # of all batches
-    first = number // (n_tiles * together) * together
-    side_by_side = tl.minimum(together, n_heads - first)
-    place = number - first * n_tiles
-    tile = place // side_by_side
+    n_heads = n_tile_ids // n_tiles  # of all batches
+    first = tile_id // (n_tiles * heads_in_l2) * heads_in_l2
+    side_by_side = tl.minimum(heads_in_l2, n_heads - first)
+    index = tile_id - first * n_tiles
+    tile = index // side_by_side
     if REVERSED:
         tile = n_tiles - 1 - tile
-    head_and_batch = first + place % side_by_side
+    head_and_batch = first + index % side_by_side
     return tile, head_and_batch % nheads, head_and_batch // nheads
 
 

@@ -91,11 +91,11 @@ def rotate_tile(
     place,
     start,
     n_positions,
-    OF_QUERIES: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
     HEADS: tl.constexpr = 1,
 ):
     """Rotate the first ROTARY_DIM features of rows ``start + arange(BLOCK)``; ``(BLOCK, BLOCK_D)``, in ACC.
@@ -187,7 +187,7 @@ def _rope(
     start = tile * BLOCK
     row_exists = start + tl.arange(0, BLOCK) < seqlen
     tile_x = load_tile(head_of(x, place.batch, head, first), start, row_exists, HEAD_DIM, BLOCK, BLOCK_D)
-    tile_x = rotate_tile(tile_x, rotation, place, start, n_positions, OF_QUERIES, False, BLOCK, BLOCK_D, ACC)
+    tile_x = rotate_tile(tile_x, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE=False)
     out_head = head_of(out, place.batch, head, first)
     store_tile(out_head, start, seqlen, tile_x, HEAD_DIM, BLOCK, BLOCK_D)
 
@@ -250,8 +250,8 @@ def rotated(
 
 
 @lru_cache(maxsize=1024)
-def _constants(head_dim: int, dtype: torch.dtype, of_queries: bool) -> launcher.Constants:
-    return launcher.Constants(
+def _constants(head_dim: int, dtype: torch.dtype, of_queries: bool) -> launcher.KernelConstants:
+    return launcher.KernelConstants(
         _rope,
         OF_QUERIES=of_queries,
         HEAD_DIM=head_dim,

@@ -25,8 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import ones
 from fusedattn import Rope, attention, attention_varlen, biases, masks, support
-from fusedattn.kernels import call as kernel_call
 from fusedattn.kernels import configs, devices
+from fusedattn.kernels import problem as kernel_problem
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
 
@@ -124,7 +124,7 @@ NAMES = {
     "q": "documents",
     "seed": "dropout",
     "cu_q": "packed",
-    "total": "one-pass",
+    "dq_total": "one-pass",
     "HEADS": "grouped",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
@@ -159,7 +159,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
-                if value.ptr is not None and name in ("allowed", "bias", "relative", "rounding_residual", "total"):
+                if value.ptr is not None and name in ("allowed", "bias", "relative", "rounding_residual", "dq_total"):
                     yield NAMES.get(name, name)
             elif hasattr(value, "_asdict"):
                 yield from features_of(value._asdict(), name)
@@ -223,7 +223,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 constants=constants_of(fn, arguments),
                 features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
-                is_persistent=arguments.get("n_places") is not None,
+                is_persistent=arguments.get("n_tile_ids") is not None,
                 options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
                 compiled=compiled,
                 log=log.getvalue(),
@@ -236,7 +236,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     with (
         patch.object(JITFunction, "run", compile_instead),
         patch.object(devices, "arch_of", lambda device: arch),
-        patch.object(kernel_call, "multiprocessors", lambda device: 1),
+        patch.object(kernel_problem, "multiprocessors", lambda device: 1),
         patch.object(support, "_triton_reasons", lambda *call: []),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),

@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from fusedattn import support
-from fusedattn.kernels import call as kernel_call
 from fusedattn.kernels import devices
+from fusedattn.kernels import problem as kernel_problem
 
 SOURCE = Path(__file__).with_suffix(".c")
 MULTIPROCESSORS = 132
@@ -35,7 +35,7 @@ def launching_nothing() -> Iterator[None]:
     triton.runtime.driver.set_active(_driver())  # not restored: without a GPU there is no other driver
     with (
         patch.object(devices, "arch_of", lambda device: "sm_90"),
-        patch.object(kernel_call, "multiprocessors", lambda device: MULTIPROCESSORS),
+        patch.object(kernel_problem, "multiprocessors", lambda device: MULTIPROCESSORS),
         patch.object(support, "_triton_reasons", lambda *call: []),
     ):
         yield

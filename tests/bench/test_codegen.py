@@ -22,14 +22,14 @@ TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds
 
 
 def kernels() -> set[str]:
-    """Names of all launched kernels: those that a :class:`launcher.Constants` is built for."""
+    """Names of all launched kernels: those that a :class:`launcher.KernelConstants` is built for."""
     calls = (
         node
         for path in (ROOT / "kernels").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and node.args
     )
-    made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.Constants"))
+    made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.KernelConstants"))
     return {ast.unparse(x.args[0]) for x in made}
 
 

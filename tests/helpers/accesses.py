@@ -30,7 +30,7 @@ OUTPUTS = {
     "attention_combine": RESULTS,
     "attention_bwd_rows": {"delta_ptr", "shift_ptr", "reciprocal_ptr"},
     "attention_bwd_exact_rows": {"delta_ptr", "factor_ptr"},
-    "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "total.ptr"},
+    "attention_bwd_dkdv": {"dk_out.ptr", "dv_out.ptr", "dq_total.ptr"},
     "attention_bwd_dq_sum": {"dq_out.ptr"},
     "attention_bwd_dq": {"dq_out.ptr"},
     "attention_bwd_dbias": {"dbias_ptr"},
@@ -42,7 +42,7 @@ OUTPUTS = {
 
 # Outputs that are 0 before the launch and get sums added (distances that no key has stay 0); and those of splits.
 WRITTEN_IN_PART = {
-    ("attention_bwd_dkdv", "total.ptr"),
+    ("attention_bwd_dkdv", "dq_total.ptr"),
     *((kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]),
     *(("attention_fwd", name) for name in UNLESS_NOTHING),
 }
@@ -66,7 +66,7 @@ def tensors_in(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _has_rows_behind(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-    """Whether packed tensors are longer than all sequences together, so that no program writes their end."""
+    """Whether packed tensors are longer than all sequences heads_in_l2, so that no program writes their end."""
     stops = {name.rsplit(".", 1)[-1]: x for name, x in tensors.items() if name.endswith(("cu_q_ptr", "cu_k_ptr"))}
     lengths = {"cu_q_ptr": arguments.get("seqlen_q"), "cu_k_ptr": arguments.get("seqlen_k")}
     return any(int(x[-1]) < lengths[name] for name, x in stops.items())

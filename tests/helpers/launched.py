@@ -28,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bench.codegen.launches import NoDevice
 from fusedattn import attention, support, testing
 from fusedattn.backends.triton import launching, results
-from fusedattn.kernels import call as kernel_call
 from fusedattn.kernels import devices, launcher, replay
+from fusedattn.kernels import problem as kernel_problem
 from fusedattn.testing import Case, Inputs, make_inputs
 
 
@@ -109,7 +109,7 @@ def hopper() -> Iterator[Launches]:
         patch.object(JITFunction, "run", run),
         patch.object(launcher, "_run", run),
         patch.object(devices, "arch_of", lambda device: "sm_90"),
-        patch.object(kernel_call, "multiprocessors", lambda device: 132),
+        patch.object(kernel_problem, "multiprocessors", lambda device: 132),
         patch.object(support, "_triton_reasons", lambda *call: []),
     ):
         yield launches
@@ -119,7 +119,7 @@ def forget() -> None:
     """Clear the records of calls and of launches."""
     launching._replays.clear()
     for x in gc.get_objects():
-        if type(x) is launcher.Constants:
+        if type(x) is launcher.KernelConstants:
             x.compiled.clear()
 
 
@@ -204,7 +204,7 @@ def partly_compiled(launches: Launches, kernel: str) -> None:
     forget()
     expected = launched(launches, inputs, backward=True)
     for x in gc.get_objects():
-        if type(x) is launcher.Constants and x.kernel.__name__ == kernel:
+        if type(x) is launcher.KernelConstants and x.kernel.__name__ == kernel:
             x.compiled.clear()
     for _ in range(2):  # the first call is recorded
         found = launched(launches, inputs, backward=True)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import divide, fused, quotient
+from fusedattn.kernels.accurate import divide, fma, quotient
 from fusedattn.kernels.scores import tanh
 from fusedattn.kernels.softmax import exp_scaled
 from tests.conftest import DEVICE, INTERPRETING
@@ -28,7 +28,7 @@ def all_of_them(x_ptr, y, rows_ptr, out_ptr, ROWS: tl.constexpr, N: tl.constexpr
     per_row = tl.load(rows_ptr + tl.arange(0, ROWS))
     tl.store(out_ptr + tile, exp_scaled(x, tl.zeros_like(per_row)[:, None], y, 2))
     tl.store(out_ptr + ROWS * N + tile, quotient(x, per_row[:, None]))
-    tl.store(out_ptr + 2 * ROWS * N + tile, fused(x, per_row[:, None], 1.0 - x))
+    tl.store(out_ptr + 2 * ROWS * N + tile, fma(x, per_row[:, None], 1.0 - x))
     tl.store(out_ptr + 3 * ROWS * N + tl.arange(0, ROWS), divide(1.0, per_row))
 
 

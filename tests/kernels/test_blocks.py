@@ -15,7 +15,6 @@ from torch import Tensor
 from fusedattn import masks, reference_varlen
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
-from fusedattn.kernels.call import Problem
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.mask_arguments import key_range
 from fusedattn.kernels.masking import (
@@ -28,6 +27,7 @@ from fusedattn.kernels.masking import (
 )
 from fusedattn.kernels.parameters import Numbers
 from fusedattn.kernels.primitives import program_tile
+from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape, place_of, with_head
 from fusedattn.masks import Band, Mask
 from fusedattn.options import Options, Packed

@@ -5,7 +5,7 @@ from tests.mutation.fault import Fault
 FWD, MASKING, GROUPED = "kernels/attention_fwd.py", "kernels/masking.py", "kernels/grouped.py"
 COMBINE, EPILOGUE, TILING = "kernels/combine.py", "kernels/epilogue.py", "kernels/grid.py"
 ROPE, ARGUMENTS = "kernels/rope.py", "kernels/mask_arguments.py"
-PROBLEM, LAUNCHING = "kernels/call.py", "fusedattn/backends/triton/launching.py"
+PROBLEM, LAUNCHING = "kernels/problem.py", "fusedattn/backends/triton/launching.py"
 
 SHAPES = "tests/kernels/test_decode.py -k 'shapes or lengths'"
 LENGTHS = "tests/kernels/test_decode.py -k lengths"

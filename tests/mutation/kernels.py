@@ -28,7 +28,7 @@ from tests.mutation.suites import (
 )
 
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
-PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/call.py", "kernels/rope.py"
+PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
 SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate.py"
 PARAMETERS, RESIDUAL = "kernels/parameters.py", "kernels/rounding_residual.py"
@@ -39,8 +39,8 @@ FORWARD = (
     Fault(GROUPED, "return tile, head, head // group, sequence", "return tile, head, head % nheads_kv, sequence", "forward: wrong KV head"),
     Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
     Fault(FWD, "dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "dot_add(p, v_tile, sums.acc, dtype_of(tile.ACC), tile.PRECISION)", "forward: no rescaling"),
-    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "w_i = dot_add(p, ones, w_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
-    Fault(FWD, "w_i = dot_add(p, ones, w_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "w_i = dot_add(p, ones, w_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
+    Fault(FWD, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
+    Fault(FWD, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
     Fault(FWD, "scores = tl.where(pairs, scores, float(\"-inf\"))", "scores = tl.where(pairs, scores, 0.0)", "forward: hidden scores are 0"),
     Fault(FWD, "for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):\n        start_n = boundary_keys(", "for i in range(0, walk.blocks.n_full + walk.blocks.n_boundary):\n        start_n = any_keys(", "forward: full blocks counted twice", budget("full", "causal")),
     Fault(FWD, "range(walk.first_full, walk.stop_full, tile.BLOCK_N)", "range(walk.first_full, walk.stop_full - tile.BLOCK_N, tile.BLOCK_N)", "forward: a full block left out, not pipelined", STYLES),
@@ -55,11 +55,11 @@ FORWARD = (
     Fault(FWD, "problem.rotation_k if problem.rotates_in_place else None", "problem.rotation_k", "forward: keys rotated twice", ROTARY),
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
-    Fault(PRIMITIVES, "side_by_side = tl.minimum(together, n_heads - first)", "side_by_side = together", "tiles of heads beyond the last", ORDER),
-    Fault(PRIMITIVES, "first = number // (n_tiles * together) * together", "first = number // (n_tiles * together)", "groups of heads overlap", ORDER),
+    Fault(PRIMITIVES, "side_by_side = tl.minimum(heads_in_l2, n_heads - first)", "side_by_side = heads_in_l2", "tiles of heads beyond the last", ORDER),
+    Fault(PRIMITIVES, "first = tile_id // (n_tiles * heads_in_l2) * heads_in_l2", "first = tile_id // (n_tiles * heads_in_l2)", "groups of heads overlap", ORDER),
     Fault(PROBLEM, "min(config.persistent * multiprocessors(device), n_tiles)", "config.persistent * multiprocessors(device)", "more persistent programs than tiles", ORDER),
     Fault(PROBLEM, " or n_tiles + n_programs >= 2**31", "", "persistent programs step beyond int32", ORDER),
-    Fault(FWD, "tl.range(tl.program_id(0), n_places, tl.num_programs(0), disable_licm=True)", "tl.range(tl.program_id(0), n_places - 1, tl.num_programs(0), disable_licm=True)", "forward: persistent programs leave out the last tile", f"{STYLES} -k persist"),
+    Fault(FWD, "tl.range(tl.program_id(0), n_tile_ids, tl.num_programs(0), disable_licm=True)", "tl.range(tl.program_id(0), n_tile_ids - 1, tl.num_programs(0), disable_licm=True)", "forward: persistent programs leave out the last tile", f"{STYLES} -k persist"),
     Fault(PRIMITIVES, "        tile = n_tiles - 1 - tile\n", "        tile = tile\n", "the longest tiles last", ORDER),
     Fault(DESCRIPTORS, "tiles.load([head.batch, head.index, head.first + start, 0])", "tiles.load([0, head.index, head.first + start, 0])", "tiles of the first batch", EXACT),
     Fault(DESCRIPTORS, "tiles.load([head.batch, head.index, head.first + start, 0])", "tiles.load([head.batch, head.index, start, 0])", "tiles of the first sequence", PACKED),
@@ -80,7 +80,7 @@ FORWARD = (
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/public/test_masking.py -k all_nan"),
     Fault(EPILOGUE, "tl.store(results.row_sum + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
-    Fault(EPILOGUE, "l_i / tl.where(w_i < 2.0**-120, 1.0, w_i)", "l_i / l_i", "forward: rounding residual without the rounding of the weights", COMMON),
+    Fault(EPILOGUE, "l_i / tl.where(rounded_l_i < 2.0**-120, 1.0, rounded_l_i)", "l_i / l_i", "forward: rounding residual without the rounding of the weights", COMMON),
     Fault(EPILOGUE, "encode_residual(acc * exact_factor[:, None], out)", "encode_residual(acc * exact_factor[:, None] * 1.01, out)", "forward: rounding residual off by 1 %", COMMON),
     Fault(FWD, "            strided(v),\n", "            strided(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),
     Fault(FWD, "filled = results.strided()", "filled = results.strided()._replace(out=strided(results.out)._replace(stride_h=q.stride(1), stride_s=q.stride(2)))", "forward: strides of q for out", STRIDES),
@@ -114,9 +114,9 @@ BACKWARD = (
     Fault(BWD, "        p = tl.where(pairs, p, 0.0)  # (BLOCK_N, BOUNDARY)\n", "", "dv: hidden pairs not zeroed", GRADIENTS),
     Fault(BWD, "dk * scale", "dk", "dk: scale dropped", GRADIENTS),
     Fault(BWD, "dq * scale", "dq", "dq: scale dropped", GRADIENTS),
-    Fault(BWD, "dk, rotation, place, start_n, n_positions, False, True,", "dk, rotation, place, start_n, n_positions, False, False,", "dk: rotated forward, not back", ROTARY),
-    Fault(BWD, "dq, rotation, place, start_m, n_positions, True, True,", "dq, rotation, place, start_m, n_positions, True, False,", "dq: rotated forward, not back", ROTARY),
-    Fault(BWD, "dq, rotation, place, start_m, n_positions, True, True,", "dq, rotation, place, start_m, n_positions, False, True,", "dq: rotated back as if queries counted from 0", ROTARY),
+    Fault(BWD, "OF_QUERIES=False, TRANSPOSE=True", "OF_QUERIES=False, TRANSPOSE=False", "dk: rotated forward, not back", ROTARY),
+    Fault(BWD, "OF_QUERIES=True, TRANSPOSE=True", "OF_QUERIES=True, TRANSPOSE=False", "dq: rotated forward, not back", ROTARY),
+    Fault(BWD, "OF_QUERIES=True, TRANSPOSE=True", "OF_QUERIES=False, TRANSPOSE=True", "dq: rotated back as if queries counted from 0", ROTARY),
     Fault(BWD, "seen = shift != float(\"inf\")\n    delta", "seen = offs_m < place.seqlen_q\n    delta", "dq: reads rows that see nothing", EMPTY,
           equivalent="what such a row holds stays in its own scores, and the mask of pairs makes its ds 0 (without a mask, its dout of NaN has made dv NaN before); not reading it saves time"),
     Fault(BWD, "ds = p * (dp - own.delta[:, None]) * derivative  # (", "ds = p * dp * derivative  # (", "dq: delta lost in full blocks", GRADIENTS),
@@ -185,19 +185,19 @@ ARITHMETIC = (
     Fault(SOFTMAX, "return dtype.itemsize > 2", "return dtype.itemsize > 4", "delta of float32 by the formula of 16 bits", COMMON),
     Fault(SOFTMAX, 'if dtype == torch.float32 and precision == "ieee":', "if False:", "weights of float32 by the device's own exp2", NOISE),
     Fault(SOFTMAX, "return exp2_of_product(scores - row_max, qk_scale)", "return exp2_of_product((scores - row_max) * qk_scale, 1.0)", "softmax: the product in the exponent rounded", ACCURATE_TESTS),
-    Fault(ACCURATE, "fused(rest, power, 5.55036e-2)", "fused(rest, power, 5.5504e-2)", "exp2: a coefficient off in its sixth digit", ACCURATE_TESTS),
+    Fault(ACCURATE, "fma(rest, power, 5.55036e-2)", "fma(rest, power, 5.5504e-2)", "exp2: a coefficient off in its sixth digit", ACCURATE_TESTS),
     Fault(ACCURATE, "vanishes = shifted < _WHOLE - 126.0", "vanishes = shifted < _WHOLE - 400.0", "exp2: exponents beyond those of float32", ACCURATE_TESTS),
     Fault(ACCURATE, "+ 127) << 23", "+ 126) << 23", "exp2: half of everything", ACCURATE_TESTS),
     Fault(ACCURATE, "return tl.math.div_rn(x, y)", "return x / y", "float32: a division a row by the device's own", ACCURATE_TESTS),
-    Fault(ACCURATE, "better = fused(fused(-near, y, x), reciprocal, near)", "better = near", "float32: a quotient without its remainder", ACCURATE_TESTS),
+    Fault(ACCURATE, "better = fma(fma(-near, y, x), reciprocal, near)", "better = near", "float32: a quotient without its remainder", ACCURATE_TESTS),
     Fault(ACCURATE, "tl.where(better == better, better, near)", "better", "float32: infinite quotients become NaN", ACCURATE_TESTS),
     Fault(PRIMITIVES, 'APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART', "APART: tl.constexpr = False", "float32: one chain of additions through all blocks", NOISE),
     Fault(PRIMITIVES, "max(16, 1 << (head_dim - 1).bit_length())", "1 << (head_dim - 1).bit_length()", "tiles narrower than a product takes", "tests/public/test_attention.py -k wide"),
 )
 
 ROTATION = (
-    Fault(FWD, "q_tile, rotation_q, place, rows.start, numbers.n_positions, True, False,", "q_tile, rotation_q, place, rows.start, numbers.n_positions, False, False,", "forward: queries count from 0", ROTARY),
-    Fault(ROPE, "n_positions, OF_QUERIES, False, BLOCK, BLOCK_D, ACC)", "n_positions, False, False, BLOCK, BLOCK_D, ACC)", "backward: queries count from 0", ROTARY),
+    Fault(FWD, "OF_QUERIES=True, TRANSPOSE=False", "OF_QUERIES=False, TRANSPOSE=False", "forward: queries count from 0", ROTARY),
+    Fault(ROPE, "ACC, OF_QUERIES, TRANSPOSE=False)", "ACC, False, TRANSPOSE=False)", "backward: queries count from 0", ROTARY),
     Fault(ROPE, "rotation, table + HALF, entry", "rotation, table, entry", "rope: angles of the first half of the pairs for all", IN_PIECES),
     Fault(ROPE, "sign = tl.where(is_first, 1.0, -1.0)", "sign = tl.where(is_first, -1.0, 1.0)", "rope: sign of the transpose", ROTARY),
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),

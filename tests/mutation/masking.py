@@ -124,7 +124,7 @@ DOCUMENT = (
     Fault(ARGUMENTS, "stop = torch.where(found, last + 1, 0)", "stop = torch.where(found, last, 0)", "documents: the last key left out", BLOCKS),
     Fault(ARGUMENTS, "torch.where(last - first == right - left - 1, stop, 0)", "stop", "documents: full although others lie between", BLOCKS),
     Fault(ARGUMENTS, "first = index.gather(-1, left", "first = index.gather(-1, (right - 1)", "documents: they begin with their last key", BLOCKS),
-    Fault(ARGUMENTS, "        stride_rk=ids_k.numel(),\n", "        stride_rk=ids_q.numel(),\n", "documents: ranges of keys as far apart as those of queries", DOCUMENTS),
+    Fault(ARGUMENTS, "        query_ranges_stride=ids_k.numel(),\n", "        query_ranges_stride=ids_q.numel(),\n", "documents: ranges of keys as far apart as those of queries", DOCUMENTS),
     Fault(MASKING, "tl.max(tl.where(exists, starts, 0), 0)", "tl.min(starts, 0)", "documents: full from the first of a tile's documents on", BLOCKS),
     Fault(MASKING, "tl.max(tl.where(exists, starts, 0), 0), tl.min(full_stops, 0)", "tl.max(tl.where(exists, starts, 0), 0), tl.max(stops, 0)", "documents: full to the last of a tile's documents", BLOCKS),
     Fault(MASKING, "tl.load(ptrs + stride, mask=exists, other=0)", "tl.load(ptrs, mask=exists, other=0)", "documents: they stop where they start", DOCUMENTS),

@@ -19,7 +19,7 @@ from tests.mutation.suites import (
     pair,
 )
 
-SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/weights.py", "kernels/dropout.py", "kernels/call.py"
+SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/weights.py", "kernels/dropout.py", "kernels/problem.py"
 EPILOGUE = "kernels/epilogue.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/backends/triton/launching.py"
@@ -127,8 +127,8 @@ SINK = (
     Fault(EPILOGUE, "sink = tl.load(sinks_ptr + rows.heads)", "sink = tl.load(sinks_ptr)", "sinks: that of head 0 for all", SINKS),
     Fault(EPILOGUE, "        m_new = tl.maximum(m_i, sink)\n", "        m_new = m_i\n", "sinks: the maximum is that of the scores", budget("empty")),
     Fault(EPILOGUE, "        acc = acc * alpha[:, None]\n", "", "sinks: out not rescaled", SINKS),
-    Fault(EPILOGUE, "        w_i = w_i * alpha\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
-    Fault(EPILOGUE, "        c_i = c_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", COMMON),
+    Fault(EPILOGUE, "        rounded_l_i = rounded_l_i * alpha\n", "", "sinks: rounded weights not rescaled", SINKS_HALVES),
+    Fault(EPILOGUE, "        kept_l_i = kept_l_i * alpha\n        m_i", "        m_i", "sinks: kept weights not rescaled", COMMON),
     Fault(EPILOGUE, "        m_i = m_new\n", "", "sinks: lse and row_max of the scores alone", SINKS),
     Fault(SCORES, "if bounded and softcap is None and not has_sinks:", "if bounded and softcap is None:", "sinks: beside scores that are not scaled", SINKS),
     Fault(ROWS, "sum_of_weights = 1.0 - exp_scaled(sink, shift, qk_scale, tile.EXACT) * factor", "sum_of_weights = tl.full([tile.BLOCK_M], 1.0, dtype_of(tile.ACC))", "delta: as if weights beside a sink added up to 1", gradients("sinks")),
@@ -153,9 +153,9 @@ DROP = (
     Fault(TILE, "p * call.dropout.factor * tl.where(kept(call.dropout, place, block), 1.0, 0.0)", "p * call.dropout.factor", "backward: nothing dropped", DROPPED),
     Fault(TILE, "return p * call.dropout.factor * tl.where", "return p * tl.where", "backward: what is kept does not grow", DROPOUT_GRADIENTS),
     Fault(EPILOGUE, "            out = out * dropout.factor\n", "            pass\n", "forward: what is kept does not grow", DROPPED),
-    Fault(FWD, "c_i = c_i * alpha + tl.sum(p, 1)", "c_i = c_i + tl.sum(p, 1)", "rounding residual: kept weights not rescaled", COMMON),
-    Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        c_i = l_i\n", "", "rounding residual: no weight kept without dropout", SINKS_HALVES),
-    Fault(EPILOGUE, "exact_factor = c_i / l_i / tl", "exact_factor = 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
+    Fault(FWD, "kept_l_i = kept_l_i * alpha + tl.sum(p, 1)", "kept_l_i = kept_l_i + tl.sum(p, 1)", "rounding residual: kept weights not rescaled", COMMON),
+    Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        kept_l_i = l_i\n", "", "rounding residual: no weight kept without dropout", SINKS_HALVES),
+    Fault(EPILOGUE, "exact_factor = kept_l_i / l_i / tl", "exact_factor = 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
     Fault(EPILOGUE, "            exact_factor = exact_factor * dropout.factor\n", "            pass\n", "rounding residual: what is kept does not grow", DROPPED_HALVES),
     Fault(FWD, "        p = kept_only(p, call, place, block)\n        p = tl.where", "        p = tl.where", "forward: the repair forgets dropout", NAN),
     Fault(BWD, "kept_p = drop(p, call, place, block)", "kept_p = p", "dv: dropout forgotten", DROPOUT_GRADIENTS),

@@ -258,9 +258,9 @@ X = torch.zeros(2, 3)
         (lambda: biases.t5(X), ValueError, r"weight: got 2 buckets, allowed are 4 and more"),
         (lambda: biases.t5(X[:1], bidirectional=False), ValueError, r"weight: got 1 buckets, allowed are 2 and more"),
         (lambda: biases.t5(torch.zeros(32, 2), max_distance=8), ValueError, r"max_distance: got 8, allowed are 9"),
-        (lambda: biases.tensor(X) + biases.tensor(X[:, :2]), ValueError, r"bias: cannot add `bias` of .*\(2, 2\)"),
-        (lambda: biases.alibi(X) + biases.alibi(X[0, :2]), ValueError, r"bias: cannot add `slopes` of .*\(2,\)"),
-        (lambda: biases.relative(X) + biases.relative(X[[0, 0, 0]]), ValueError, r"bias: cannot add `table` of"),
+        (lambda: biases.tensor(X) + biases.tensor(X[:, :2]), ValueError, r"bias: bias: got shapes .*\(2, 2\) to add"),
+        (lambda: biases.alibi(X) + biases.alibi(X[0, :2]), ValueError, r"bias: slopes: got shapes .*\(2,\) to add"),
+        (lambda: biases.relative(X) + biases.relative(X[[0, 0, 0]]), ValueError, r"bias: table: got shapes"),
         (lambda: biases.tensor(X) + X, TypeError, r"unsupported operand"),
     ],
 )

@@ -116,7 +116,7 @@ def test_dense_and_the_laws_of_and(n, m):
         assert mask.only_bands == name.startswith(("full", "causal", "window", "band"))
     for (name, (a, seen_by_a)), (other, (b, seen_by_b)) in itertools.combinations(some.items(), 2):
         if {name, other} in INCOMPATIBLE:
-            with pytest.raises(ValueError, match="mask: cannot combine"):
+            with pytest.raises(ValueError, match=r"mask: .*to combine, allowed"):
                 a & b
             continue
         assert torch.equal(dense(a & b, n, m), seen_by_a & seen_by_b), (name, other)
@@ -292,7 +292,7 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
         (lambda: masks.prefix_lm(3), TypeError, r"lengths: got int, allowed is an int32"),
         (lambda: masks.prefix_lm(IDS), ValueError, r"lengths: got shape \(2, 3\), allowed is \(batch,\)"),
         (lambda: masks.prefix_lm(IDS[0], "left"), ValueError, r"align: got 'left'"),
-        (lambda: masks.prefix_lm(IDS[0]).check(2, 4, 3, 3), ValueError, r"prefix_lm.*\(2,\), got \(3,\)"),
+        (lambda: masks.prefix_lm(IDS[0]).check(2, 4, 3, 3), ValueError, r"prefix_lm.*\(3,\), allowed.* \(2,\)"),
         (lambda: masks.prefix_lm(IDS[0]) & masks.prefix_lm(IDS[0, :2]), ValueError, r"lengths.*\(3,\) and \(2,\)"),
         (
             lambda: masks.prefix_lm(IDS[0]) & masks.prefix_lm(IDS[0], "top_left"),
@@ -301,21 +301,21 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
         ),
         (lambda: masks.documents(IDS[0]), ValueError, r"ids_q: got shape \(3,\), allowed is \(batch, seqlen_q\)"),
         (lambda: masks.documents(IDS, IDS.short()), TypeError, r"ids_k: got a torch.int16 tensor, allowed is an int32"),
-        (lambda: masks.documents(IDS).check(2, 4, 3, 4), ValueError, r"ids_k\).*\(2, 4\), got \(2, 3\)"),
-        (lambda: masks.documents(IDS).check(2, 4, 4, 3), ValueError, r"ids_q\).*\(2, 4\), got \(2, 3\)"),
-        (lambda: masks.documents(IDS) & masks.documents(IDS), ValueError, r"of documents\(\), allowed is one; number"),
+        (lambda: masks.documents(IDS).check(2, 4, 3, 4), ValueError, r"ids_k\).*\(2, 3\), allowed.* \(2, 4\)"),
+        (lambda: masks.documents(IDS).check(2, 4, 4, 3), ValueError, r"ids_q\).*\(2, 3\), allowed.* \(2, 4\)"),
+        (lambda: masks.documents(IDS) & masks.documents(IDS), ValueError, r"of documents\(\).*allowed is one; number"),
         (lambda: masks.block_sparse(BOOL.int(), 16), TypeError, r"blocks: got .*int32.*, allowed is .*bool"),
         (lambda: masks.block_sparse(BOOL[None, None, None], 16), ValueError, r"blocks: got shape \(1, 1, 1, 2, 3\)"),
         (lambda: masks.block_sparse(BOOL, 24), ValueError, r"block_size: got 24, allowed are positive multiples of 16"),
         (lambda: masks.block_sparse(BOOL, (16, 0)), ValueError, r"block_size: got 0, allowed"),
         (lambda: masks.block_sparse(BOOL, 16.0), TypeError, r"block_size: got float, allowed are an int and two"),
         (lambda: masks.block_sparse(BOOL, (16, 16, 16)), ValueError, r"block_size: got \(16, 16, 16\), allowed"),
-        (lambda: masks.block_sparse(BOOL, 16).check(2, 4, 32, 32), ValueError, r"\(2, 4, 2, 2\), got \(2, 3\)"),
-        (lambda: masks.block_sparse(BOOL, 16).check(2, 4, 33, 48), ValueError, r"\(2, 4, 3, 3\), got \(2, 3\)"),
+        (lambda: masks.block_sparse(BOOL, 16).check(2, 4, 32, 32), ValueError, r"\(2, 3\), allowed.* \(2, 4, 2, 2\)"),
+        (lambda: masks.block_sparse(BOOL, 16).check(2, 4, 33, 48), ValueError, r"\(2, 3\), allowed.* \(2, 4, 3, 3\)"),
         (
             lambda: masks.block_sparse(BOOL, 16) & masks.block_sparse(BOOL, (16, 32)),
             ValueError,
-            r"block sizes \(16, 16\) and \(16, 32\), allowed is one",
+            r"block sizes \(16, 16\) and \(16, 32\) to combine, allowed is one",
         ),
         (
             lambda: masks.block_sparse(BOOL, 16) & masks.block_sparse(BOOL[:, :2], 16),
@@ -341,10 +341,10 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
         (lambda: masks.causal() & BOOL, TypeError, r"unsupported operand"),
         (lambda: masks.padding(BOOL) & masks.padding(BOOL[:, :2]), ValueError, r"valid.*\(2, 3\) and \(2, 2\)"),
         (lambda: masks.boolean(BOOL) & masks.boolean(BOOL[:, :2]), ValueError, r"allowed.*\(2, 3\) and \(2, 2\)"),
-        (lambda: masks.padding(BOOL).check(2, 4, 3, 4), ValueError, r"padding.*\(2, 4\).*got \(2, 3\)"),
-        (lambda: masks.padding(BOOL).check(1, 4, 3, 3), ValueError, r"padding.*\(1, 3\).*got \(2, 3\)"),
-        (lambda: masks.boolean(BOOL).check(2, 4, 3, 3), ValueError, r"boolean.*\(2, 4, 3, 3\).*got \(2, 3\)"),
-        (lambda: masks.boolean(BOOL).check(2, 4, 2, 4), ValueError, r"boolean.*\(2, 4, 2, 4\).*got \(2, 3\)"),
+        (lambda: masks.padding(BOOL).check(2, 4, 3, 4), ValueError, r"padding.*\(2, 3\), allowed.* \(2, 4\)"),
+        (lambda: masks.padding(BOOL).check(1, 4, 3, 3), ValueError, r"padding.*\(2, 3\), allowed.* \(1, 3\)"),
+        (lambda: masks.boolean(BOOL).check(2, 4, 3, 3), ValueError, r"boolean.*\(2, 3\), allowed.* \(2, 4, 3, 3\)"),
+        (lambda: masks.boolean(BOOL).check(2, 4, 2, 4), ValueError, r"boolean.*\(2, 3\), allowed.* \(2, 4, 2, 4\)"),
         (lambda: Mask(valid=torch.ones(2, 3)), TypeError, r"valid: got .*float32"),
         (lambda: Mask(allowed=torch.ones(2, 3)), TypeError, r"float32"),
         (lambda: Band(None, 0, "diagonal"), ValueError, r"diagonal"),

@@ -335,7 +335,7 @@ TABLE = torch.ones(8, 4)
         (lambda: Rope(TABLE, TABLE[:4]), ValueError, r"cos \(8, 4\) and sin \(4, 4\), allowed is one shape"),
         (lambda: Rope(TABLE[0], TABLE[0]), ValueError, r"cos \(4,\)"),
         (lambda: Rope(TABLE[None, None], TABLE[None, None]), ValueError, r"cos \(1, 1, 8, 4\)"),
-        (lambda: Rope(TABLE, TABLE.to("meta")), ValueError, r"cos is on cpu, sin on meta"),
+        (lambda: Rope(TABLE, TABLE.to("meta")), ValueError, r"got cos on cpu and sin on meta"),
         (lambda: Rope(TABLE, TABLE, positions_q=torch.ones(3)), TypeError, r"rope\.positions_q: got torch\.float32"),
         (lambda: Rope(TABLE, TABLE, positions_k=[0, 1]), TypeError, r"rope\.positions_k: got list"),
         (
@@ -351,7 +351,7 @@ TABLE = torch.ones(8, 4)
         (
             lambda: Rope(TABLE.clone().requires_grad_(), TABLE),
             NotImplementedError,
-            r"rope\.cos: requires_grad=True",
+            r"rope\.cos: got requires_grad=True",
         ),
     ],
 )
@@ -365,7 +365,11 @@ def test_errors_of_the_constructor(make, error, message):
     [
         (Rope.from_theta(8, 16), (2, 5, 5, 6), r"rotary_dim 8, allowed are 2 \.\. head_dim = 6"),
         (Rope.from_theta(8, 4), (2, 3, 5, 8), r"got tables of 4 rows, allowed are 5 and more, for keys"),
-        (Rope.from_theta(8, 16), (2, 6, 5, 8), r"positions_q: needed when seqlen_q = 6 > seqlen_k = 5"),
+        (
+            Rope.from_theta(8, 16),
+            (2, 6, 5, 8),
+            r"positions_q: got None, allowed are tensors if seqlen_q = 6 > seqlen_k = 5",
+        ),
         (
             Rope.from_theta(8, 4).at(None, torch.zeros(5, dtype=torch.int64)),
             (2, 3, 5, 8),
@@ -397,5 +401,5 @@ def test_tables_that_want_a_gradient_after_all():
     rope.cos.requires_grad_()
     x = torch.randn(1, 1, 5, 16, device=DEVICE)
     for backend in BACKENDS:
-        with pytest.raises(NotImplementedError, match=r"rope\.cos: requires_grad"):
+        with pytest.raises(NotImplementedError, match=r"rope\.cos: got requires_grad"):
             attention(x, x, x, rope=rope, backend=backend)

@@ -26,7 +26,7 @@ from fusedattn import Rope, attention, masks, reference
 from fusedattn.backends.torch import fast_path
 from fusedattn.backends.triton import autograd, launching
 from fusedattn.kernels import attention_bwd_rows
-from fusedattn.kernels import call as kernel_call
+from fusedattn.kernels import problem as kernel_problem
 from fusedattn.testing import triton_functions
 from tests.conftest import INTERPRETING
 
@@ -164,7 +164,7 @@ def test_lengths_fill_no_cache(no_launch):
 
     def kept() -> list[int]:
         caches = (launching._band, launching._plain_call, attention_bwd_rows._constants)
-        return [len(kernel_call._constants), *(cache.cache_info().currsize for cache in caches)]
+        return [len(kernel_problem._constants), *(cache.cache_info().currsize for cache in caches)]
 
     def call(seqlen: int) -> None:
         q, k, v = (x.requires_grad_() for x in qkv(1, 2, seqlen, 16))

@@ -152,7 +152,7 @@ def test_attention_rejects_masks_and_rope():
         scaled_dot_product_attention(q, k, v, torch.zeros(L, S))
     with pytest.raises(TypeError, match="mask"):
         scaled_dot_product_attention(q, k, v, "causal")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="broadcastable"):
+    with pytest.raises(ValueError, match="broadcast to"):
         scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="padding"):
         scaled_dot_product_attention(q, k, v, masks.padding(padding()[:, 1:]))

@@ -23,13 +23,13 @@ from fusedattn.kernels import (
     devices,
     rope,
 )
-from fusedattn.kernels.call import Problem
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
 from fusedattn.kernels.mask_arguments import BandBounds, mask_arguments
 from fusedattn.kernels.parameters import Call
 from fusedattn.kernels.primitives import INTERPRETED
+from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.replay import recorded
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
@@ -198,7 +198,7 @@ def forward(
     found = results.of_forward(q, v, constants)
     if found[0].numel():
         with _on_device_of(q):
-            _again(_forward, inputs, constants, found)
+            _run_or_replay(_forward, inputs, constants, found)
     return found
 
 
@@ -231,12 +231,12 @@ def backward(
     assert v is not None
     dq, dk, dv = results.of_backward(q, k, v, needed, packed=constants.tensors.cu_seqlens_q is not None)
     if dout.numel() == 0 or k.numel() == 0:
-        return _of_nothing(dlse, inputs, (dq, dk, dv), needed)
+        return _zero_gradients(dlse, inputs, (dq, dk, dv), needed)
     with _on_device_of(q):
         if any(needed[2:]):
             others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
             return dq, dk, dv, *others
-        _again(_backward, (dout, dlse, *inputs, *kept), constants, (dq, dk, dv))
+        _run_or_replay(_backward, (dout, dlse, *inputs, *kept), constants, (dq, dk, dv))
     return dq, dk, dv, None, None, None, None, None
 
 
@@ -286,7 +286,7 @@ _ONCE = object()  # a call that came once
 _replays: dict[Hashable, Any] = {}  # for each kind: _ONCE, its replay, or None if it has none
 
 
-def _again(
+def _run_or_replay(
     call: Callable[[Sequence[Any], Constants, Sequence[Any]], object],
     inputs: Sequence[Tensor | None],
     constants: Constants,
@@ -347,7 +347,7 @@ def _all_aligned(addresses: Sequence[int]) -> bool:
     return bits % SPECIALIZED == 0
 
 
-def _of_nothing(
+def _zero_gradients(
     dlse: Tensor | None, inputs: Sequence[Tensor | None], of_qkv: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients if no query sees a key: 0, except that lse is then the sink. `of_qkv` are filled."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
-from fusedattn.kernels.launcher import Constants
+from fusedattn.kernels.launcher import KernelConstants
 from fusedattn.kernels.mask_arguments import BandBounds
 from fusedattn.kernels.parameters import Call, Tile
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
@@ -72,7 +72,7 @@ class Problem:
         return self.call.mask.FUNCTION is None and self.call.score.FUNCTION is None
 
 
-def _heads_together(problem: Problem, row_bytes: int, of_keys: bool) -> int:
+def _heads_in_l2(problem: Problem, row_bytes: int, of_keys: bool) -> int:
     """The number of heads that program_tile runs side by side, so that the rows their programs share fit into L2.
 
     These are keys and values; for programs that walk over queries, q and dout. A row has `row_bytes`. Without a
@@ -103,7 +103,7 @@ def sizes_of(
         shape.seqlen_q,
         shape.seqlen_k,
         n_tiles,
-        _heads_together(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
+        _heads_in_l2(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
         *problem.band.in_order,
         0 if problem.rotation_q is None else problem.rotation_q.cos.shape[1],
     )
@@ -120,7 +120,7 @@ def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple
     return n_programs, n_tiles
 
 
-_constants: dict[Hashable, Constants] = {}
+_constants: dict[Hashable, KernelConstants] = {}
 
 
 def constants_of(
@@ -129,20 +129,20 @@ def constants_of(
     v: torch.Tensor,
     problem: Problem,
     config: TileConfig,
-    more: Mapping[str, int] = MappingProxyType({}),
-    **others: Any,
-) -> Constants:
+    of_tile: Mapping[str, int] = MappingProxyType({}),
+    **parameters: Any,
+) -> KernelConstants:
     """The constants of a kernel that walks over blocks.
 
-    `more` has fields of its :class:`Tile` that not all kernels have, `others` its other constexpr parameters.
+    `of_tile` has fields of its :class:`Tile` that not all kernels have, `parameters` its other constexpr parameters.
     """
     head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
     exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)
     key = (
         *(kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact),
         *config.in_order,
-        *more.values(),
-        *others.values(),
+        *of_tile.values(),
+        *parameters.values(),
     )
     found = _constants.get(key)
     if found is None:
@@ -156,13 +156,13 @@ def constants_of(
             "ACC": accumulator(dtype).name,
             "PRECISION": problem.precision,
             "EXACT": exact,
-            **more,
+            **of_tile,
         }
-        found = _constants[key] = Constants(
+        found = _constants[key] = KernelConstants(
             kernel,
             tile=Tile(**{name: tl.constexpr(value) for name, value in values.items()}),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **others,
+            **parameters,
         )
     return found
