@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "features.md"
 
 def table() -> Iterator[str]:
     """Lines of Markdown."""
-    yield "| what | how | `triton` | `torch` |"
+    yield "| feature | argument | `triton` | `torch` |"
     yield "| --- | --- | --- | --- |"
     for feature in FEATURES:
         yield f"| {feature.name} | {feature.how} | {feature.triton} | {feature.torch} |"

@@ -455,7 +455,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
 }
 # fmt: on
 
-# attention_bwd_exact_rows, which runs for float32 only: largest head_dim -> config, on every architecture.
+# attention_bwd_exact_rows, which no 16-bit call needs: largest head_dim -> config, on every architecture.
 EXACT_ROWS: dict[int, TileConfig] = {
     64: _by_compiler(_T(16, 64, 8, 1), newer=_T(64, 16, 8, 1)),
     128: _T(16, 16, 8, 1),

@@ -57,7 +57,7 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> ExactSums:
 
 
 def rounded(sums: ExactSums) -> torch.Tensor:
-    """The sums ``(n,)``, rounded once to float64 and from there to the dtype of their terms."""
+    """The sums ``(n,)``, rounded to float64 and then to the dtype of their terms."""
     words = sums.words_ptr
     if words.dtype == torch.float64:
         return words

@@ -89,7 +89,7 @@ class Layer(NamedTuple):
     """Modules on one level: none imports from a layer above."""
 
     name: str
-    what: str
+    contents: str
     units: tuple[str, ...]
 
 
@@ -97,38 +97,38 @@ LAYERS = (
     Layer("command line", "`python -m fusedattn`, and the package as a kernel of the Hugging Face Hub",
           ("__main__", "cli", "integrations.kernels_hub")),
     Layer("public names", "`fusedattn/__init__.py`", ("fusedattn",)),
-    Layer("fusing a model", "which module is replaced by which", ("fusion",)),
-    Layer("other libraries", "the interface of each, over `attention()`; none knows another",
+    Layer("fusing a model", "which module replaces which", ("fusion",)),
+    Layer("other libraries", "the interface of each library, over `attention()`; none imports another",
           ("integrations", "integrations.flash_attn", "integrations.modules", "integrations.torch_flash",
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
-    Layer("error budget", "cases, and how far from float64 a function may be",
+    Layer("error budget", "test cases, and the error that a function may have",
           ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
-    Layer("public functions", "signatures, and what they mean", ("attention", "varlen", "weights")),
-    Layer("dispatch", "from arguments to one prepared call, and to the backend that runs it", ("backends", "prepare")),
-    Layer("torch backend", "torch's functions, composed to the contract",
+    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights")),
+    Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
+    Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.sdpa", "backends.torch.mask_plan",
            "backends.torch.boxes", "backends.torch.eager", "backends.torch.flash")),
     Layer("triton backend", "autograd, operators, launches",
           ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",
            "backends.triton.results", "backends.triton.operands")),
     Layer("correctness", "the definition of every result, in eager PyTorch", ("reference_varlen", "reference")),
-    Layer("one call", "its options, the checks of its arguments, what each backend can run",
+    Layer("one call", "its options, checks of its arguments, limits of the backends",
           ("checks", "options", "support")),
-    Layer("reference Transformer", "textbook eager PyTorch, which does not know that fused kernels exist",
+    Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
-    Layer("values", "what users build: masks, biases, rotations, functions of scores",
+    Layer("values", "objects that users build: masks, biases, rotations, score functions",
           ("masks", "rope", "biases", "score_mod", "dropout", "functions", "indices", "strides")),
-    Layer("kernels", "Triton; import nothing of the package", ("kernels",)),
+    Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 
 
 def table() -> str:
     """Layers, from the top, in Markdown."""
     of_unit = {unit: layer for layer in LAYERS for unit in layer.units}
-    rows = ["| layer | what is in it | modules | imports from |", "| --- | --- | --- | --- |"]
+    rows = ["| layer | contents | modules | imports from |", "| --- | --- | --- | --- |"]
     for layer in LAYERS:
         below = {of_unit[other].name for unit in layer.units for other in ALLOWED[unit]} - {layer.name}
         names = ", ".join(f"`{unit}`" for unit in layer.units)
         imports = ", ".join(other.name for other in LAYERS if other.name in below) or "nothing"
-        rows.append(f"| {layer.name} | {layer.what} | {names} | {imports} |")
+        rows.append(f"| {layer.name} | {layer.contents} | {names} | {imports} |")
     return "\n".join(rows)
