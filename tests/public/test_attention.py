@@ -82,7 +82,7 @@ def test_torch_backend_budget_with_lse(case, dtype):
     assert_ratios(testing.check(torch_attention, inputs), case, TORCH_LIMIT[dtype])
 
 
-@quick.only(case=lambda case: case.name == "added to the scores", block_n=16)
+@quick.only(case=lambda case: case.name in ("added to the scores", "window"), block_n=16)
 @pytest.mark.skipif(not INTERPRETING, reason="the tiles of a GPU are those of its table, which the cases run")
 @pytest.mark.parametrize(
     ("block_m", "block_n", "style", "edge"),
@@ -107,6 +107,7 @@ def test_torch_backend_budget_with_lse(case, dtype):
             softcap=2.0,
             dropout_p=0.1,
         ),
+        Case("window", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=67, seqlen_k=131, window=(70, 20)),
         Case("padded", nheads_q=1, nheads_kv=1, seqlen_q=70, seqlen_k=91, causal="bottom_right", padding="left"),
         Case("more queries", nheads_q=1, nheads_kv=1, seqlen_q=90, seqlen_k=51, causal="bottom_right", head_dim=16),
     ],

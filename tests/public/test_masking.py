@@ -85,13 +85,15 @@ def test_keys_that_no_query_sees(kind, value, backend):
     torch.testing.assert_close(out, expected["out"])
 
 
-POISONED = {
-    "causal": Case(causal="bottom_right"),
-    "causal, top-left": Case(causal="top_left"),
-    "boolean": Case(boolean="full"),
-    "causal, padding": Case(causal="bottom_right", padding="uneven"),
-    "causal, RoPE": Case(causal="bottom_right", rope="interleaved", rotary_dim=8),
-    "everything": Case(causal="bottom_right", boolean="full", padding="right", rope="half"),
+POISONED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": "bottom_right"},
+    "causal, top-left": {"causal": "top_left"},
+    "boolean": {"boolean": "full"},
+    "causal, padding": {"causal": "bottom_right", "padding": "uneven"},
+    "causal, RoPE": {"causal": "bottom_right", "rope": "interleaved", "rotary_dim": 8},
+    "everything": {"causal": "bottom_right", "boolean": "full", "padding": "right", "rope": "half"},
+    # Tiles with boundary blocks to the left of full ones; only their first queries see a poisoned key.
+    "window": {"window": (60, 20), "seqlen_q": 90, "seqlen_k": 100},
 }
 
 
@@ -109,7 +111,7 @@ POISONED = {
 )
 def test_what_reaches_whom(kind, tensor, value, dtype, backend):
     """A NaN reaches the queries that see it. It reaches no other query, and no key that only other queries see."""
-    inputs = testing.make_inputs(replace(POISONED[kind], **SHAPE_ONLY, dtype=dtype), DEVICE)
+    inputs = testing.make_inputs(Case(**SHAPE_ONLY | POISONED[kind], dtype=dtype), DEVICE)
     poisoned = torch.zeros(2, 2, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)
     if "k" in tensor:
         inputs.k[0, 0, [31, 37]] = value
