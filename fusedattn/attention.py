@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedattn import backends
 from fusedattn.backends.torch import fast_path
 from fusedattn.biases import Bias, as_bias
-from fusedattn.checks import unknown_argument
+from fusedattn.call_checks import unknown_argument
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options
 from fusedattn.prepare import prepared, scale_of

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fusedattn.checks import check_backend, check_deterministic
+from fusedattn.call_checks import check_backend, check_deterministic
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.modules import FusedScaledDotProductAttention
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention

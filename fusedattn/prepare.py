@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedattn import checks
+from fusedattn import call_checks
 from fusedattn.dropout import draw_seed
 from fusedattn.options import Options
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of
@@ -25,7 +25,7 @@ def scale_of(scale: float | None, q: Tensor) -> float:
     if scale is None:
         has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # any other q is refused later
         return 1.0 / math.sqrt(q.shape[-1]) if has_features else 1.0
-    checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+    call_checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
     return float(scale)
 
 
@@ -42,31 +42,33 @@ def prepared(
     q, k, v = autocast(q, k, v)
     packed, mask, score_mod = options.packed, options.mask, options.score_mod
     if packed is not None:
-        checks.check_packed(packed, q, k)
-    checks.check_backend(backend)
+        call_checks.check_packed(packed, q, k)
+    call_checks.check_backend(backend)
     kind = _kind(q, k, v, backend)
     known = None if kind is None else _known.get(kind)
     if known is None:
-        checks.check_qkv(q, k, v)
-    checks.check_mask(mask, q, k, packed)
+        call_checks.check_qkv(q, k, v)
+    call_checks.check_mask(mask, q, k, packed)
     if options.rope is not None:
-        checks.check_rope(options.rope, q, k, packed)
+        call_checks.check_rope(options.rope, q, k, packed)
     if options.bias is not None:
-        checks.check_bias(options.bias, q, k, packed)
+        call_checks.check_bias(options.bias, q, k, packed)
     if score_mod is not None:
-        checks.check_score_mod(score_mod, q)
+        call_checks.check_score_mod(score_mod, q)
     if options.sinks is not None:
-        checks.check_sinks(options.sinks, q)
+        call_checks.check_sinks(options.sinks, q)
     if options.softcap is not None:
-        checks.check_number("softcap", options.softcap, sys.float_info.min, sys.float_info.max, "a positive number")
+        call_checks.check_number(
+            "softcap", options.softcap, sys.float_info.min, sys.float_info.max, "a positive number"
+        )
         options.softcap = float(options.softcap)
     if options.dropout_p != 0.0 or type(options.dropout_p) is not float:
-        checks.check_dropout_p(options.dropout_p)
+        call_checks.check_dropout_p(options.dropout_p)
         options.dropout_p = float(options.dropout_p)
     if options.dropout_seed is not None:
-        checks.check_dropout_seed(options.dropout_seed, q)
+        call_checks.check_dropout_seed(options.dropout_seed, q)
     if type(options.deterministic) is not bool:
-        checks.check_deterministic(options.deterministic)
+        call_checks.check_deterministic(options.deterministic)
     chosen = known or backend or default_backend(q.device)
     if known is None or mask.function is not None or score_mod is not None:
         reasons = reasons_of(q, k, v, mask, score_mod, chosen)

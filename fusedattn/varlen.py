@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fusedattn import backends, checks
+from fusedattn import backends, call_checks
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options, Packed
@@ -101,7 +101,7 @@ def attention_varlen(
         TypeError, ValueError, NotImplementedError: as ``attention``; on a CPU also if the lengths are wrong.
     """
     if others:
-        raise checks.unknown_argument("attention_varlen", others)
+        raise call_checks.unknown_argument("attention_varlen", others)
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
         deterministic, return_lse,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusedattn import checks, dropout, indices
+from fusedattn import call_checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
 from fusedattn.reference import large_rows, logsumexp, modified, products
@@ -59,19 +59,19 @@ def attention_weights(
         NotImplementedError: a function of the mask or the scores has no ``eager=``.
     """
     mask, bias = as_mask(mask), as_bias(bias)
-    checks.check_qkv(q, k, k)
-    checks.check_mask(mask, q, k)
+    call_checks.check_qkv(q, k, k)
+    call_checks.check_mask(mask, q, k)
     if rope is not None:
-        checks.check_rope(rope, q, k)
+        call_checks.check_rope(rope, q, k)
     if bias is not None:
-        checks.check_bias(bias, q, k)
+        call_checks.check_bias(bias, q, k)
     if score_mod is not None:
-        checks.check_score_mod(score_mod, q)
+        call_checks.check_score_mod(score_mod, q)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse: got shape {tuple(lse.shape)}, allowed is (batch, nheads_q, seqlen_q) = {q.shape[:3]}")
-    checks.check_dropout_p(dropout_p)
+    call_checks.check_dropout_p(dropout_p)
     if dropout_seed is not None:
-        checks.check_dropout_seed(dropout_seed, q)
+        call_checks.check_dropout_seed(dropout_seed, q)
     elif dropout_p:
         raise ValueError(f"dropout_seed: got None with dropout_p={dropout_p}, allowed is the seed of the attention")
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]

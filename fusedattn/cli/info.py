@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fusedattn import checks, not_supported_reasons
+from fusedattn import call_checks, not_supported_reasons
 from fusedattn.cli import machine
 from fusedattn.cli.columns import line
 from fusedattn.cli.errors import CommandError
@@ -56,7 +56,7 @@ def _print_case(options: argparse.Namespace, device: torch.device) -> None:
     k = row.expand(batch, nheads_kv, seqlen_k, head_dim)
     bias = row[0].expand(batch, nheads_q, seqlen_q, seqlen_k) if options.bias else None
     try:
-        checks.check_qkv(q, k, k)
+        call_checks.check_qkv(q, k, k)
     except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from None
 

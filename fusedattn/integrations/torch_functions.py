@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedattn import masks
 from fusedattn.attention import attention
-from fusedattn.checks import DTYPES, check_backend
+from fusedattn.call_checks import DTYPES, check_backend
 from fusedattn.masks import Mask
 from fusedattn.prepare import autocast
 from fusedattn.support import Backend, default_backend, not_supported_reasons

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusedattn import biases, masks
 from fusedattn.attention import attention
 from fusedattn.biases import Bias
-from fusedattn.checks import check_backend, check_deterministic
+from fusedattn.call_checks import check_backend, check_deterministic
 from fusedattn.dropout import draw_seed
 from fusedattn.masks import Mask
 from fusedattn.support import Backend

@@ -181,7 +181,7 @@ PACKING = (
     Fault(LAUNCHING, "Sequences(cu_seqlens_q, cu_seqlens_k)", "Sequences(cu_seqlens_q, cu_seqlens_q)", "packed: keys where the queries are", PACKED),
     Fault(OPERANDS, "max_seqlen_q=0 if packed is None else packed.max_seqlen_q", "max_seqlen_q=0 if packed is None else packed.max_seqlen_k", "packed: queries as long as keys", PACKED),
     Fault(VARLEN, "for x, most in zip((q, k), max_seqlens", "for x, most in zip((q, q), max_seqlens", "packed: keys at most as many as all queries", PACKED),
-    Fault(PREPARE, "        checks.check_packed(packed, q, k)\n", "        pass\n", "packed: offsets are not checked", PACKED),
+    Fault(PREPARE, "        call_checks.check_packed(packed, q, k)\n", "        pass\n", "packed: offsets are not checked", PACKED),
     Fault(BACKENDS, "return autograd.attention(q, k, v, options)", "return reference_varlen.attention(q, k, v, options) if options.packed else autograd.attention(q, k, v, options)", "packed: the kernels never run", PACKED),
     Fault(VARLEN, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
     Fault(VARLEN, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),

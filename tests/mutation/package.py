@@ -7,7 +7,7 @@ MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/r
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
 MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
 TESTING, BLOCKS = "fusedattn/testing/budget.py", "fusedattn/transformer/attention.py"
-CHECKS, SUPPORT, SCORE_MOD = "fusedattn/checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
+CHECKS, SUPPORT, SCORE_MOD = "fusedattn/call_checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
 FUNCTIONS = "fusedattn/functions.py"
 
 MASKING = "tests/public/test_masking.py"

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedattn import Rope, biases, checks, dropout, masks, reference
+from fusedattn import Rope, biases, dropout, masks, reference
+from fusedattn.call_checks import check_bias, check_dropout_seed, check_mask, check_qkv, check_score_mod, check_sinks
 from fusedattn.masks import Mask
 from fusedattn.score_mod import ScoreMod
 
@@ -485,29 +486,49 @@ Q, K = torch.zeros(2, 4, 3, 5), torch.zeros(2, 2, 6, 5)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: checks.check_sinks(torch.zeros(3), Q), ValueError, r"sinks: got shape \(3,\), .*nheads_q,\) = \(4,\)"),
-        (lambda: checks.check_sinks(torch.zeros(4).int(), Q), TypeError, r"sinks: got torch.int32, allowed is"),
-        (lambda: checks.check_sinks([0.0] * 4, Q), TypeError, r"sinks: got list, allowed is a floating-point"),
-        (lambda: checks.check_sinks(torch.zeros(4, device="meta"), Q), ValueError, r"sinks: got device meta, .*cpu"),
-        (lambda: checks.check_dropout_seed(3, Q), TypeError, r"dropout_seed: got int, allowed is a torch.int64"),
-        (lambda: checks.check_dropout_seed(SEED.int(), Q), TypeError, r"dropout_seed: got torch.int32"),
-        (lambda: checks.check_dropout_seed(SEED[0], Q), ValueError, r"dropout_seed: got shape \(\), allowed is \(1,\)"),
-        (lambda: checks.check_dropout_seed(SEED.to("meta"), Q), ValueError, r"dropout_seed: got device meta"),
-        (lambda: checks.check_score_mod(squashed, Q), TypeError, r"score_mod: got .*Function, allowed are .*ScoreMod"),
-        (lambda: checks.check_score_mod(SCORE_MOD.to("meta"), Q), ValueError, r"score_mod\(args\[0\]\) on meta"),
-        (lambda: checks.check_bias(biases.tensor(K), Q, K), ValueError, r"bias: got shape .*\(2, 4, 3, 6\)"),
-        (lambda: checks.check_bias(biases.alibi(torch.zeros(2)), Q, K), ValueError, r"slopes of shape \(2,\)"),
         (
-            lambda: checks.check_bias(biases.alibi(torch.zeros(4, device="meta")), Q, K),
+            lambda: check_sinks(torch.zeros(3), Q),
+            ValueError,
+            r"sinks: got shape \(3,\), .*nheads_q,\) = \(4,\)",
+        ),
+        (lambda: check_sinks(torch.zeros(4).int(), Q), TypeError, r"sinks: got torch.int32, allowed is"),
+        (lambda: check_sinks([0.0] * 4, Q), TypeError, r"sinks: got list, allowed is a floating-point"),
+        (
+            lambda: check_sinks(torch.zeros(4, device="meta"), Q),
+            ValueError,
+            r"sinks: got device meta, .*cpu",
+        ),
+        (lambda: check_dropout_seed(3, Q), TypeError, r"dropout_seed: got int, allowed is a torch.int64"),
+        (lambda: check_dropout_seed(SEED.int(), Q), TypeError, r"dropout_seed: got torch.int32"),
+        (
+            lambda: check_dropout_seed(SEED[0], Q),
+            ValueError,
+            r"dropout_seed: got shape \(\), allowed is \(1,\)",
+        ),
+        (lambda: check_dropout_seed(SEED.to("meta"), Q), ValueError, r"dropout_seed: got device meta"),
+        (
+            lambda: check_score_mod(squashed, Q),
+            TypeError,
+            r"score_mod: got .*Function, allowed are .*ScoreMod",
+        ),
+        (lambda: check_score_mod(SCORE_MOD.to("meta"), Q), ValueError, r"score_mod\(args\[0\]\) on meta"),
+        (lambda: check_bias(biases.tensor(K), Q, K), ValueError, r"bias: got shape .*\(2, 4, 3, 6\)"),
+        (lambda: check_bias(biases.alibi(torch.zeros(2)), Q, K), ValueError, r"slopes of shape \(2,\)"),
+        (
+            lambda: check_bias(biases.alibi(torch.zeros(4, device="meta")), Q, K),
             ValueError,
             r"bias: got alibi\(slopes\) on meta, allowed is the device of q, cpu",
         ),
         (
-            lambda: checks.check_mask(masks.prefix_lm(torch.zeros(2, device="meta").int()), Q, K),
+            lambda: check_mask(masks.prefix_lm(torch.zeros(2, device="meta").int()), Q, K),
             ValueError,
             r"mask: got prefix_lm\(lengths\) on meta, allowed is the device of q, cpu",
         ),
-        (lambda: checks.check_mask(masks.documents(torch.zeros(2, 3).int()), Q, K), ValueError, r"ids_k\).*\(2, 6\)"),
+        (
+            lambda: check_mask(masks.documents(torch.zeros(2, 3).int()), Q, K),
+            ValueError,
+            r"ids_k\).*\(2, 6\)",
+        ),
     ],
 )
 def test_what_is_refused(make, error, message):
@@ -516,9 +537,9 @@ def test_what_is_refused(make, error, message):
 
 
 def test_what_is_taken():
-    checks.check_sinks(torch.zeros(4).bfloat16(), Q)
-    checks.check_dropout_seed(SEED, Q)
-    checks.check_score_mod(SCORE_MOD, Q)
-    checks.check_bias(biases.alibi(torch.zeros(4)) + biases.tensor(torch.zeros(3, 6)), Q, K)
-    checks.check_mask(masks.block_sparse(torch.ones(1, 1, dtype=torch.bool), 16), Q, K)
-    checks.check_qkv(Q, K, torch.zeros(2, 2, 6, 9))
+    check_sinks(torch.zeros(4).bfloat16(), Q)
+    check_dropout_seed(SEED, Q)
+    check_score_mod(SCORE_MOD, Q)
+    check_bias(biases.alibi(torch.zeros(4)) + biases.tensor(torch.zeros(3, 6)), Q, K)
+    check_mask(masks.block_sparse(torch.ones(1, 1, dtype=torch.bool), 16), Q, K)
+    check_qkv(Q, K, torch.zeros(2, 2, 6, 9))

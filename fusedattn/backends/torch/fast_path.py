@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn.backends.torch import mask_plan, sdpa
-from fusedattn.checks import DTYPES, check_mask
+from fusedattn.call_checks import DTYPES, check_mask
 from fusedattn.masks import Mask
 from fusedattn.strides import has_rows
 from fusedattn.support import Backend, default_backend

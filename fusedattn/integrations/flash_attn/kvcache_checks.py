@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedattn import checks
+from fusedattn import call_checks
 from fusedattn.integrations.flash_attn.arguments import can_read, check_shape
 
 
@@ -30,7 +30,7 @@ def check_tensors(
             f"v_cache: got {v_cache.shape[0]} rows or pages, allowed is that of k_cache, {k_cache.shape[0]}"
         )
     # Without rows: the caches may have a different number.
-    checks.check_qkv(*(x[:0].transpose(1, 2) for x in (q, k_cache, v_cache)))
+    call_checks.check_qkv(*(x[:0].transpose(1, 2) for x in (q, k_cache, v_cache)))
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None, allowed is a tensor, as the other one of k and v is")
     if (rotary_cos is None) != (rotary_sin is None):
