@@ -387,11 +387,3 @@ def test_no_effect_on_torch():
     inputs = inputs_of(SMALL)
     found = [testing.run(functools.partial(attention, backend="torch", deterministic=x), inputs) for x in (False, True)]
     assert_equal(*found)
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("value", [None, 0, "yes"])
-def test_it_is_a_bool(value, backend):
-    q = torch.randn(1, 1, 4, 8, device=DEVICE)
-    with pytest.raises(TypeError, match=f"deterministic: got {type(value).__name__}, allowed is a bool"):
-        attention(q, q, q, deterministic=value, backend=backend)
