@@ -42,6 +42,7 @@ def integers(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=GENERATOR)
 
 
+ROPE = Rope.from_theta(HEAD_DIM, 64).at(integers(64, TOTAL_Q), integers(64, 1, TOTAL_K))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": masks.causal()},
@@ -58,7 +59,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "alibi": {"bias": biases.alibi(uniform(N, HEADS)), "mask": masks.causal()},
     "soft-cap, sinks": {"softcap": 2.0, "sinks": normal(HEADS), "mask": masks.causal("top_left")},
-    "rope, positions": {"rope": Rope.from_theta(HEAD_DIM, 64).at(integers(64, TOTAL_Q), integers(64, 1, TOTAL_K))},
+    "rope, positions": {"rope": ROPE},
+    "one pass": {"deterministic": False, "mask": masks.causal("top_left"), "rope": ROPE},
     "dropout": {"dropout_p": 0.4, "dropout_seed": torch.tensor([5]), "mask": masks.causal()},
     "functions": {
         "mask": triton_functions.mask_function(N, HEADS, torch.Generator().manual_seed(0)),
