@@ -18,7 +18,9 @@ from fusedattn import Rope, biases, masks, testing
 from fusedattn.testing import Case, Inputs
 from tests.conftest import (
     DEVICE,
+    EVERYTHING,
     INTERPRETING,
+    SMALL,
     assert_accurate,
     assert_equal,
     member,
@@ -140,6 +142,8 @@ def test_the_order_of_batches_and_heads_does_not_matter(case, random):
 
 
 @given(cases(batch=2, mask_function=False, dropout_p=0.0))
+@example(replace(SMALL, dtype=torch.bfloat16))
+@example(replace(EVERYTHING, mask_function=False, dropout_p=0.0))
 def test_a_batch_is_its_members(case):
     """A member's results do not depend on the others; a tensor that members share gets the sum of their gradients."""
     inputs = inputs_of(case)
