@@ -426,7 +426,6 @@ def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
     kind, generator = KINDS[name], torch.Generator().manual_seed(0)
     for seqlen_q, seqlen_k in ((70, 150), (150, 70)):
         mask = kind.make(generator, seqlen_q, seqlen_k)
-        assert mask.layout is not None
         block_q, block_k = mask.layout.block_q, mask.layout.block_k
         n_q, n_k = mask.layout.blocks.shape[2:]
         pairs = mask.layout.dense(torch.arange(n_q * block_q), torch.arange(n_k * block_k))
@@ -455,51 +454,34 @@ def test_only_visible_blocks_of_a_layout_are_visited(name, by_query):
                 assert not by_query or in_grid == [start for start in expected if start < seqlen_k]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_makes_less_work(side, causal):
-    """Half of the keys hidden: half of the blocks visited, and as many as possible without mask arithmetic."""
-    seqlen, block = 512, 16
-    valid = torch.arange(seqlen, device=DEVICE) < 256 if side == "right" else torch.arange(seqlen, device=DEVICE) >= 256
-    mask = masks.causal() if causal else masks.full()
-    n = seqlen // block
-    for by_query in (True, False):
-        everything, _ = work(mask, seqlen, block, by_query=by_query)
-        visited, boundary = work(mask & masks.padding(valid[None]), seqlen, block, by_query=by_query)
-        if not causal:
-            assert (everything, visited, boundary) == (n * n, n * n // 2, 0)
-        else:
-            assert everything == n * (n + 1) // 2
-            half = n // 2 * (n // 2 + 1) // 2
-            assert visited == (half if side == "left" else everything - half)
-            assert boundary <= n
+N_BLOCKS = 32  # of 16 queries or keys
+AT = torch.arange(16 * N_BLOCKS, device=DEVICE)[None]
+TRIANGLE, HALF_TRIANGLE = N_BLOCKS * (N_BLOCKS + 1) // 2, N_BLOCKS // 2 * (N_BLOCKS // 2 + 1) // 2
 
-
-def work(mask: Mask, seqlen: int, block: int, *, by_query: bool) -> tuple[int, int]:
-    """The number of visited blocks, and the number of boundary blocks among them."""
-    tiles = visits(problem_of(mask, 1, seqlen, seqlen), block, block, by_query=by_query, heads=1)
-    return sum(len(x.full) + len(x.boundary) for x in tiles), sum(len(x.boundary) for x in tiles)
+# A mask, and how many blocks may be visited and need mask arithmetic; other tests see that none is missing.
+WORK = {
+    "full": (masks.full(), N_BLOCKS**2, 0),
+    "causal": (masks.causal(), TRIANGLE, N_BLOCKS),
+    "half padded": (masks.padding(AT < 256), N_BLOCKS**2 // 2, 0),
+    "half padded to the left": (masks.padding(AT >= 256), N_BLOCKS**2 // 2, 0),
+    "causal, half padded": (masks.causal() & masks.padding(AT < 256), TRIANGLE - HALF_TRIANGLE, N_BLOCKS),
+    "causal, half padded to the left": (masks.causal() & masks.padding(AT >= 256), HALF_TRIANGLE, N_BLOCKS),
+    "window": (masks.window(63, 0), 5 * N_BLOCKS, 2 * N_BLOCKS),
+    "documents": (masks.documents(AT // 128), N_BLOCKS**2 // 4, 0),
+    "documents, causal": (masks.documents(AT // 128) & masks.causal(), 4 * 8 * 9 // 2, N_BLOCKS),
+    "interleaved documents": (masks.documents((AT // 128).fmod(2)), N_BLOCKS**2, N_BLOCKS**2),
+    "prefix": (masks.prefix_lm(AT[0, 256:257]), N_BLOCKS**2 // 2 + 16 * 17 // 2, N_BLOCKS),
+}
 
 
 @by_direction
-def test_work_is_proportional_to_what_is_visible(by_query):
-    """Windows and documents cost as much as their own pairs at any length, and few blocks need mask arithmetic."""
-    seqlen, block, n = 512, 16, 32
-    visited, boundary = work(masks.window(63, 0), seqlen, block, by_query=by_query)
-    assert visited <= 5 * n
-    assert boundary <= 2 * n
-    ids = (torch.arange(seqlen, device=DEVICE) // 128)[None]
-    assert work(masks.documents(ids), seqlen, block, by_query=by_query) == (n * n // 4, 0)
-    visited, boundary = work(masks.documents(ids) & masks.causal(), seqlen, block, by_query=by_query)
-    assert visited == 4 * 8 * 9 // 2
-    assert boundary == n
-    # Interleaved documents: their whole range is visited, with mask arithmetic.
-    visited, boundary = work(masks.documents(ids.fmod(2)), seqlen, block, by_query=by_query)
-    assert visited == boundary <= n * n
-    prefix = torch.tensor([256], device=DEVICE)
-    visited, boundary = work(masks.prefix_lm(prefix), seqlen, block, by_query=by_query)
-    assert visited == n * n // 2 + 16 * 17 // 2
-    assert boundary <= n
+@pytest.mark.parametrize("name", WORK)
+def test_work_is_proportional_to_what_is_visible(name, by_query):
+    mask, visited, boundary = WORK[name]
+    tiles = visits(problem_of(mask, 1, AT.numel(), AT.numel()), 16, 16, by_query=by_query, heads=1)
+    n_boundary = sum(len(x.boundary) for x in tiles)
+    assert n_boundary <= boundary
+    assert n_boundary + sum(len(x.full) for x in tiles) <= visited
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 1, 5, 1023, 1024, 1025, 2500])

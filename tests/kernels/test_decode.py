@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
@@ -233,13 +233,13 @@ def test_splits_change_rounding_alone(options, dtype):
         torch.testing.assert_close(got[name], x, rtol=4 * eps, atol=8 * eps * x.abs().max().item())
 
 
-def padded(inputs: testing.Inputs, lengths: list[int], *, left: bool, poison: float = torch.nan) -> testing.Inputs:
-    """Hide all but the first (or last) `lengths` keys, and poison the hidden keys and values."""
+def padded(inputs: testing.Inputs, lengths: list[int], *, left: bool) -> testing.Inputs:
+    """Hide all but the first (or last) `lengths` keys; the hidden keys and values are NaN."""
     at = torch.arange(inputs.k.shape[2], device=DEVICE)
     stops = torch.tensor(lengths, device=DEVICE)[:, None]
     valid = at >= inputs.k.shape[2] - stops if left else at < stops
     hidden = ~valid[:, None, :, None]
-    changed = {name: getattr(inputs, name).masked_fill(hidden, poison) for name in ("k", "v")}
+    changed = {name: getattr(inputs, name).masked_fill(hidden, torch.nan) for name in ("k", "v")}
     return replace(inputs, **changed, mask=masks.padding(valid))
 
 
@@ -535,16 +535,11 @@ def test_flash_attn_with_kvcache_goes_this_way():
         assert torch.equal(out[b], alone[0].transpose(0, 1))
 
 
-def _tiles(lookup: Callable[..., Any]) -> Iterator[Any]:
-    for arch, dtype, head_dim, work in itertools.product(
-        configs.TABLE, (torch.float16, torch.float32), (1, 64, 65, 128, 256, 512), get_args(configs.Work)
-    ):
-        yield lookup(arch, head_dim, dtype, work)
-
-
 def test_configs_of_few_queries():
     """They depend on nothing that changes with the batch or a length."""
-    for few in _tiles(configs.lookup_few_queries):
+    head_dims, dtypes = (1, 64, 65, 128, 256, 512), (torch.float16, torch.float32)
+    for arch, head_dim, dtype, work in itertools.product(configs.TABLE, head_dims, dtypes, get_args(configs.Work)):
+        few = configs.lookup_few_queries(arch, head_dim, dtype, work)
         assert few.split % few.config.BLOCK_N == 0
         assert few.config.style == "pointers"
     with pytest.raises(ValueError, match="split: got 40, allowed are multiples of 32"):

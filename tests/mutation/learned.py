@@ -14,7 +14,7 @@ TESTING, CASES = "fusedattn/testing/budget.py", "fusedattn/testing/cases.py"
 
 TESTS = "tests/public/test_learned.py"
 ARGS = "tests/public/test_learned.py -k 'args'"
-SLOPES = "tests/public/test_learned.py -k 'slopes or packed or batches'"
+SLOPES = "tests/public/test_learned.py -k 'slopes or batches'"
 SUMS = "tests/public/test_learned.py -k 'sums'"
 SCORED = gradients("score")
 

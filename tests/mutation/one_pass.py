@@ -18,13 +18,14 @@ def one_pass(words: str) -> str:
 SUMS = one_pass("gradcheck")
 POISON = one_pass("poison")
 ACCELERATOR = one_pass("accelerator")
+PACKED = "tests/public/test_varlen.py -k 'meaning and one and pass'"
 WHO = one_pass("who_runs or overrules")
 
 # fmt: off
 FAULTS = (
     Fault(DQ_SUM, "mask=row_seen[:, None] & (offs_d", "mask=(offs_d", "one pass: rows that are not there are added to", one_pass("memory")),
     Fault(DQ_SUM, " & (offs_d < HEAD_DIM)[None, :]", "", "one pass: features beyond the last are added to", one_pass("memory and causal")),
-    Fault(DQ_SUM, "ptr = head_base(dq_total, place.batch, place.head, place.first_q)", "ptr = head_base(dq_total, place.batch, place.head, 0)", "one pass: rows of the first sequence are added to", one_pass("packed")),
+    Fault(DQ_SUM, "ptr = head_base(dq_total, place.batch, place.head, place.first_q)", "ptr = head_base(dq_total, place.batch, place.head, 0)", "one pass: rows of the first sequence are added to", PACKED),
     Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[place.batch, place.head, start_m, 0]", "one pass: the accelerator adds to the first sequence", ACCELERATOR),
     Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[0, place.head, place.first_q + start_m, 0]", "one pass: the accelerator adds to the first batch", ACCELERATOR),
     Fault(DQ_SUM, "seen = shift != float(\"inf\")", "seen = offs_m < place.seqlen_q", "one pass: dq of a row of scores of -inf", one_pass("contract or poison")),

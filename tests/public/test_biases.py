@@ -228,10 +228,6 @@ X = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: biases.as_bias(X.bool()), TypeError, r"bias: got torch.bool, allowed is a floating-point.*mask="),
-        (lambda: biases.as_bias([1.0]), TypeError, r"bias: got list, allowed is a floating-point tensor"),
-        (lambda: biases.tensor(X[None, None, None]), ValueError, r"bias: got shape \(1, 1, 1, 2, 3\), allowed is"),
-        (lambda: biases.tensor(X).check(2, 2, 3, 3), ValueError, r"bias: got shape \(2, 3\), .*\(2, 2, 3, 3\)"),
         (lambda: biases.tensor(X).check(2, 2, 2, 1), ValueError, r"bias: got shape \(2, 3\), .*\(2, 2, 2, 1\)"),
         (
             lambda: biases.alibi(X[0].half()),
@@ -240,12 +236,9 @@ X = torch.zeros(2, 3)
         ),
         (lambda: biases.alibi(0.5), TypeError, r"slopes: got float, allowed is a tensor of torch.float32 or float64"),
         (lambda: biases.alibi(X[None]), ValueError, r"slopes: got shape \(1, 2, 3\), allowed are \(nheads_q,\)"),
-        (lambda: biases.alibi(X[0]).check(3, 2, 1, 1), ValueError, r"slopes of shape \(3,\), .*\(2,\).*\(3, 2\)"),
-        (lambda: biases.alibi(X).check(3, 3, 1, 1), ValueError, r"slopes of shape \(2, 3\), .*\(3, 3\)"),
         (lambda: biases.alibi_slopes(0), ValueError, r"nheads: got 0, allowed are 1 and more"),
         (lambda: biases.relative(X.int()), TypeError, r"table: got torch.int32, allowed is a floating-point tensor"),
         (lambda: biases.relative(X[:, :2]), ValueError, r"table: got shape \(2, 2\), .*odd"),
-        (lambda: biases.relative(X).check(1, 1, 3, 9), ValueError, r"relative of shape \(2, 3\).*\(1, 1, 3, 3\)"),
         (lambda: biases.shaw(X, X), ValueError, r"table: got shape \(2, 3\) for q of shape \(2, 3\), allowed are"),
         (lambda: biases.shaw(X[None, None], X[:, :2]), ValueError, r"table: got shape \(2, 2\) for q"),
         (

@@ -148,63 +148,40 @@ def test_far_apart(name, dtype):
     assert len(allocated) == (n_outputs if dim < 2 or stride <= LIMIT else 0)
 
 
-def masked(allowed: Tensor, seqlen_q: int, seqlen_k: int) -> testing.Results:
-    case = replace(SMALL, batch=allowed.shape[0], nheads_q=allowed.shape[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    inputs = testing.make_inputs(replace(case, causal=None), DEVICE)
-    return testing.run(triton_attention, replace(inputs, mask=masks.boolean(allowed)))
+def results_with(kind: str, x: Tensor, seqlen_q: int, seqlen_k: int) -> testing.Results:
+    """All results of a call with the batches and heads of ``x``, which is its mask or a part of its bias."""
+    case = replace(SMALL, batch=x.shape[0], nheads_q=x.shape[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    if kind == "mask":
+        inputs = replace(testing.make_inputs(case, DEVICE), mask=masks.boolean(x))
+    else:
+        bias = biases.tensor(x) if kind == "bias" else biases.relative(x)
+        inputs = replace(testing.make_inputs(replace(case, dtype=x.dtype), DEVICE), bias=bias)
+    return testing.run(triton_attention, inputs)
 
 
 @quick.every(2)
+@pytest.mark.parametrize("kind", ["mask", "bias", "relative"])
 @pytest.mark.parametrize(
     ("shape", "dim", "stride"),
-    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
-     ((3, 1, 9, 1), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
-    ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
+    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 531), 3, LIMIT),
+     ((3, 3, 1, 9), 0, FAR), ((3, 1, 9, 1), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
+    ids=["batches", "heads", "queries", "keys", "of all queries", "of all keys", "queries, copied", "keys, copied"],
 )  # fmt: skip
-def test_boolean_mask(shape, dim, stride):
-    seqlen_q, seqlen_k = shape[2], max(shape[3], 9 if shape[3] == 1 else 1)
-    allowed = (torch.rand(shape) < 0.6).to(DEVICE)
-    strides = list(far(allowed, dim, stride))
-    mask = distant(shape, strides, torch.bool)
-    mask.copy_(allowed)
-    assert_equal(masked(mask, seqlen_q, seqlen_k), masked(allowed, seqlen_q, seqlen_k))
+def test_what_is_read_by_pair(kind, shape, dim, stride):
+    """A boolean mask, a bias, and a relative bias, whose last dimension is that of distances."""
+    seqlen_q, seqlen_k = (9 if n == 1 else n for n in shape[2:])
+    x = torch.randn(shape)
+    x = (x < 0.25).to(DEVICE) if kind == "mask" else x.to(DEVICE, torch.float16)
+    far_x = distant(shape, far(x, dim, stride), x.dtype).copy_(x)
+    assert_equal(results_with(kind, far_x, seqlen_q, seqlen_k), results_with(kind, x, seqlen_q, seqlen_k))
 
 
-def added_to(bias: biases.Bias, seqlen_q: int, seqlen_k: int) -> testing.Results:
-    tensor = bias.tensor if bias.tensor is not None else bias.relative
-    batch, nheads_q = tensor.shape[:2]
-    case = replace(SMALL, batch=batch, nheads_q=nheads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=tensor.dtype)
-    return testing.run(triton_attention, replace(testing.make_inputs(case, DEVICE), bias=bias))
-
-
-@quick.every(2)
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride"),
-    [((3, 1, 9, 9), 0, FAR), ((1, 3, 9, 9), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 5, 530), 3, LIMIT),
-     ((3, 3, 1, 9), 0, FAR), ((1, 1, 5, 9), 2, FAR), ((1, 1, 5, 9), 3, FAR)],
-    ids=["batches", "heads", "queries", "keys", "broadcast", "queries, copied", "keys, copied"],
-)  # fmt: skip
-def test_bias(shape, dim, stride):
-    seqlen_q, seqlen_k = max(shape[2], 5), shape[3]
-    bias = torch.randn(shape).to(DEVICE, torch.float16)
-    far_bias = distant(shape, far(bias, dim, stride), bias.dtype)
-    far_bias.copy_(bias)
-    got = added_to(biases.tensor(far_bias), seqlen_q, seqlen_k)
-    assert_equal(got, added_to(biases.tensor(bias), seqlen_q, seqlen_k))
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride"),
-    [((3, 3, 9, 5), 0, FAR), ((1, 3, 1, 5), 1, FAR), ((1, 1, 530, 5), 2, LIMIT), ((1, 1, 9, 5), 2, FAR),
-     ((1, 1, 9, 5), 3, FAR)],
-    ids=["batches", "heads", "queries", "queries, copied", "distances, copied"],
-)  # fmt: skip
-def test_relative_bias(shape, dim, stride):
-    seqlen_q = max(shape[2], 9)
-    table = torch.randn(shape).to(DEVICE, torch.float16)
-    far_table = distant(shape, far(table, dim, stride), table.dtype)
-    far_table.copy_(table)
-    assert_equal(added_to(biases.relative(far_table), seqlen_q, 9), added_to(biases.relative(table), seqlen_q, 9))
+def test_a_transposed_boolean_mask_is_the_same_mask(monkeypatch):
+    allowed = (torch.rand(1, 2, 20, 37) < 0.6).to(DEVICE)
+    expected = results_with("mask", allowed, 20, 37)
+    monkeypatch.setattr("fusedattn.kernels.pairs.MAX_ROW_STRIDE", 36)
+    assert pairs(allowed).ptr.stride()[2:] == (1, 20)
+    assert_equal(results_with("mask", allowed, 20, 37), expected)
 
 
 @contextmanager
@@ -479,11 +456,3 @@ def test_rows_of_a_boolean_mask_are_near_enough(seqlen_q, seqlen_k):
         assert near[1:] == tuple(
             0 if n == 1 else stride for n, stride in zip(mask.shape, near.ptr.stride(), strict=True)
         )
-
-
-def test_a_transposed_boolean_mask_is_the_same_mask(monkeypatch):
-    allowed = (torch.rand(1, 2, 20, 37) < 0.6).to(DEVICE)
-    expected = masked(allowed, 20, 37)
-    monkeypatch.setattr("fusedattn.kernels.pairs.MAX_ROW_STRIDE", 36)
-    assert pairs(allowed).ptr.stride()[2:] == (1, 20)
-    assert_equal(masked(allowed, 20, 37), expected)

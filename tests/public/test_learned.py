@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusedattn import ArgGradient, ScoreMod, attention, attention_varlen, biases, masks
+from fusedattn import ArgGradient, ScoreMod, attention, biases, masks
 from fusedattn.kernels import exact_sum
 from fusedattn.kernels.exact_sum import add_exactly
 from tests.conftest import DEVICE, INTERPRETING, torch_attention, triton_attention
@@ -257,28 +257,6 @@ def test_a_shared_table_takes_no_room_for_queries(monkeypatch):
     monkeypatch.setattr(torch, "zeros", counting)
     out.sum().backward()
     assert 0 < max(sizes) <= HEADS * 19 * exact_sum.WORDS.value
-
-
-@in_float64
-def test_packed():
-    """A sequence of a pack takes the part of a batch."""
-    q, k, v = (torch.randn(11, h, HEAD_DIM, dtype=torch.float64, requires_grad=True) for h in (HEADS, 2, 2))
-    stops = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
-    slopes = torch.rand(3, HEADS, dtype=torch.float64, requires_grad=True)
-    score_mod, leaves = learning(temperature(torch.float64))
-    got, expected = (
-        gradients(
-            lambda *x, backend=backend: attention_varlen(
-                *x, stops, stops, 6, 6, mask=masks.causal(), bias=biases.alibi(slopes), score_mod=score_mod,
-                backend=backend,
-            ),
-            [q, k, v],
-            [slopes, *leaves],
-        )
-        for backend in ("triton", "torch")
-    )  # fmt: skip
-    torch.testing.assert_close(got, expected)
-    assert (got[3][1] == 0).all()
 
 
 @pytest.mark.thorough

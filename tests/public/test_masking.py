@@ -229,7 +229,6 @@ def with_empty_rows(kind: str) -> testing.Inputs:
     if kind == "empty batch, RoPE":
         return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True, rope="half"), DEVICE)
     inputs = testing.make_inputs(replace(SHAPE, boolean="full"), DEVICE)
-    assert inputs.mask.allowed is not None
     inputs.mask.allowed[:, 0, 3::5] = False
     inputs.mask.allowed[1, 1, 30:] = False
     return inputs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fusedattn import (
     biases,
     masks,
 )
-from fusedattn.support import FEATURES, not_supported_reasons
+from fusedattn.support import FEATURES
 from fusedattn.testing import triton_functions
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
 from tests.helpers import quick
@@ -168,19 +167,6 @@ def test_what_it_says_runs(row, backend):
     out = CALLS[row](backend)
     assert out.isfinite().all()
     out.float().square().sum().backward()
-
-
-def test_what_is_refused_says_why():
-    learned = torch.ones(HEADS, device=DEVICE, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"score_mod: got args\[0\] that require grad"):
-        attention(*qkv(), score_mod=replace(learned_score_function(), arg_gradients=()), backend="triton")
-    function = masks.function(triton_functions._sees, None, (learned, 2))
-    reasons = not_supported_reasons(*qkv(), mask=function, backend="torch")
-    assert len(reasons) == 2
-    assert "mask: got args that require grad" in reasons[0]
-    assert "mask: got a function without eager=" in reasons[1]
-    with pytest.raises(NotImplementedError, match="head_dim: got 513, allowed are 1"):
-        attention(*qkv(head_dim=513), backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import accuracy
 from fusedattn import masks, reference, testing
 from fusedattn.testing import CASES, GRADIENTS, TENSORS, Case, assert_within_budget, budget, compare
-from tests.conftest import DTYPES
+from tests.conftest import DTYPES, assert_equal
 
 SMALL = Case("small", nheads_q=2, nheads_kv=1, seqlen_q=9, seqlen_k=13, head_dim=8, causal="bottom_right")
 BLIND = replace(SMALL, padding="uneven", empty_batch=True)
@@ -342,11 +342,14 @@ def test_inputs_are_the_same_each_time_and_in_each_dtype() -> None:
     for case in CASES:
         first, second = testing.make_inputs(case), testing.make_inputs(replace(case, dtype=torch.float64))
         tensors, others = first.tensors(), second.tensors()
+        assert_equal(testing.make_inputs(case).tensors(), tensors)
         assert tensors.keys() == others.keys()
         for name, x in tensors.items():
             torch.testing.assert_close(x.to(others[name].dtype), others[name], atol=1e-6, rtol=1e-6)
         assert torch.equal(first.visible(), second.visible())
         assert {x.dtype for x in first.to(torch.float64).leaves.values()} == {torch.float64}
+    other = testing.make_inputs(replace(CASES[-1], seed=CASES[-1].seed + 1)).tensors()
+    assert not any(torch.equal(x, other[name]) for name, x in first.tensors().items())
 
 
 def test_the_cases_have_every_feature() -> None:
@@ -385,7 +388,6 @@ def test_a_problem_of_other_leaves() -> None:
 
 def test_a_bias_of_another_dtype() -> None:
     inputs = testing.make_inputs(replace(BIASED, dtype=torch.bfloat16, bias_dtype=torch.float32))
-    assert inputs.bias is not None
     assert {x.dtype for x in (inputs.bias.tensor, inputs.bias.relative, inputs.sinks)} == {torch.float32}
     found = testing.run(eager(), inputs)
     assert {found[name].dtype for name in ("dbias", "drelative", "dsinks")} == {torch.float32}

@@ -42,6 +42,7 @@ def integers(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=GENERATOR)
 
 
+ROPE = Rope.from_theta(HEAD_DIM, 64).at(integers(64, TOTAL_Q), integers(64, 1, TOTAL_K))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": masks.causal()},
@@ -58,7 +59,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "alibi": {"bias": biases.alibi(uniform(N, HEADS)), "mask": masks.causal()},
     "soft-cap, sinks": {"softcap": 2.0, "sinks": normal(HEADS), "mask": masks.causal("top_left")},
-    "rope, positions": {"rope": Rope.from_theta(HEAD_DIM, 64).at(integers(64, TOTAL_Q), integers(64, 1, TOTAL_K))},
+    "rope, positions": {"rope": ROPE},
+    "one pass": {"deterministic": False, "mask": masks.causal("top_left"), "rope": ROPE},
     "dropout": {"dropout_p": 0.4, "dropout_seed": torch.tensor([5]), "mask": masks.causal()},
     "functions": {
         "mask": triton_functions.mask_function(N, HEADS, torch.Generator().manual_seed(0)),
@@ -197,33 +199,6 @@ def test_no_sequences(backend):
     assert (out == 0).all()
     if backend == "triton":  # eager attention has no gradient without a sequence
         assert (torch.autograd.grad(out.sum(), q)[0] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"cu_seqlens_q": stops(LENGTHS_Q).long()}, TypeError, "cu_seqlens_q: got torch.int64, allowed is a torch.i"),
-        ({"cu_seqlens_q": stops(LENGTHS_Q)[None]}, ValueError, r"cu_seqlens_q: got shape \(1, 6\)"),
-        ({"cu_seqlens_k": stops(LENGTHS_K)[1:]}, ValueError, "cu_seqlens_k: got shape"),
-        ({"cu_seqlens_q": stops(LENGTHS_Q) + 1}, ValueError, "allowed begins with 0"),
-        ({"cu_seqlens_k": stops(LENGTHS_K) * 2}, ValueError, "ends with at most total_k = 104"),
-        ({"max_seqlen_q": 39}, ValueError, "max_seqlen_q: got 39, allowed are the longest length, 40, and more"),
-        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: got -1"),
-        ({"q": torch.zeros(1, TOTAL_Q, HEADS, HEAD_DIM)}, ValueError, "q: got shape .* allowed is three dimensions"),
-        ({"mask": masks.padding(torch.ones(N, LONGEST, dtype=torch.bool))}, ValueError, "padding"),
-        ({"bias": torch.zeros(HEADS, TOTAL_Q, TOTAL_K)}, ValueError, "bias"),
-        ({"rope": Rope.from_theta(HEAD_DIM, 20)}, ValueError, "tables of 20 rows"),
-    ],
-)  # fmt: skip
-@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nothing waits to be checked")
-def test_errors(change, error, match):
-    q, k, v = packed_inputs()
-    arguments = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": stops(LENGTHS_Q), "cu_seqlens_k": stops(LENGTHS_K),
-        "max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST, **change,
-    }  # fmt: skip
-    with pytest.raises(error, match=match):
-        attention_varlen(**arguments)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
