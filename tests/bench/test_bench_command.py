@@ -99,7 +99,7 @@ def test_blocks_of_a_page_are_told_apart() -> None:
     assert with_block(page, "3\n", "b") == page.replace("2\n", "\n3\n\n")
     with pytest.raises(ValueError, match="got 2 pairs"):
         with_block(page, "3")
-    with pytest.raises(ValueError, match="got 0 pairs"):
+    with pytest.raises(ValueError, match="got 0 pairs of the comments 'figures: c"):
         with_block(page, "3", "c")
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -28,33 +29,22 @@ from fusedattn.kernels import configs
 from fusedattn.kernels.configs import FewQueries, TileConfig
 from fusedattn.testing.cases import Case
 from tests.conftest import INTERPRETING
+from tests.helpers.compiling import ROOT
+from tests.helpers.interpreted import interpreted, seen_launches
 from tests.helpers.slots import TILE, slot
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are compiled, the interpreter sees none")
 
 SMALL = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=48, head_dim=16, dtype=torch.float16)
-CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, torch.float32), (64, 128, 256))]
+# The kernel whose config each part is.
+KERNELS: dict[Part, str] = {part: kernels[0] for part, kernels in candidates.KERNELS.items() if part != "few"}
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """The kernels that ran, and their tiles."""
-    from triton.runtime import interpreter
-
-    run = interpreter.GridExecutor.__call__
-    seen: list[Any] = []
-
-    def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
-        named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
-        tile = named["tile"]._asdict() if "tile" in named else {}
-        block_m, block_n = (tile[name].value if name in tile else None for name in ("BLOCK_M", "BLOCK_N"))
-        seen.append((executor.fn.__name__, block_m, block_n))
-        run(executor, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", seeing)
-    return seen
+def launched(timed: Callable[[], object]) -> set[tuple[str, int | None, int | None]]:
+    """The kernels that a call runs, and their tiles."""
+    with seen_launches() as launches:
+        timed()
+    return {(kernel, tile.get("BLOCK_M"), tile.get("BLOCK_N")) for kernel, tile in launches}
 
 
 def test_the_candidates_that_are_kept_can_be_tried() -> None:
@@ -80,44 +70,30 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("part", "kernel"),
-    [
-        ("fwd", "attention_fwd"),
-        ("dkdv", "attention_bwd_dkdv"),
-        ("dq", "attention_bwd_dq"),
-        ("one_pass", "attention_bwd_dkdv"),
-    ],
-)
-def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str, launched) -> None:
-    its = slot(part)
-    for which, set_ups in its.set_ups(SMALL, CPU, {"a": TILE}).items():
-        timed = set_ups["a"]()
-        launched.clear()
-        timed()
-        tiled = {(name, m, n) for name, m, n in launched if n is not None and m is not None}
+@pytest.mark.parametrize(("part", "kernel"), KERNELS.items())
+def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str) -> None:
+    for which, set_ups in slot(part).set_ups(SMALL, CPU, {"a": TILE}).items():
+        tiled = {(name, m, n) for name, m, n in launched(set_ups["a"]()) if n is not None and m is not None}
         assert tiled == {(kernel, TILE.BLOCK_M, TILE.BLOCK_N)}, which
 
 
 @interpreted
-def test_without_one_pass_both_kernels_run(launched) -> None:
+def test_without_one_pass_both_kernels_run() -> None:
     timed = slot("one_pass").set_ups(SMALL, CPU, {"two kernels": None})["backward"]["two kernels"]()
-    launched.clear()
-    timed()
-    assert {"attention_bwd_dkdv", "attention_bwd_dq"} <= {name for name, *_ in launched}
+    assert {"attention_bwd_dkdv", "attention_bwd_dq"} <= {name for name, *_ in launched(timed)}
 
 
 @interpreted
-def test_few_queries_have_the_candidate_and_its_splits(launched) -> None:
+def test_few_queries_have_the_candidate_and_its_splits() -> None:
     case = replace(SMALL, seqlen_q=1, seqlen_k=150)
     few = FewQueries(TileConfig(16, 32, 4, 1, BOUNDARY=32), split=64)
-    slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]()()
-    assert ("attention_fwd", 16, 32) in launched
-    assert "attention_combine" in {name for name, *_ in launched}
+    found = launched(slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]())
+    assert ("attention_fwd", 16, 32) in found
+    assert "attention_combine" in {name for name, *_ in found}
 
 
 @interpreted
-def test_the_table_is_as_it_was_after_a_trial(launched) -> None:
+def test_the_table_is_as_it_was_after_a_trial() -> None:
     before = (configs.lookup, configs.lookup_few_queries)
     with slot("fwd").holding(TILE):
         assert configs.lookup("interpreter", 16, torch.float16) == replace(configs.INTERPRETER, fwd=TILE)
@@ -167,15 +143,16 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_pro
 
 @interpreted
 @pytest.mark.parametrize("part", ["fwd", "dq", "one_pass"])
-def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, launched, part: Part) -> None:
+def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, part: Part) -> None:
     small = replace(SMALL, seqlen_q=20, seqlen_k=24)
     monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": small})
     names = [name for name, _ in trial._used(slot(part), CPU)]
     assert names[:5] == [f"{x} of a" for x in ("out", "lse", "dq", "dk", "dv")]
     assert ("out without gradients of a" in names) == (part == "fwd")
-    assert list(trial.verdict(slot(part), TILE, CPU)) == [""]
-    kernel = {"fwd": "attention_fwd", "dq": "attention_bwd_dq", "one_pass": "attention_bwd_dkdv"}[part]
-    assert (kernel, TILE.BLOCK_M, TILE.BLOCK_N) in launched
+    verdicts: list[str] = []
+    found = launched(lambda: verdicts.extend(trial.verdict(slot(part), TILE, CPU)))
+    assert verdicts == [""]
+    assert (KERNELS[part], TILE.BLOCK_M, TILE.BLOCK_N) in found
 
 
 def one_then_exit(number: int) -> Any:
