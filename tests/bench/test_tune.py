@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,16 +52,13 @@ def test_the_candidates_that_are_kept_can_be_tried() -> None:
     for path in sorted((ROOT / command.CANDIDATES).glob("*.json")):
         arch = path.name.partition("-")[0]
         assert arch in configs.TABLE
-        names = set(json.loads(path.read_text()))
-        for its in tune.slots(command.build_parser().parse_args(["tune"])):
-            if its.name in names:
-                found = candidates.load(path, its)
-                assert found
-                own, *others = candidates.to_time(its, arch, found)
-                assert own == candidates.tile(its.config(arch))
-                assert len(others) >= 6
-                names.remove(its.name)
-        assert not names
+        chosen = {its.name: its for its in tune.slots(command.build_parser().parse_args(["tune"]))}
+        for name in json.loads(path.read_text()):
+            found = candidates.load(path, chosen[name])
+            assert found
+            own, *others = candidates.to_time(chosen[name], arch, found)
+            assert own == candidates.tile(chosen[name].config(arch))
+            assert len(others) >= 6
 
 
 @pytest.fixture
@@ -174,21 +171,17 @@ def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.
     number, process = trial.apart(two, 5)
     assert number == 5
     assert process != os.getpid()
-    for function, message in ((one_then_exit, "its process ended with status 7"), (one_then_silence, "no answer in")):
+    for function, silence, message in ((one_then_exit, 60.0, "ended with status 7"), (one_then_silence, 0.5, "no ans")):
         monkeypatch.setattr(processes, "SILENCE", 60.0)
         answers = trial.apart(function, 7)
         assert next(answers) == 7
-        monkeypatch.setattr(processes, "SILENCE", 0.5 if function is one_then_silence else 60.0)
+        monkeypatch.setattr(processes, "SILENCE", silence)
         with pytest.raises(trial.ProcessError, match=message):
             next(answers)
 
 
-def dying(*_: Any) -> Any:
-    raise trial.ProcessError("its process ended with status 7")
-
-
 def test_a_check_that_dies_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "apart", dying)
+    monkeypatch.setattr(trial, "apart", Mock(side_effect=trial.ProcessError("its process ended with status 7")))
     assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget()) == {"a": "its process ended with status 7"}
     spent = trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget(0.0))
     assert spent == {"a": "not checked, because the budget was spent"}
@@ -200,8 +193,7 @@ def test_for_triton_some_small_problem_is_the_same_as_each_that_is_timed(part: P
 
     def classes(case: Case) -> tuple[Any, ...]:
         numbers = (case.nheads_q, case.nheads_kv, case.seqlen_q, case.seqlen_k)
-        fields = {x.name: getattr(case, x.name) for x in dataclasses.fields(case) if not x.name.startswith("seqlen")}
-        others = {name: x for name, x in fields.items() if name not in ("batch", "nheads_q", "nheads_kv")}
+        others = replace(case, batch=1, nheads_q=1, nheads_kv=1, seqlen_q=1, seqlen_k=1)
         return tuple((x == 1, x % 16 == 0) for x in numbers), repr(others)
 
     for work in get_args(configs.Work) if part in ("fwd", "dkdv", "dq") else ("streamed",):
@@ -253,11 +245,15 @@ def test_a_candidate_that_was_not_timed_on_every_problem_is_not_called_faster() 
     assert dict(trial.ranked(part))["part"] == 2.0
 
 
+def timed(tiles: dict[str, TileConfig], budget: Budget | None = None) -> dict[str, Timing]:
+    """The timings of a forward, by a stopwatch that always reads 3 ms."""
+    return trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, budget or Budget())
+
+
 @interpreted
-def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch, in_this_process
-) -> None:
-    its, ran = slot("fwd"), []
+@pytest.mark.usefixtures("in_this_process")
+def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL, "b": replace(SMALL, causal="top_left")})
     tiles = {"good": TILE, "bad": replace(TILE, num_stages=9)}
 
@@ -268,15 +264,16 @@ def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(
         return lambda: None
 
     monkeypatch.setattr(Slot, "_set_up", failing)
-    found = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
+    found = timed(tiles)
     assert found["bad"] == Timing({}, "RuntimeError: out of shared memory")
     assert ran.count((9, "inference")) == 1
     assert (9, "training") not in ran
     assert set(found["good"].ms) == {f"{x}, {which}" for x in "ab" for which in ("inference", "training")}
     assert found["good"].ms["a, training"].median == 3.0
-    spent = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget(0.0))
-    assert spent == {"good": Timing(), "bad": Timing()}
-    assert trial.timed(its, {}, CPU, lambda device: pytest.fail("nothing to time"), 0, Budget()) == {}
+    ran.clear()
+    assert timed(tiles, Budget(0.0)) == {"good": Timing(), "bad": Timing()}
+    assert timed({}) == {}
+    assert not ran
 
 
 @interpreted
@@ -297,18 +294,19 @@ def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(Slot, "_set_up", breaking)
     monkeypatch.setattr("bench.measuring.timing.synchronize", synchronize)
     tiles = {"own": TILE, "bad": replace(TILE, num_stages=9), "last": replace(TILE, BLOCK_N=64)}
-    found = trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
+    found = timed(tiles)
     assert found["bad"] == Timing({}, "RuntimeError: an illegal memory access was encountered")
     for name in ("own", "last"):
         assert list(found[name].ms) == ["a, inference"]
         assert "cpu does not work any more, after bad" in found[name].reason
 
 
-def options(folder: Path, **changes: Any) -> argparse.Namespace:
-    usual: dict[str, Any] = {
-        "candidates": folder, "budget": None, "seed": 0, "commit": "c" * 40, "out": folder, "keep": 3, "jobs": 1,
-    }  # fmt: skip
-    return argparse.Namespace(**usual | changes)
+def tuned(folder: Path, *chosen: Slot, stopwatch: Any = None, budget: float | None = None) -> int:
+    """The exit status of a command without a GPU."""
+    options = argparse.Namespace(
+        candidates=folder, budget=budget, seed=0, commit="c" * 40, out=folder, keep=3, jobs=1
+    )  # fmt: skip
+    return tune.tune(list(chosen), CPU, lambda _: stopwatch, options, tune.terminal.console())
 
 
 @pytest.mark.thorough
@@ -319,10 +317,8 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: [Found(x, 99, 1, None) for x in tiles]})
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
     monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": replace(SMALL, seqlen_q=20, seqlen_k=24)})
-    verdict = trial.verdict
-    monkeypatch.setattr(
-        trial, "verdict", lambda s, x, d: iter(["dq uses 300%"]) if x.BLOCK_M == 128 else verdict(s, x, d)
-    )  # fmt: skip
+    verdict, wrong = trial.verdict, ["dq uses 300%"]
+    monkeypatch.setattr(trial, "verdict", lambda s, x, d: iter(wrong) if x.BLOCK_M == 128 else verdict(s, x, d))
     ms = {32: 4.0, 16: 5.0, 64: 2.0}
 
     def stopwatch(timed: Any) -> float:
@@ -331,7 +327,7 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
             return ms[timed().BLOCK_M]
 
     other = slot("fwd")
-    assert tune.tune([other, its], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console()) == 0
+    assert tuned(tmp_path, other, its, stopwatch=stopwatch) == 0
     (written,) = tmp_path.rglob("*-tune.json")
     found = json.loads(written.read_text())
     named = {rows: candidates.tile(replace(TILE, BLOCK_M=rows)) for rows in (16, 64, 128)}
@@ -345,10 +341,10 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert f"does not have them: {other.name}\n" in shown
     assert "1 of 2 slots" in shown
     with pytest.raises(CommandError, match="no candidates; python -m bench tune --compile interpreter finds them"):
-        tune.tune([other], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console())
+        tuned(tmp_path, other)
     with pytest.raises(CommandError, match="no report of python -m bench run"):
         results.read(written)
-    assert tune.tune([its], CPU, lambda _: stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0
+    assert tuned(tmp_path, its, budget=1e-9) == 0
     assert "the budget is spent" in capsys.readouterr().out
 
 
@@ -357,9 +353,7 @@ def test_a_table_that_is_wrong_ends_with_status_1(monkeypatch: pytest.MonkeyPatc
     its = slot("fwd")
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: []})
     monkeypatch.setattr(trial, "apart", lambda *_: iter(["out uses 300%"]))
-    assert (
-        tune.tune([its], CPU, lambda _: pytest.fail("nothing to time"), options(tmp_path), tune.terminal.console()) == 1
-    )
+    assert tuned(tmp_path, its) == 1
     assert "out uses 300%" in capsys.readouterr().out
 
 
@@ -370,9 +364,8 @@ def test_what_is_asked_for() -> None:
         return [x.name for x in tune.slots(parser.parse_args(["tune", *arguments]))]
 
     assert len(names()) == 2 * len(get_args(Part))
-    assert names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "pairwise") == [
-        "fwd pairwise float32 256"
-    ]
+    chosen = names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "pairwise")
+    assert chosen == ["fwd pairwise float32 256"]
     assert names("--work", "scored", "--head-dim", "64") == [f"{x} scored bfloat16 64" for x in ("fwd", "dkdv", "dq")]
     assert get_args(Part) == command.PARTS
     assert get_args(configs.Work) == command.WORK
