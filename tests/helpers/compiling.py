@@ -34,3 +34,10 @@ def output(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
 def compiling(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
     """Run Python with kernels compiled into this cache."""
     return run(*command, TRITON_CACHE_DIR=str(cache))
+
+
+def make(*arguments: str) -> list[str]:
+    """The lines that make prints; a surrounding make would pass on its own arguments."""
+    inherited = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
+    options: dict[str, Any] = {"cwd": ROOT, "env": inherited, "check": True, "capture_output": True, "text": True}
+    return subprocess.run(["make", *arguments], **options).stdout.splitlines()
