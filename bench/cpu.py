@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -130,7 +129,7 @@ def measure() -> Iterator[dict[str, Any]]:
                     runs = dict(contestants(work, q, k, v, dout if direction != "forward" else None))
                     for run in runs.values():
                         run()()  # warms up
-                    samples, failures = interleaved(runs, stopwatch, ROUNDS, random.Random(0), Budget())
+                    samples, failures = interleaved(runs, stopwatch, ROUNDS, Budget())
                     if failures:
                         raise next(iter(failures.values()))
                     times = {contestant: spread(found).median for contestant, found in samples.items()}

@@ -143,7 +143,7 @@ def _unpack(call: First) -> None:
     """Unpack kernels that were compiled beforehand, if there are any for this GPU."""
     if call.device.type == "cpu":
         return
-    path = call.options.prebuilt or prebuilt.path_of(devices.arch_of(call.device))
+    path = prebuilt.path_of(devices.arch_of(call.device))
     if not path.exists():
         text = f"{path.name}: not there, so that every kernel is compiled here"
     else:
@@ -189,8 +189,7 @@ def _time(call: First, due: list[Any]) -> None:
         report = new_report(call.device, call.options) | {"correctness": timings.NOTHING}
         if call.device.type == "cpu":
             report["format"] = "stubbed"  # no other command takes this for a measurement
-    args = (call.device, call.options.silence, call.budget, call.kernels, call.options.seed)
-    for work, text in timings.timed(due, report, *args):
+    for work, text in timings.timed(due, report, call.device, call.options.silence, call.budget, call.kernels):
         report["state_after"] = environment.state(call.device)
         report["not_measured"] = [x.name for x in due if x.name not in {row["name"] for row in report["results"]}]
         write_json(path, report)

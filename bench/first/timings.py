@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,14 +40,14 @@ class ReportingBudget(Budget):
 
 
 def timed(
-    works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels, seed: int
+    works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels
 ) -> Iterator[tuple[Work, str]]:
     """Yield each finished work, in order, and its failure; its row and the failure also go into the report."""
     left = list(works)
     while left and not budget.is_spent:
         before = report["correctness"]
         seconds = 1e9 if budget.end is None else budget.end - budget.clock()
-        child = Child(measure_all, left, str(device), report["ceilings"], seconds, seed)
+        child = Child(measure_all, left, str(device), report["ceilings"], seconds)
         try:
             while left:
                 what, value = child.receive(min(child.limit(PATIENCE * silence), max(0.0, seconds)))
@@ -90,29 +89,22 @@ NOTHING: Report = {"ok": False, "cases": 0, "most_used": None, "failures": {}}
 
 
 def measure_all(
-    connection: Connection,
-    works: list[Work],
-    device_name: str,
-    measured: dict[str, Any],
-    seconds: float,
-    seed: int,
+    connection: Connection, works: list[Work], device_name: str, measured: dict[str, Any], seconds: float
 ) -> None:
     """Send the ceilings, unless they are known, and a row and the gate's verdict for each work."""
     device = prepared(device_name, lambda *kernel: connection.send(("kernel", kernel)))
     allow_compilations()
     budget = ReportingBudget(seconds, lambda: connection.send(("alive", None)))
-    gate, shuffle, peers = Gate(device), random.Random(seed), functions.choose([])
+    gate, peers = Gate(device), functions.choose([])
     is_gpu = device.type == "cuda"
     rounds = Rounds() if is_gpu else QUICK
     try:
         if not measured:
             dtypes = [work.dtype for work in works if work.unit == "TFLOP/s"]
-            measured = ceilings.measure(device, dtypes, rounds, shuffle, budget)
+            measured = ceilings.measure(device, dtypes, rounds, budget)
             connection.send(("ceilings", measured))
         for work in works:
-            row = measure(
-                work, device, peers, gate, measured, rounds, shuffle, budget, None if is_gpu else stubbed
-            )  # fmt: skip
+            row = measure(work, device, peers, gate, measured, rounds, budget, None if is_gpu else stubbed)
             connection.send(("row", (row, gate.report())))
             if not still_works(device):
                 connection.send(("broken", None))

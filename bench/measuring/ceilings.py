@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +20,7 @@ MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns
 COPIED = {"cuda": 2**31, "cpu": 2**27}  # bytes
 
 
-def measure(
-    device: torch.device, dtypes: Iterable[torch.dtype], rounds: Rounds, shuffle: random.Random, budget: Budget
-) -> dict[str, Any]:
+def measure(device: torch.device, dtypes: Iterable[torch.dtype], rounds: Rounds, budget: Budget) -> dict[str, Any]:
     """``{"matmul": {dtype: TFLOP/s}, "copy": GB/s}``, from medians; bytes read and written both count.
 
     Raises:
@@ -39,7 +36,7 @@ def measure(
         runs[_name(dtype)] = lambda a=a, b=b: lambda: a @ b  # type: ignore[misc]
     for run in runs.values():
         run()()
-    samples, _ = interleaved(runs, stopwatch, rounds, shuffle, budget)
+    samples, _ = interleaved(runs, stopwatch, rounds, budget)
     seconds = {name: spread(found).median / 1e3 for name, found in samples.items()}
     copied = 2 * COPIED[device.type] / seconds.pop("copy") / 1e9
     return {"matmul": {name: 2 * n**3 / found / 1e12 for name, found in seconds.items()}, "copy": copied}

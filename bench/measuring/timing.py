@@ -18,6 +18,8 @@ SetUp = Callable[[], Timed]  # runs the untimed preparation; returns the functio
 # too short for a backward on a fast GPU.
 FLUSH_BYTES, FLUSHES = 2**30, 4
 
+SHUFFLE = random.Random(0)  # the order of turns, the same in every process
+
 
 class OutOfTimeError(Exception):
     """The budget is spent before there is enough to report."""
@@ -125,7 +127,7 @@ def spread(samples: list[float]) -> Spread:
 
 
 def interleaved(
-    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, shuffle: random.Random, budget: Budget
+    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Samples of each run, in milliseconds, and exceptions by run; a run that raised takes no further turn.
 
@@ -142,7 +144,7 @@ def interleaved(
         if done >= rounds.least and (budget.is_spent or budget.clock() - began >= rounds.seconds):
             break
         order = list(samples)
-        shuffle.shuffle(order)
+        SHUFFLE.shuffle(order)
         for name in order:
             if done < rounds.least:
                 budget.check()

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     for (suite, page), panels in results.by_page(report).items():
         timed = {panel: rows for panel, rows in panels.items() if any(map(_is_timed, rows))}
         if timed:
-            path = out / f"{_slug(suite, page)}.{options.format}"
+            path = out / f"{_slug(suite, page)}.svg"
             draw(path, report, suite, page, timed)
             print(path)
         for panel in [name for name in panels if name not in timed]:
@@ -73,7 +73,7 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
         figure.legend(
             [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:

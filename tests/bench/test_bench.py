@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.measuring import ceilings
+from bench.measuring import ceilings, timing
 from bench.measuring.gate import Gate
 from bench.measuring.measure import measure
 from bench.measuring.timing import Budget, HostStopwatch, OutOfTimeError, Rounds, Spread, interleaved, spread
@@ -89,7 +89,8 @@ def test_bytes() -> None:
     assert (work.unit, work.amount) == ("GB/s", counts.bytes_read_and_written(case) / 1e9)
 
 
-def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew() -> None:
+def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SHUFFLE", random.Random(0))
     clock, order, setups = Clock(), [], []
     seconds = {"a": itertools.cycle([1.0, 3.0, 2.0]), "b": itertools.cycle([5.0])}
 
@@ -105,7 +106,7 @@ def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew() -> 
 
     runs = {name: functools.partial(set_up, name) for name in seconds}
     stopwatch = HostStopwatch(CPU, clock=clock)
-    samples, failures = interleaved(runs, stopwatch, Rounds(3, 12, 1e9), random.Random(0), Budget())
+    samples, failures = interleaved(runs, stopwatch, Rounds(3, 12, 1e9), Budget())
     assert failures == {}
     assert setups == order
     assert samples == {"a": [1e3, 3e3, 2e3] * 4, "b": [5e3] * 12}
@@ -119,7 +120,7 @@ def test_rounds_end_by_number_by_time_or_by_the_budget() -> None:
 
     def count(rounds: Rounds, budget: float | None = None) -> int:
         stopwatch = HostStopwatch(CPU, clock=clock)
-        samples, _ = interleaved(runs, stopwatch, rounds, random.Random(0), Budget(budget, clock))
+        samples, _ = interleaved(runs, stopwatch, rounds, Budget(budget, clock))
         return len(samples["a"])
 
     assert count(Rounds(2, 50, 5.0)) == 5
@@ -135,7 +136,7 @@ def test_a_contestant_that_fails_in_its_turn_takes_no_further() -> None:
         raise torch.OutOfMemoryError("no room")
 
     runs = {"a": lambda: lambda: None, "b": lambda: fail}
-    samples, failures = interleaved(runs, HostStopwatch(CPU), Rounds(3, 3), random.Random(0), Budget())
+    samples, failures = interleaved(runs, HostStopwatch(CPU), Rounds(3, 3), Budget())
     assert len(samples.pop("a")) == 3
     assert samples == {}
     assert str(failures["b"]) == "no room"
@@ -157,7 +158,7 @@ def test_spread(samples: list[float], expected: Spread) -> None:
 def measured(work: Work, peers_: dict[str, Any], gate: Gate | None = None) -> dict[str, Any]:
     gate = gate or Gate(CPU)
     gate.used |= dict.fromkeys(work.cases(), 0.5)  # other tests check the kernels
-    return measure(work, CPU, peers_, gate, {"matmul": {"float32": 2.0}}, ROUNDS, random.Random(0), Budget())
+    return measure(work, CPU, peers_, gate, {"matmul": {"float32": 2.0}}, ROUNDS, Budget())
 
 
 def test_a_result_has_times_rates_ratios_and_reasons() -> None:
@@ -210,7 +211,7 @@ def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPa
     """The gate really measures: it is red for attention without its mask."""
     monkeypatch.setattr("fusedattn.cli.check.command.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
     gate = Gate(CPU)
-    row = measure(WORK, CPU, {}, gate, {}, ROUNDS, random.Random(0), Budget())
+    row = measure(WORK, CPU, {}, gate, {}, ROUNDS, Budget())
     assert row["contestants"] == {"fusedattn": {"reason": "not timed, because it is not within the error budget"}}
     assert gate.report()["ok"] is False
     assert all("causal=bottom_right" in name for name in gate.failures)

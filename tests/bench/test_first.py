@@ -196,7 +196,7 @@ def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(timings, "measure_all", breaking)
     works: list[Any] = [Named(name) for name in ("dies", "one", "breaks", "refused", "two")]
     report = {"results": [], "ceilings": {}, "correctness": timings.NOTHING}
-    found = [(w.name, text) for w, text in timings.timed(works, report, CPU, 60.0, Budget(), Kernels(), 0)]
+    found = [(w.name, text) for w, text in timings.timed(works, report, CPU, 60.0, Budget(), Kernels())]
     death = "while it was timed, its process ended with status 9"
     assert found == [("dies", death), ("one", ""), ("breaks", ""), ("refused", "no"), ("two", "")]
     assert [row["name"] for row in report["results"]] == ["one", "breaks", "refused", "two"]

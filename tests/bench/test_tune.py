@@ -247,7 +247,7 @@ def test_a_candidate_that_was_not_timed_on_every_problem_is_not_called_faster() 
 
 def timed(tiles: dict[str, TileConfig], budget: Budget | None = None) -> dict[str, Timing]:
     """The timings of a forward, by a stopwatch that always reads 3 ms."""
-    return trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, budget or Budget())
+    return trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, budget or Budget())
 
 
 @interpreted
@@ -304,7 +304,7 @@ def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.Monk
 def tuned(folder: Path, *chosen: Slot, stopwatch: Any = None, budget: float | None = None) -> int:
     """The exit status of a command without a GPU."""
     options = argparse.Namespace(
-        candidates=folder, budget=budget, seed=0, commit="c" * 40, out=folder, keep=3, jobs=1
+        candidates=folder, budget=budget, commit="c" * 40, out=folder, keep=3, jobs=1
     )  # fmt: skip
     return tune.tune(list(chosen), CPU, lambda _: stopwatch, options, tune.terminal.console())
 
