@@ -6,7 +6,6 @@ Processor time of one thread, medians of interleaved runs. Writes ``docs/results
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
-from bench.report.page import table_of, with_block
+from bench.report.page import table_of, write_block
 from fusedattn import attention, biases, masks
 from fusedattn.cli.machine import versions
 
@@ -160,17 +159,7 @@ def contestants(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
             if dout is not None:
                 torch.autograd.grad(out, leaves, dout)
 
-        yield name, functools.partial(_itself, run)
-
-
-def _itself(run: Callable[[], object]) -> Callable[[], object]:
-    """A setup that does nothing and returns `run`."""
-    return run
-
-
-def with_table(page: str, report: dict[str, Any]) -> str:
-    """The page with the table of a report between its comments."""
-    return with_block(page, table(report), "python -m bench.cpu")
+        yield name, lambda run=run: run  # type: ignore[misc]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -190,17 +179,15 @@ def _cell(row: dict[str, Any]) -> str:
     return ", ".join(f"{max(row[direction].values()):.2f}" for direction in ("forward", "forward and backward"))
 
 
-def main() -> int:
-    """Measure unless the argument is ``table``, and rewrite the page; return exit status 0."""
+def main() -> None:
+    """Measure unless the argument is ``table``, and rewrite the page."""
     if sys.argv[1:] != ["table"]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         report = {"versions": versions(), "batch": BATCH, "nheads": NHEADS, "head_dim": HEAD_DIM}
         RESULTS.write_text(json.dumps(report | {"rows": list(measure())}, indent=1) + "\n", encoding="utf-8")
-    report = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
-    return 0
+    write_block(PAGE, table(json.loads(RESULTS.read_text(encoding="utf-8"))), "python -m bench.cpu")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

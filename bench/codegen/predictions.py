@@ -31,7 +31,7 @@ from bench.codegen.launches import FEATURES
 from bench.codegen.loops import LANES, LOOPS
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
-from bench.report.page import with_block
+from bench.report.page import table_of, write_block
 from fusedattn.kernels.configs import Arch, Style, TileConfig
 from fusedattn.kernels.primitives import block_d, is_wide
 
@@ -150,25 +150,17 @@ def predict(report: Report) -> Prediction:
     return Prediction(report, bounds, machine)
 
 
-def table(predictions: list[Prediction]) -> Iterator[str]:
-    """Lines of Markdown, grouped by kernel, the fastest first."""
-    columns = (
+def table(predictions: list[Prediction]) -> Iterator[Iterable[object]]:
+    """The cells of each row, grouped by kernel, the fastest first."""
+    yield (
         *("rank", "kernel", "head_dim", "features", "tile", "main loop", "CTAs", "TFLOP/s at best", "limit", "next"),
         *("clocks", *RESOURCES, "products", "boundary"),
     )
-    yield from _lines(columns)
     for kernel in OPERATIONS:
         for one_pass in (False, True):
             of_kernel = [x for x in predictions if x.report.kernel == kernel and x.one_pass == one_pass]
             for rank, prediction in enumerate(sorted(of_kernel, key=lambda x: -x.flops), 1):
-                yield from _lines(_cells(prediction, rank), header=False)
-
-
-def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
-    cells = list(cells)
-    yield f"| {' | '.join(map(str, cells))} |"
-    if header:
-        yield "|" + " --- |" * len(cells)
+                yield _cells(prediction, rank)
 
 
 def _cells(x: Prediction, rank: int) -> list[object]:
@@ -191,13 +183,11 @@ def _cells(x: Prediction, rank: int) -> list[object]:
     ]
 
 
-def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
-    """Lines of Markdown: whole calls, with and without a causal mask, of heads with 16 * 128 features in all."""
-    yield from _lines(
-        (
-            *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
-            *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating before, of the forward"),
-        )
+def problems(predictions: list[Prediction], machine: Machine) -> Iterator[Iterable[object]]:
+    """Cells: whole calls, with and without a causal mask, of heads with 16 * 128 features in all."""
+    yield (
+        *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
+        *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating before, of the forward"),
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
@@ -221,16 +211,13 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             forward = found["attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
             rotating = (1 + prerotate_q) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
-            yield from _lines(
-                (
-                    *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
-                    *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
-                    f"{2.5 * problem.operations / backward / 1e12:.0f}",
-                    f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
-                    "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
-                    f"{rotating:.1%}" if "rope" in features else "",
-                ),
-                header=False,
+            yield (
+                *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
+                *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
+                f"{2.5 * problem.operations / backward / 1e12:.0f}",
+                f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
+                "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
+                f"{rotating:.1%}" if "rope" in features else "",
             )
 
 
@@ -251,20 +238,16 @@ def figures(predictions: list[Prediction], target: Arch) -> str:
     """The generated part of the page."""
     machine = MACHINES[target]
     training = [x for x in predictions if x.report.kernel in BACKWARD or "residual" in x.report.features.split("+")]
-    lines = [
+    parts = [
         f"{target} with {machine.multiprocessors} multiprocessors at {machine.hertz / 1e9:.3f} GHz (at most "
         f"{machine.peak / 1e12:.0f} TFLOP/s), Triton {triton.__version__}, bfloat16. One tile of each kernel, in "
         "clocks of a multiprocessor:",
-        "",
-        *table(predictions),
-        "",
+        table_of(table(predictions)),
         f"Whole calls in training, of {TOKENS} tokens and heads with {FEATURES_IN_ALL} features in all:",
-        "",
-        *problems(training, machine),
-        "",
-        *rotations(predictions, machine),
+        table_of(problems(training, machine)),
+        "\n".join(rotations(predictions, machine)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
@@ -332,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{report.key} {report.tile}: {report.error or 'does not fit on a multiprocessor'}", file=sys.stderr)
     text = figures([predict(report) for report in reports if report not in left_out], options.target)
     if options.update:
-        DOCUMENT.write_text(with_block(DOCUMENT.read_text(), text, COMMAND))
+        write_block(DOCUMENT, text, COMMAND)
     else:
         print(text)
     return int(bool(left_out))
