@@ -14,7 +14,7 @@ from bench.measuring.gate import Gate
 from bench.measuring.measure import measure
 from bench.measuring.processes import Child, ProcessError
 from bench.measuring.timing import Budget, OutOfTimeError, Rounds, Timed, still_works
-from bench.report.results import Report
+from bench.report.results import Report, one_verdict
 from bench.run import QUICK, allow_compilations
 from bench.work import functions
 from bench.work.work import OWN, Work
@@ -46,12 +46,10 @@ def timed(
     left = list(works)
     while left and not budget.is_spent:
         before = report["correctness"]
-        seconds = 1e9 if budget.end is None else budget.end - budget.clock()
-        child = Child(measure_all, left, str(device), report["ceilings"], seconds)
+        child = Child(measure_all, left, str(device), report["ceilings"], budget.left)
         try:
             while left:
-                what, value = child.receive(min(child.limit(PATIENCE * silence), max(0.0, seconds)))
-                seconds = 1e9 if budget.end is None else budget.end - budget.clock()
+                what, value = child.receive(min(child.limit(PATIENCE * silence), budget.left))
                 if what == "kernel":
                     kernels.add(*value)
                 elif what == "ceilings":
@@ -59,7 +57,7 @@ def timed(
                 elif what == "row":
                     row, verdict = value
                     report["results"] = [x for x in report["results"] if x["name"] != row["name"]] + [row]
-                    report["correctness"] = together(before, verdict)
+                    report["correctness"] = one_verdict([before, verdict])
                     own = row["contestants"].get(OWN, {}).get("reason", "")
                     yield left.pop(0), own or verdict["failures"].get(row["name"], "")
                 elif what == "end":
@@ -75,14 +73,6 @@ def timed(
             yield work, text
         finally:
             child.kill()
-
-
-def together(a: Report, b: Report) -> Report:
-    """Two verdicts merged into one."""
-    used = [x["most_used"] for x in (a, b) if x["most_used"] is not None]
-    cases, failures = a["cases"] + b["cases"], a["failures"] | b["failures"]
-    ok = cases > 0 and not failures
-    return b | {"ok": ok, "cases": cases, "most_used": max(used, default=None), "failures": failures}
 
 
 NOTHING: Report = {"ok": False, "cases": 0, "most_used": None, "failures": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -89,9 +90,14 @@ class Budget:
         self.end = None if seconds is None else clock() + seconds
 
     @property
+    def left(self) -> float:
+        """The seconds left, at least 0."""
+        return math.inf if self.end is None else max(0.0, self.end - self.clock())
+
+    @property
     def is_spent(self) -> bool:
         """Whether the time is up."""
-        return self.end is not None and self.clock() >= self.end
+        return self.left == 0.0
 
     def check(self) -> None:
         """Raise OutOfTimeError if the time is up."""

@@ -30,10 +30,15 @@ def new_path(out: Path, device: torch.device, commit: str | None, ending: str = 
 
 
 def write(path: Path, report: Report) -> None:
-    """Replace the file in one step, so that a killed run leaves its last results."""
+    """Write a report, or other JSON; a killed run leaves its last results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".json.new")
-    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    replace(path, json.dumps(report, indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old text or the new."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
@@ -99,22 +104,23 @@ def together(reports: Sequence[Report]) -> Report:
     rows: dict[str, Report] = {}
     for report in reports:
         rows |= {row["name"]: row for row in report["results"] if row["name"] not in rows}
-    verdicts = [report["correctness"] for report in reports]
-    used = [verdict["most_used"] for verdict in verdicts if verdict["most_used"] is not None]
     ceilings = {"matmul": {}, "copy": first["ceilings"].get("copy")}
     for report in reversed(reports):
         ceilings["matmul"] |= report["ceilings"].get("matmul", {})
     return first | {
         "ceilings": ceilings,
-        "correctness": verdicts[0]
-        | {
-            "ok": all(verdict["ok"] for verdict in verdicts),
-            "cases": sum(verdict["cases"] for verdict in verdicts),
-            "most_used": max(used, default=None),
-            "failures": {name: text for verdict in verdicts for name, text in verdict["failures"].items()},
-        },
+        "correctness": one_verdict([report["correctness"] for report in reports]),
         "results": list(rows.values()),
     }
+
+
+def one_verdict(verdicts: Sequence[Report]) -> Report:
+    """The verdicts of several gates, merged into one."""
+    cases = sum(verdict["cases"] for verdict in verdicts)
+    used = [verdict["most_used"] for verdict in verdicts if verdict["most_used"] is not None]
+    failures = {name: text for verdict in verdicts for name, text in verdict["failures"].items()}
+    found = {"ok": cases > 0 and not failures, "cases": cases, "most_used": max(used, default=None)}
+    return verdicts[-1] | found | {"failures": failures}
 
 
 def headline(report: Report) -> str:

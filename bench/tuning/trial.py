@@ -98,10 +98,9 @@ def timed(
 ) -> dict[str, Timing]:
     """Time candidates in turns on every problem of the slot, until the budget is spent or their process dies."""
     timings = {name: Timing() for name in candidates}
-    left = None if budget.end is None else max(0.0, budget.end - budget.clock())
     if candidates:
         try:
-            for what, spreads, reasons in apart(turns, slot, dict(candidates), device, stopwatch, left):
+            for what, spreads, reasons in apart(turns, slot, dict(candidates), device, stopwatch, budget.left):
                 for name, found in spreads.items():
                     timings[name].ms[what] = found
                 for name, text in reasons.items():
@@ -117,7 +116,7 @@ def turns(
     candidates: dict[str, Candidate],
     device: torch.device,
     stopwatch_of: Callable[[torch.device], Stopwatch],
-    seconds: float | None,
+    seconds: float,
 ) -> Iterator[tuple[str, dict[str, Spread], dict[str, str]]]:
     """Yield problem and pass, times of the candidates, and reasons for missing ones, until the time is up."""
     budget, stopwatch = Budget(seconds), stopwatch_of(device)
