@@ -115,9 +115,9 @@ GOALS = (
 )  # fmt: skip
 
 
-def concerned(place: Place) -> bool:
-    """Whether a piece of work is needed for a goal."""
-    return any(goal.concerns(place.suite, place.page, place.panel, place.x) for goal in GOALS)
+def concerned(place: Place) -> list[int]:
+    """The indices of the goals for which a piece of work is needed."""
+    return [i for i, goal in enumerate(GOALS) if goal.concerns(place.suite, place.page, place.panel, place.x)]
 
 
 def verdicts(report: Report) -> Iterator[Verdict]:

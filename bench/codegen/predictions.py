@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from bench.codegen import compilations
-from bench.codegen.estimate import Kernel, Workload, estimate, rotation_break_even, rotation_seconds
+from bench.codegen.estimate import ITEMSIZE, Kernel, Workload, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
 from bench.codegen.loops import LANES, LOOPS
@@ -224,7 +224,7 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[Iterab
 def _one_pass_flops(x: Prediction, problem: Workload, machine: Machine) -> float:
     """Operations per second of a backward in one pass, including zeroing its sum and reading it once more."""
     rows = problem.batch * problem.nheads_q * problem.seqlen_q
-    moved = rows * problem.head_dim * (2 * TOTAL_BYTES + problem.itemsize)
+    moved = rows * problem.head_dim * (2 * TOTAL_BYTES + ITEMSIZE)
     seconds = estimate(x.kernel, problem, machine).seconds + moved / machine.hbm_bytes_per_second
     return 2.5 * problem.operations / seconds
 

@@ -87,11 +87,12 @@ def _ratios(contestants: dict[str, Any], measured: dict[str, Any], unit: str, dt
     medians = {name: found["ms"]["median"] for name, found in contestants.items() if "ms" in found}
     own = min((name for name in medians if is_own(name)), key=medians.__getitem__, default=None)
     peer = min((name for name in medians if not is_own(name)), key=medians.__getitem__, default=None)
+    ceiling = ceilings.ceiling(measured, unit, dtype)
     return {
         "best_own": own,
         "best_peer": peer,
         "speedup": None if own is None or peer is None else medians[peer] / medians[own],
-        "of_ceiling": None if own is None else ceilings.share(measured, unit, dtype, contestants[own]["rate"]),
+        "of_ceiling": None if own is None or ceiling is None else contestants[own]["rate"] / ceiling,
     }
 
 

@@ -6,7 +6,6 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from bench.report import results, terminal
 from bench.report.results import Report
@@ -38,12 +37,8 @@ def changes(a: Report, b: Report) -> Iterator[Change]:
         others = in_b.get(row["name"], {"contestants": {}})["contestants"]
         for name, found in row["contestants"].items():
             if "ms" in found and "ms" in others.get(name, {}):
-                yield _change(row["name"], name, found["ms"], others[name]["ms"])
-
-
-def _change(work: str, contestant: str, a: dict[str, Any], b: dict[str, Any]) -> Change:
-    ratios = {"ratio": a["median"] / b["median"], "least": a["q1"] / b["q3"], "most": a["q3"] / b["q1"]}
-    return Change(work, contestant, **ratios)
+                x, y = found["ms"], others[name]["ms"]
+                yield Change(row["name"], name, x["median"] / y["median"], x["q1"] / y["q3"], x["q3"] / y["q1"])
 
 
 def run(options: argparse.Namespace) -> int:

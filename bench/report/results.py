@@ -125,12 +125,14 @@ def one_verdict(verdicts: Sequence[Report]) -> Report:
 
 def headline(report: Report) -> str:
     """One line: the device, versions and commit."""
-    environment = report["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    changed = " with changes" if environment["dirty"] else ""
-    return (
-        f"{environment['device']}; {versions}; commit {environment['commit'][:10]}{changed}; {report['started'][:10]}"
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in report["environment"]["versions"].items())
+    return f"{report['environment']['device']}; {versions}; {commit(report)}; {report['started'][:10]}"
+
+
+def commit(report: Report) -> str:
+    """The commit in short."""
+    changed = " with changes" if report["environment"]["dirty"] else ""
+    return f"commit {report['environment']['commit'][:10]}{changed}"
 
 
 def by_page(report: Report) -> dict[tuple[str, str], dict[str, list[Report]]]:
@@ -156,3 +158,8 @@ def _by_number(text: str) -> list[tuple[int, str]]:
 def contestants(rows: list[Report]) -> list[str]:
     """The names in all of these results, in order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+
+
+def timed(rows: list[Report]) -> list[str]:
+    """The contestants that could run in one of these results."""
+    return [name for name in contestants(rows) if any("ms" in row["contestants"].get(name, {}) for row in rows)]

@@ -67,7 +67,7 @@ def full(report: Report) -> str:
 
 def _panel(rows: list[Report]) -> Iterator[list[str]]:
     """Rows of a panel, with the contestants that could run; the others are in the notes."""
-    names = [name for name in results.contestants(rows) if any("ms" in r["contestants"].get(name, {}) for r in rows)]
+    names = results.timed(rows)
     yield [rows[0]["x_name"], *names, "fusedattn over best other", "of ceiling"]
     for row in rows:
         cells = (_cell(row["contestants"].get(name, {}), name == row["best_own"]) for name in names)

@@ -72,8 +72,9 @@ class LaunchWork(CallsWork):
 
     @torch.no_grad()
     def _prepare(self, call: Callable[[], Tensor], inputs: Inputs) -> Contestant:
+        without_gradients = torch.no_grad()
         if self.how == "called":
-            return Contestant(lambda: _repeated(call), call)
+            return Contestant(lambda: without_gradients(repeated(call)), call)
         if not inputs.q.is_cuda:
             raise NotImplementedError("device: got cpu, but CUDA graphs are of a GPU")
         side = torch.cuda.Stream()
@@ -88,11 +89,12 @@ class LaunchWork(CallsWork):
             graph.replay()
             return out
 
-        return Contestant(lambda: _repeated(replayed), replayed)
+        return Contestant(lambda: without_gradients(repeated(replayed)), replayed)
 
 
-def _repeated(call: Callable[[], Tensor]) -> Timed:
-    @torch.no_grad()
+def repeated(call: Callable[[], object]) -> Timed:
+    """A function that makes `CALLS` calls in a row."""
+
     def calls() -> None:
         for _ in range(CALLS):
             call()

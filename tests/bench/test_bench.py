@@ -359,12 +359,12 @@ def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("CUDA graphs are of a GPU" in found["reason"] for found in graph["contestants"].values())
 
 
-def test_ceilings_count_both_ways_and_shares_go_by_unit() -> None:
+def test_ceilings_go_by_unit() -> None:
     found = {"matmul": {"float32": 4.0}, "copy": 100.0}
-    assert ceilings.share(found, "TFLOP/s", "float32", 1.0) == 0.25
-    assert ceilings.share(found, "TFLOP/s", "float16", 1.0) is None
-    assert ceilings.share(found, "GB/s", "float16", 50.0) == 0.5
-    assert ceilings.share(found, "tokens/s", "float32", 1.0) is None
+    assert ceilings.ceiling(found, "TFLOP/s", "float32") == 4.0
+    assert ceilings.ceiling(found, "TFLOP/s", "float16") is None
+    assert ceilings.ceiling(found, "GB/s", "float16") == 100.0
+    assert ceilings.ceiling(found, "tokens/s", "float32") is None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

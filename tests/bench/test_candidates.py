@@ -201,7 +201,7 @@ from bench.tuning import candidates
 from bench.tuning.slots import Slot
 from fusedattn.kernels.configs import TileConfig
 slot = Slot("dq", "streamed", torch.bfloat16, 128)
-found = candidates.clean(slot, "sm_90", [slot.config("sm_90"), TileConfig(128, 128, 4, 1)], jobs=1)
+found = candidates.clean(slot, "sm_90", [slot.config("sm_90"), TileConfig(128, 128, 4, 1)], 1, bool)
 candidates.save(Path({str(tmp_path)!r}) / "found.json", {{slot.name: found}})
 """
     output("-c", program)
