@@ -73,7 +73,6 @@ _TOGETHER = "several must be of one commit on one machine"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     from bench.work.suites import SUITES
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition(": ")[2])
@@ -180,7 +179,6 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:

@@ -46,7 +46,6 @@ class Goal:
     xs: tuple[float, ...]
 
     def concerns(self, suite: str, page: str, panel: str, x: float) -> bool:
-        """Whether the goal is about a result in this place."""
         return suite == self.suite and page in self.pages and panel in self.panels and x in self.xs
 
     @property
@@ -64,7 +63,6 @@ class Verdict:
 
     @property
     def lowest(self) -> tuple[str, float] | None:
-        """The result with the lowest figure, and that figure."""
         found = [(name, figure) for name, figure in self.figures.items() if figure is not None]
         return min(found, key=lambda pair: pair[1], default=None)
 

@@ -110,7 +110,6 @@ def allow_compilations() -> None:
 
 
 def new_report(device: torch.device, options: argparse.Namespace) -> Report:
-    """A report without results."""
     return {
         "format": results.FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -16,7 +16,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "features.md"
 
 
 def document(text: str) -> str:
-    """`text` with the table between its comments."""
     rows = ((feature.name, feature.how, feature.triton, feature.torch) for feature in FEATURES)
     return with_block(text, table_of([("what", "how", "`triton`", "`torch`"), *rows]) + "\n", "python -m bench.support")
 

@@ -128,7 +128,6 @@ def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> I
 
 
 def compile_case(case: Case) -> list[Report]:
-    """The reports of one case."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():

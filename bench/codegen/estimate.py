@@ -29,7 +29,6 @@ class Workload:
 
     @property
     def nheads_q(self) -> int:
-        """The number of query heads."""
         return self.nheads_kv * self.group
 
     @property

@@ -132,19 +132,20 @@ NAMES = {
 }
 # Arguments that follow from another switch, or are always present.
 IMPLIED = {
+    *("MODIFIED", "UNBOUNDED", "BY_PAIR", "MAY_HIDE_ROWS", "EXACT", "DERIVATIVE", "function_args", "PREFIX_AT_END"),
     *(
-        "MODIFIED",
-        "UNBOUNDED",
-        "BY_PAIR",
-        "MAY_HIDE_ROWS",
-        "EXACT",
-        "DERIVATIVE",
-        "function_args",
-        "PREFIX_AT_END",
         "key_range",
         "k",
+        "key_ranges",
+        "query_ranges",
+        "key_counts",
+        "query_counts",
+        "query_lists",
+        "blocks",
+        "sin",
+        "cu_k",
+        "ptr",
     ),
-    *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
     *("words", "special", "PIPELINED", "weighted", "kept_sum"),
 }
@@ -184,7 +185,6 @@ class NoDevice:
     target: GPUTarget
 
     def get_current_target(self) -> GPUTarget:
-        """The target of compilations."""
         return self.target
 
     def get_current_device(self) -> int:

@@ -14,9 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
@@ -75,7 +75,6 @@ class Prediction:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the kernel computes dq as well as dk and dv."""
         return is_one_pass(self.report)
 
     @property
@@ -137,16 +136,10 @@ def predict(report: Report) -> Prediction:
     itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
     walked = config[report.walks_over]
     moved = 2 * itemsize + (TOTAL_BYTES if is_one_pass(report) else 0)  # of q and dout, or k and v, and of dq
-    bounds = {
-        name: bound(
-            loop,
-            machine,
-            warps=config["num_warps"],
-            ctas=report.ctas_per_sm,
-            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] else 0,
-        )
-        for name, loop in zip(names, report.loops, strict=True)
-    }
+    bounds: dict[str, Bound] = {}
+    for name, loop in zip(names, report.loops, strict=True):
+        fetched = walked * report.head_dim * moved if loop.counts["tma"] else 0
+        bounds[name] = bound(loop, machine, config["num_warps"], report.ctas_per_sm, fetched)
     return Prediction(report, bounds, machine)
 
 
@@ -194,12 +187,8 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[Iterab
         # If queries are rotated before, the forward kernel does not have the feature "rope".
         prerotate_q = not any(x.report.kernel == "attention_fwd" for x in of_call)
         if prerotate_q:
-            without = features.removesuffix("+rope")
-            of_call += [
-                x
-                for x in predictions
-                if x.report.kernel == "attention_fwd" and (x.report.head_dim, _called(x)) == (head_dim, without)
-            ]
+            forwards = [x for x in predictions if x.report.kernel == "attention_fwd" and x.report.head_dim == head_dim]
+            of_call += [x for x in forwards if _called(x) == features.removesuffix("+rope")]
         together = next((x for x in of_call if x.one_pass), None)
         of_call = [x for x in of_call if not x.one_pass]
         if features not in SHOWN or not set(BACKWARD) < {x.report.kernel for x in of_call}:
@@ -235,7 +224,6 @@ def _called(x: Prediction) -> str:
 
 
 def figures(predictions: list[Prediction], target: Arch) -> str:
-    """The generated part of the page."""
     machine = MACHINES[target]
     training = [x for x in predictions if x.report.kernel in BACKWARD or "residual" in x.report.features.split("+")]
     parts = [
@@ -264,17 +252,6 @@ def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             )
 
 
-def compiled(
-    target: Arch, head_dims: list[int], features: list[str], jobs: int, tile: TileConfig | None = None
-) -> list[Report]:
-    """Reports of the attention kernels in bfloat16, and of the forward without gradients or features."""
-    cases = [
-        compilations.Case(target, "bf16", head_dim, tuple(features), tuple(OPERATIONS), ("plain",), tile)
-        for head_dim in head_dims
-    ]
-    return compilations.compile_all(cases, jobs)
-
-
 def tile_config(text: str) -> TileConfig:
     """Parse "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages, and optional fields."""
     match = re.fullmatch(rf"(\d+)x(\d+),(\d+),(\d+)(?:,({'|'.join(get_args(Style))}))?(?:,(\d+))?(,persistent)?", text)
@@ -282,15 +259,10 @@ def tile_config(text: str) -> TileConfig:
         raise argparse.ArgumentTypeError(
             f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32,persistent"
         )
-    block_m, block_n, warps, stages = map(int, match.groups()[:4])
-    config = TileConfig(block_m, block_n, warps, stages)
-    style, boundary, persistent = match.groups()[4:]
-    return replace(
-        config,
-        style=cast(Style, style or config.style),
-        BOUNDARY=int(boundary or config.BOUNDARY),
-        persistent=1 if persistent else 0,
-    )
+    block_m, block_n, warps, stages, style, boundary, persistent = match.groups()
+    options: dict[str, Any] = {"style": style, "BOUNDARY": int(boundary or 0), "persistent": int(bool(persistent))}
+    chosen = {name: x for name, x in options.items() if x}
+    return TileConfig(int(block_m), int(block_n), int(warps), int(stages), **chosen)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -303,13 +275,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
     parser.add_argument("--update", action="store_true", help=f"write them to {DOCUMENT.name}")
     options = parser.parse_args(arguments)
-    reports = compiled(
-        options.target,
-        options.head_dim or list(compilations.HEAD_DIMS),
-        options.features or list(PREDICTED),
-        options.jobs,
-        options.tile,
-    )
+    # The forward also without gradients or features.
+    what = (tuple(options.features or PREDICTED), tuple(OPERATIONS), ("plain",), options.tile)
+    head_dims = options.head_dim or compilations.HEAD_DIMS
+    cases = [compilations.Case(options.target, "bf16", head_dim, *what) for head_dim in head_dims]
+    reports = compilations.compile_all(cases, options.jobs)
     left_out = [report for report in reports if report.error or not report.ctas_per_sm]
     for report in left_out:
         print(f"{report.key} {report.tile}: {report.error or 'does not fit on a multiprocessor'}", file=sys.stderr)

@@ -102,7 +102,6 @@ def _known_faults(found: list[Baseline]) -> Iterator[list[str]]:
 
 
 def write() -> None:
-    """Rewrite the document."""
     DOCUMENT.write_text(document(DOCUMENT.read_text()))
 
 

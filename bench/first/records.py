@@ -55,12 +55,10 @@ class Records:
             os.fsync(file.fileno())
 
     def of(self, part: str) -> list[Record]:
-        """The records of a part."""
         return [record for record in self.by_key.values() if record.part == part]
 
 
 def wrong(records: Iterable[Record]) -> list[Record]:
-    """The records of failures."""
     return [record for record in records if not record.ok]
 
 

@@ -45,7 +45,6 @@ def state(device: torch.device) -> dict[str, str]:
 
 
 def folder(device: torch.device) -> str:
-    """A folder name for a device."""
     return slug(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
 
 

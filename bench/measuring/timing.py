@@ -96,11 +96,9 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the time is up."""
         return self.left == 0.0
 
     def check(self) -> None:
-        """Raise OutOfTimeError if the time is up."""
         if self.is_spent:
             raise OutOfTimeError
 

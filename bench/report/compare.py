@@ -42,7 +42,6 @@ def changes(a: Report, b: Report) -> Iterator[Change]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the changes; return exit status 0."""
     a, b = results.read(options.a), results.read(options.b)
     found = list(changes(a, b))
     console = terminal.console()
@@ -61,7 +60,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """The cells of a row, in the order of the columns."""
     verdict = ("faster" if change.ratio > 1.0 else "slower") if change.beyond_noise else ""
     numbers = (f"{x:.2f}x" for x in (change.ratio, change.least, change.most))
     return (*numbers, verdict, change.contestant, change.work)

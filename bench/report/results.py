@@ -130,7 +130,6 @@ def headline(report: Report) -> str:
 
 
 def commit(report: Report) -> str:
-    """The commit in short."""
     changed = " with changes" if report["environment"]["dirty"] else ""
     return f"commit {report['environment']['commit'][:10]}{changed}"
 

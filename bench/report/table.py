@@ -22,7 +22,6 @@ HEADLINES = ("forward", "backward", "decode", "training")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rewrite the pages; return exit status 0."""
     found = [results.read_committed(path) for path in options.results]
     kinds = ([report for report in found if report["environment"]["is_gpu"] is kind] for kind in (True, False))
     reports = [results.together(of_kind) for of_kind in kinds if of_kind]

@@ -98,7 +98,6 @@ def _print_rows(console: Console, rows: list[Report]) -> None:
 
 
 def _cells(row: Report) -> Iterable[str]:
-    """The cells of a row, in the order of the columns."""
     yield f"{row['x']:,g}"
     own = row["contestants"].get(row["best_own"])
     if own is None:

@@ -58,7 +58,6 @@ class Slot:
         return f"{self.part} {self.work} {str(self.dtype).removeprefix('torch.')} {self.head_dim}"
 
     def config(self, arch: Arch) -> Candidate:
-        """The config in the table."""
         if self.part == "few":
             return configs.lookup_few_queries(arch, self.head_dim, self.dtype, self.work)
         return getattr(configs.lookup(arch, self.head_dim, self.dtype, self.work), self.part)

@@ -84,7 +84,6 @@ class Timing:
     reason: str = ""
 
     def as_object(self) -> dict[str, Any]:
-        """The timings for JSON."""
         ms = {name: asdict(x) for name, x in self.ms.items()}
         return ({"ms": ms} if ms else {}) | ({"reason": self.reason} if self.reason else {})
 

@@ -24,7 +24,6 @@ FOUR_ARGUMENTS = "a kernel of four arguments"
 
 @triton.jit
 def _copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """One program copies BLOCK elements."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
 

@@ -96,5 +96,4 @@ class Work(ABC):
         return nullcontext()
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """The stopwatch for this work."""
         return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch(device)
