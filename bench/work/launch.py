@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,10 @@ CALLS = 20  # in one sample; few enough to never fill the queue of a GPU
 class CallsWork(Work):
     """`CALLS` calls of one case in a row."""
 
+    unit: ClassVar[str] = "calls/s"
+    amount: ClassVar[float] = 1.0
+    repeats: ClassVar[int] = CALLS
     case: Case
-
-    @property
-    def unit(self) -> str:
-        return "calls/s"
-
-    @property
-    def amount(self) -> float:
-        return 1.0
-
-    @property
-    def repeats(self) -> int:
-        return CALLS
 
     @property
     def dtype(self) -> torch.dtype:
