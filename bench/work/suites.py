@@ -123,15 +123,9 @@ def works(names: list[str], scale: Scale) -> list[Work]:
 def _case(scale: Scale, seqlen: int, *, head_dim: int | None = None, grouped: bool = False, **fields: Any) -> Case:
     head_dim = head_dim or scale.head_dims[0]
     nheads = scale.width // head_dim
-    fields = {"dtype": scale.dtypes[0], "batch": max(1, scale.tokens // seqlen), **fields}
-    return Case(
-        nheads_q=nheads,
-        nheads_kv=nheads // GROUP if grouped else nheads,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        head_dim=head_dim,
-        **fields,
-    )
+    fields = {"dtype": scale.dtypes[0], "batch": max(1, scale.tokens // seqlen), "head_dim": head_dim, **fields}
+    nheads_kv = nheads // GROUP if grouped else nheads
+    return Case(nheads_q=nheads, nheads_kv=nheads_kv, seqlen_q=seqlen, seqlen_k=seqlen, **fields)
 
 
 def _sweep(scale: Scale, suite: str, directions: tuple[Direction, ...]) -> Iterator[Work]:
