@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,15 +187,10 @@ def breaking(connection: Any, works: list[Any], device: str, measured: Any, *_: 
     connection.send(("end", None))
 
 
-@dataclass(frozen=True)
-class Named:
-    name: str
-
-
 @pytest.mark.thorough
 def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "measure_all", breaking)
-    works: list[Any] = [Named(name) for name in ("dies", "one", "breaks", "refused", "two")]
+    works: list[Any] = [SimpleNamespace(name=name) for name in ("dies", "one", "breaks", "refused", "two")]
     report = {"results": [], "ceilings": {}, "correctness": timings.NOTHING}
     found = [(w.name, text) for w, text in timings.timed(works, report, CPU, 60.0, Budget(), Kernels())]
     death = "while it was timed, its process ended with status 9"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,13 +59,8 @@ SHARED_NAMES = {
 
 
 @functools.cache
-def module_of(step: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"learn_{step}", FOLDER / f"{step}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def module_of(step: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{step}.py")))
 
 
 def problem(step: str, seqlen_q: int, seqlen_k: int) -> testing.Inputs:
