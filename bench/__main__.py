@@ -59,8 +59,8 @@ PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
 WORK = ("streamed", "pairwise", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
-# Packages that a command requires.
-NEEDED = {"plot": ("matplotlib",), **dict.fromkeys(("tune", "first", "prebuilt"), ("triton",))}
+# The package that a command requires.
+NEEDED = {"plot": "matplotlib", "tune": "triton", "first": "triton", "prebuilt": "triton"}
 
 # Other commands are modules of bench with the name of the command.
 MODULES = {
@@ -73,15 +73,12 @@ _TOGETHER = "several must be of one commit on one machine"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; ``options.run(options)`` runs the command."""
     from bench.work.suites import SUITES
 
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition(": ")[2])
     commands = parser.add_subparsers(dest="command", title="commands", required=True)
 
-    run = commands.add_parser(
-        "run", help="measure", description=_RUN, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    run = commands.add_parser("run", help="measure", description=_RUN)
     run.add_argument("--suite", action="append", choices=SUITES, help="may be repeated (default: all)")
     run.add_argument("--filter", metavar="SUBSTRING", default="", help="only work with this in its name")
     run.add_argument("--goals", action="store_true", help="only the work that the goals of docs/performance.md need")
@@ -94,32 +91,23 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     run.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
     run.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
-    _add_seed_and_commit(run, "measured")
+    _add_commit(run, "measured")
 
-    first = commands.add_parser(
-        "first", help="the first tests on a new GPU", description=_FIRST,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    first = commands.add_parser("first", help="the first tests on a new GPU", description=_FIRST)
     first.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="one for each machine and sources")
     first.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop after this time, keep the results")
-    first.add_argument(
-        "--jobs", metavar="N", type=_count, default=_most_cores(), help="processes (default: %(default)s)"
-    )
+    # Two cores are left for the process that distributes the work and for other processes.
+    most_cores = max(1, (os.cpu_count() or 1) - 2)
+    first.add_argument("--jobs", metavar="N", type=_count, default=most_cores, help="processes (default: %(default)s)")
     first.add_argument(
         "--silence", metavar="SECONDS", type=_seconds, default=120.0,
         help="a process that compiles and answers nothing for this time hangs (default: %(default)g)",
     )  # fmt: skip
     first.add_argument("--again", action="store_true", help="repeat what failed")
-    first.add_argument(
-        "--prebuilt", metavar="FILE", type=Path, help="default: the file in prebuilt/ for this GPU and Triton"
-    )
     first.add_argument("--device", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
-    _add_seed_and_commit(first, "tested")
+    _add_commit(first, "tested")
 
-    prebuilt = commands.add_parser(
-        "prebuilt", help="compile for a GPU without having one", description=_PREBUILT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    prebuilt = commands.add_parser("prebuilt", help="compile for a GPU without having one", description=_PREBUILT)
     prebuilt.add_argument("--arch", choices=ARCHS, default="sm_90", help="default: %(default)s")
     prebuilt.add_argument("--libtriton", metavar="FILE", type=Path, help="that of the Triton that will launch them")
     prebuilt.add_argument("--jobs", metavar="N", type=_count, default=_cores(), help="processes (default: %(default)s)")
@@ -128,12 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw result files: one SVG for each suite and page")
     plot.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
     plot.add_argument("--out", metavar="DIR", type=Path, help="default: a folder beside the first")
-    plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: %(default)s")
 
-    tune = commands.add_parser(
-        "tune", help="compare configs of the table with others", description=_TUNE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    tune = commands.add_parser("tune", help="compare configs of the table with others", description=_TUNE)
     many: dict[str, Any] = {"action": "append", "default": []}
     tune.add_argument("--part", **many, choices=PARTS, help="may be repeated (default: all)")
     tune.add_argument("--work", **many, choices=WORK, help="the work for each pair (default: streamed)")
@@ -146,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--budget", metavar="SECONDS", type=_seconds, help="stop after this time, keep the results")
     tune.add_argument("--device", help="cuda, cuda:1, ... (default: the first)")
     tune.add_argument("--out", metavar="DIR", type=Path, default=RESULTS, help="default: %(default)s")
-    _add_seed_and_commit(tune, "measured")
+    _add_commit(tune, "measured")
 
     compare = commands.add_parser("compare", help="compare two result files, case by case")
     compare.add_argument("a", metavar="A", type=Path)
@@ -155,31 +139,22 @@ def build_parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="write results into docs/performance.md and README.md")
     table.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
 
-    for name, command in commands.choices.items():
-        command.set_defaults(run=_later(name))
+    for command in commands.choices.values():
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
 
-def _later(name: str):
-    """A function that loads a command's module, with its imports, only when that command runs."""
-
-    def run(options: argparse.Namespace) -> int:
-        missing = [package for package in NEEDED.get(name, ()) if importlib.util.find_spec(package) is None]
-        if missing:
-            raise CommandError(f"{', '.join(missing)}: not installed; pip install 'fusedattn[bench]'")
-        return importlib.import_module(MODULES.get(name, f"bench.{name}")).run(options)
-
-    return run
+def _run(options: argparse.Namespace) -> int:
+    """Load the command's module, with its imports, and run it."""
+    name = options.command
+    if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
+        raise CommandError(f"{NEEDED[name]}: not installed; pip install 'fusedattn[bench]'")
+    return importlib.import_module(MODULES.get(name, f"bench.{name}")).run(options)
 
 
 def _cores() -> int:
     """The number of usable cores, at most 14, because each checking process has a context on the GPU."""
     return min(14, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
-def _most_cores() -> int:
-    """All cores but two, which are left for the process that distributes the work and for other processes."""
-    return max(1, (os.cpu_count() or 1) - 2)
 
 
 def _count(text: str) -> int:
@@ -189,10 +164,7 @@ def _count(text: str) -> int:
     return number
 
 
-def _add_seed_and_commit(command: argparse.ArgumentParser, done: str) -> None:
-    command.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="seed of the order of turns (default: %(default)s)"
-    )
+def _add_commit(command: argparse.ArgumentParser, done: str) -> None:
     command.add_argument("--commit", metavar="HASH", help=f"the commit that is {done}, for a tree without git")
 
 
@@ -207,11 +179,10 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        return _run(options)
     except CommandError as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2

@@ -10,11 +10,10 @@ The JSON is the output of ``python -m fusedattn check --json``::
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from bench.report.page import table_of, with_block
+from bench.report.page import table_of, with_block, write_block
 from fusedattn.cli.check.outcome import number, percent
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -46,33 +45,22 @@ def figures(report: dict[str, Any]) -> str:
 def _summary(function: dict[str, Any], dtype: str) -> str:
     """The worst numbers of a function in one dtype, and the number of cases within the budget."""
     rows = [row for row in function["features"] if row["dtype"] == dtype and row["ok"] is not None]
-    if not rows:
-        return "none"
-    worst = {key: max(_read(row[key]) for row in rows) for key in ("max", "mean", "used")}
-    return f"{_numbers(worst)}; {sum(row['ok'] for row in rows)} of {len(rows)}"
+    return f"{_worst(rows)}; {sum(row['ok'] for row in rows)} of {len(rows)}" if rows else "none"
 
 
 def _cell(row: dict[str, Any]) -> str:
     if row["ok"] is None:
         return "none"
-    text = _numbers({key: _read(row[key]) for key in ("max", "mean", "used")})
-    return text if row["ok"] else f"**{text}**"
+    return _worst([row]) if row["ok"] else f"**{_worst([row])}**"
 
 
-def _numbers(row: dict[str, float]) -> str:
-    return f"{number(row['max'])}, {number(row['mean'])}, {percent(row['used'])}"
-
-
-def _read(x: float | None) -> float:
-    return float("inf") if x is None else x
-
-
-def main() -> int:
-    """Rewrite the page; return exit status 0."""
-    report = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
-    return 0
+def _worst(rows: list[dict[str, Any]]) -> str:
+    """The largest of each figure; infinite figures are None in JSON."""
+    largest, mean, used = (
+        max(float("inf") if row[key] is None else row[key] for row in rows) for key in ("max", "mean", "used")
+    )
+    return f"{number(largest)}, {number(mean)}, {percent(used)}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_block(PAGE, figures(json.loads(RESULTS.read_text(encoding="utf-8"))))

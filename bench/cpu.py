@@ -6,10 +6,8 @@ Processor time of one thread, medians of interleaved runs. Writes ``docs/results
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
-from bench.report.page import table_of, with_block
+from bench.report.page import table_of, write_block
 from fusedattn import attention, biases, masks
 from fusedattn.cli.machine import versions
 
@@ -130,7 +128,7 @@ def measure() -> Iterator[dict[str, Any]]:
                     runs = dict(contestants(work, q, k, v, dout if direction != "forward" else None))
                     for run in runs.values():
                         run()()  # warms up
-                    samples, failures = interleaved(runs, stopwatch, ROUNDS, random.Random(0), Budget())
+                    samples, failures = interleaved(runs, stopwatch, ROUNDS, Budget())
                     if failures:
                         raise next(iter(failures.values()))
                     times = {contestant: spread(found).median for contestant, found in samples.items()}
@@ -161,17 +159,7 @@ def contestants(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
             if dout is not None:
                 torch.autograd.grad(out, leaves, dout)
 
-        yield name, functools.partial(_itself, run)
-
-
-def _itself(run: Callable[[], object]) -> Callable[[], object]:
-    """A setup that does nothing and returns `run`."""
-    return run
-
-
-def with_table(page: str, report: dict[str, Any]) -> str:
-    """The page with the table of a report between its comments."""
-    return with_block(page, table(report), "python -m bench.cpu")
+        yield name, lambda run=run: run  # type: ignore[misc]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -191,17 +179,15 @@ def _cell(row: dict[str, Any]) -> str:
     return ", ".join(f"{max(row[direction].values()):.2f}" for direction in ("forward", "forward and backward"))
 
 
-def main() -> int:
-    """Measure unless the argument is ``table``, and rewrite the page; return exit status 0."""
+def main() -> None:
+    """Measure unless the argument is ``table``, and rewrite the page."""
     if sys.argv[1:] != ["table"]:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         report = {"versions": versions(), "batch": BATCH, "nheads": NHEADS, "head_dim": HEAD_DIM}
         RESULTS.write_text(json.dumps(report | {"rows": list(measure())}, indent=1) + "\n", encoding="utf-8")
-    report = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
-    return 0
+    write_block(PAGE, table(json.loads(RESULTS.read_text(encoding="utf-8"))), "python -m bench.cpu")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

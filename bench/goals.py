@@ -46,7 +46,6 @@ class Goal:
     xs: tuple[float, ...]
 
     def concerns(self, suite: str, page: str, panel: str, x: float) -> bool:
-        """Whether the goal is about a result in this place."""
         return suite == self.suite and page in self.pages and panel in self.panels and x in self.xs
 
     @property
@@ -64,7 +63,6 @@ class Verdict:
 
     @property
     def lowest(self) -> tuple[str, float] | None:
-        """The result with the lowest figure, and that figure."""
         found = [(name, figure) for name, figure in self.figures.items() if figure is not None]
         return min(found, key=lambda pair: pair[1], default=None)
 
@@ -115,9 +113,9 @@ GOALS = (
 )  # fmt: skip
 
 
-def concerned(place: Place) -> bool:
-    """Whether a piece of work is needed for a goal."""
-    return any(goal.concerns(place.suite, place.page, place.panel, place.x) for goal in GOALS)
+def concerned(place: Place) -> list[int]:
+    """The indices of the goals for which a piece of work is needed."""
+    return [i for i, goal in enumerate(GOALS) if goal.concerns(place.suite, place.page, place.panel, place.x)]
 
 
 def verdicts(report: Report) -> Iterator[Verdict]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import random
 import time
 from pathlib import Path
 
@@ -83,19 +82,17 @@ def _measure_all(
 ) -> Report:
     """The report, written after every piece of work; incomplete if the time runs out."""
     allow_compilations()
-    began, gate, shuffle = time.monotonic(), Gate(device), random.Random(options.seed)
+    began, gate = time.monotonic(), Gate(device)
     rounds = QUICK if options.quick else Rounds()
     report = new_report(device, options)
     with terminal.progress(console) as progress:
         task = progress.add_task("ceilings", total=len(chosen))
         try:
             dtypes = [work.dtype for work in chosen if work.unit == "TFLOP/s"]
-            report["ceilings"] = ceilings.measure(device, dtypes, rounds, shuffle, budget)
+            report["ceilings"] = ceilings.measure(device, dtypes, rounds, budget)
             for work in chosen:
                 progress.update(task, description=work.name)
-                report["results"].append(
-                    measure(work, device, peers, gate, report["ceilings"], rounds, shuffle, budget)
-                )
+                report["results"].append(measure(work, device, peers, gate, report["ceilings"], rounds, budget))
                 progress.advance(task)
                 _write(path, report, gate, chosen, began)
         except OutOfTimeError:
@@ -113,7 +110,6 @@ def allow_compilations() -> None:
 
 
 def new_report(device: torch.device, options: argparse.Namespace) -> Report:
-    """A report without results."""
     return {
         "format": results.FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -29,19 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the reports and judge them."""
     options = _parser().parse_args(arguments)
     options.target = options.target or list(TARGETS)
-    selected = list(
-        compilations.cases(
-            options.target,
-            quick=options.quick,
-            dtypes=options.dtype,
-            head_dims=options.head_dim,
-            features=options.features,
-            kernels=options.kernel,
-        )
-    )
-    of_ones = list(compilations.cases_of_ones(options.target, dtypes=options.dtype, kernels=options.kernel))
     narrowed = options.quick or options.head_dim or options.features
-    selected = of_ones if options.ones else selected if narrowed else selected + of_ones
+    selected = [] if options.ones else list(compilations.cases(options))
+    selected += compilations.cases_of_ones(options) if options.ones or not narrowed else []
     everything = not (narrowed or options.ones or options.dtype or options.kernel)
     complete = set(options.target) if everything else set()
     reports = compilations.compile_all(selected, options.jobs)

@@ -45,12 +45,10 @@ class Judgement:
 
 
 def path_of(triton: str) -> Path:
-    """The file of a Triton version."""
     return FOLDER / f"triton-{triton}.json"
 
 
 def load(triton: str) -> Baseline | None:
-    """The baseline of a Triton version, if there is one."""
     path = path_of(triton)
     if not path.exists():
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import tempfile
@@ -77,36 +78,27 @@ class Case:
     ones: bool = False
 
 
-def cases(
-    targets: Iterable[configs.Arch],
-    *,
-    quick: bool = False,
-    dtypes: Iterable[str] = (),
-    head_dims: Iterable[int] = (),
-    features: Iterable[str] = (),
-    kernels: Iterable[str] = (),
-) -> Iterator[Case]:
-    """All cases, or (quick) those of the tests; arguments that are not empty replace a part."""
-    plan = QUICK if quick else EVERYTHING
-    for target, dtype in itertools.product(targets, dtypes or plan):
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """All cases of a command, or (--quick) those of the tests; options that are not empty replace a part."""
+    plan = QUICK if options.quick else EVERYTHING
+    for target, dtype in itertools.product(options.target, options.dtype or plan):
         if dtype == "tf32" and launches.TARGETS[target].backend == "hip":
             continue  # the package computes in float32 there
         planned: dict[int, tuple[str, ...]] = {}
         for its_head_dims, its_features in plan.get(dtype, EVERYTHING[dtype]):
             planned |= {head_dim: planned.get(head_dim, ()) + its_features for head_dim in its_head_dims}
-        for head_dim in head_dims or planned:
-            names = tuple(features) or planned.get(head_dim, HEAVIEST)
-            yield Case(target, dtype, head_dim, names, tuple(kernels), inference=() if quick else HEAVIEST)
+        for head_dim in options.head_dim or planned:
+            names = tuple(options.features) or planned.get(head_dim, HEAVIEST)
+            inference = () if options.quick else HEAVIEST
+            yield Case(target, dtype, head_dim, names, tuple(options.kernel), inference)
 
 
-def cases_of_ones(
-    targets: Iterable[configs.Arch], *, dtypes: Iterable[str] = (), kernels: Iterable[str] = ()
-) -> Iterator[Case]:
+def cases_of_ones(options: argparse.Namespace) -> Iterator[Case]:
     """The calls with sizes of 1, for targets that represent the others."""
-    for target in targets:
+    for target in options.target:
         for dtype, name in itertools.product(OF_ONES.get(target, ()), ones.ONES):
-            if not dtypes or dtype in dtypes:
-                yield Case(target, dtype, ones.head_dim_of(name), (name,), tuple(kernels), inference=(), ones=True)
+            if not options.dtype or dtype in options.dtype:
+                yield Case(target, dtype, ones.head_dim_of(name), (name,), tuple(options.kernel), (), ones=True)
 
 
 def compile_all(selected: list[Case], jobs: int) -> list[Report]:
@@ -128,7 +120,6 @@ def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> I
 
 
 def compile_case(case: Case) -> list[Report]:
-    """The reports of one case."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():

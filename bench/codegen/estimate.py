@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from bench.codegen.hardware import Machine
 
+ITEMSIZE = 2  # bytes of an element
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -24,11 +26,9 @@ class Workload:
     seqlen_k: int
     head_dim: int
     causal: bool = False
-    itemsize: int = 2
 
     @property
     def nheads_q(self) -> int:
-        """The number of query heads."""
         return self.nheads_kv * self.group
 
     @property
@@ -41,7 +41,7 @@ class Workload:
     def bytes(self) -> int:
         """Bytes of q, k, v and out, each moved once."""
         rows = self.nheads_q * 2 * self.seqlen_q + self.nheads_kv * 2 * self.seqlen_k
-        return self.batch * rows * self.head_dim * self.itemsize
+        return self.batch * rows * self.head_dim * ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,15 @@ def estimate(kernel: Kernel, problem: Workload, machine: Machine) -> Estimate:
 def rotation_seconds(problem: Workload, machine: Machine) -> float:
     """The seconds to read and write the keys once: the least time to rotate them in a separate kernel."""
     rows = problem.batch * problem.nheads_kv * problem.seqlen_k
-    return 2 * rows * problem.head_dim * problem.itemsize / machine.hbm_bytes_per_second
+    return 2 * rows * problem.head_dim * ITEMSIZE / machine.hbm_bytes_per_second
 
 
-def rotation_break_even(
-    block_m: int, block_n: int, extra_clocks: float, head_dim: int, machine: Machine, itemsize: int = 2
-) -> float:
+def rotation_break_even(block_m: int, block_n: int, extra_clocks: float, head_dim: int, machine: Machine) -> float:
     """The seqlen_q * group from which on rotating the keys once is faster than `extra_clocks` in each iteration.
 
     In the loop, each block of keys is rotated once per tile of queries, on one multiprocessor; in a separate kernel,
     once, at the speed of memory.
     """
-    once = 2 * block_n * head_dim * itemsize / machine.hbm_bytes_per_second
+    once = 2 * block_n * head_dim * ITEMSIZE / machine.hbm_bytes_per_second
     each = machine.seconds(extra_clocks) / machine.multiprocessors
     return block_m * once / each

@@ -44,7 +44,6 @@ class Machine:
     hbm_bytes_per_second: float
 
     def seconds(self, clocks: float) -> float:
-        """The seconds that `clocks` take."""
         return clocks / self.hertz
 
     @property

@@ -132,19 +132,20 @@ NAMES = {
 }
 # Arguments that follow from another switch, or are always present.
 IMPLIED = {
+    *("MODIFIED", "UNBOUNDED", "BY_PAIR", "MAY_HIDE_ROWS", "EXACT", "DERIVATIVE", "function_args", "PREFIX_AT_END"),
     *(
-        "MODIFIED",
-        "UNBOUNDED",
-        "BY_PAIR",
-        "MAY_HIDE_ROWS",
-        "EXACT",
-        "DERIVATIVE",
-        "function_args",
-        "PREFIX_AT_END",
         "key_range",
         "k",
+        "key_ranges",
+        "query_ranges",
+        "key_counts",
+        "query_counts",
+        "query_lists",
+        "blocks",
+        "sin",
+        "cu_k",
+        "ptr",
     ),
-    *("key_ranges", "query_ranges", "key_counts", "query_counts", "query_lists", "blocks", "sin", "cu_k", "ptr"),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
     *("words", "special", "PIPELINED", "weighted", "kept_sum"),
 }
@@ -184,7 +185,6 @@ class NoDevice:
     target: GPUTarget
 
     def get_current_target(self) -> GPUTarget:
-        """The target of compilations."""
         return self.target
 
     def get_current_device(self) -> int:
@@ -251,27 +251,16 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 fn.device_caches.clear()  # they do not notice a change of the target
 
 
-def call(
-    head_dim: int,
-    dtype: torch.dtype,
-    features: frozenset[str],
-    *,
-    training: bool = True,
-    head_dim_v: int | None = None,
-) -> None:
+def call(head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
     sizes = Sizes.of(features)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
     shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
     shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)
-    shape_v = (*shape_k[:3], 1 if "one value" in features else head_dim_v or head_dim)
+    shape_v = (*shape_k[:3], 1 if "one value" in features else head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]
-    options: dict[str, Any] = {
-        "mask": _mask(features, sizes),
-        "rope": _rope(head_dim, features, sizes),
-        "return_lse": True,
-    }
+    options: dict[str, Any] = {"mask": _mask(features, sizes), "rope": _rope(head_dim, features, sizes)}
     bias = []
     if "bias" in features:
         shape = (1, 1, 1, 1) if of_one_number else (1, nheads, sizes.seqlen_q, sizes.seqlen_k)
@@ -306,9 +295,9 @@ def call(
         cu_seqlens: list[Any] = [torch.tensor([0, n], dtype=torch.int32) for n in lengths]
         packed: list[Any] = [x[0].transpose(0, 1) for x in (q, k, v)]
         packed += [*cu_seqlens, *lengths]
-        results = attention_varlen(*packed, backend="triton", **options)
+        results = attention_varlen(*packed, return_lse=True, backend="triton", **options)
     else:
-        results = attention(q, k, v, backend="triton", **options)
+        results = attention(q, k, v, return_lse=True, backend="triton", **options)
     if training:
         torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 

@@ -52,7 +52,7 @@ class Bound:
         return "waits", first
 
 
-def bound(loop: Loop, machine: Machine, *, warps: int, ctas: int, fetched_bytes: int = 0) -> Bound:
+def bound(loop: Loop, machine: Machine, warps: int, ctas: int, fetched_bytes: int = 0) -> Bound:
     """The bound of a loop in programs of `warps` warps, `ctas` at a time.
 
     `fetched_bytes` are those that TMA fetches in one iteration of a program; the instructions do not show them.

@@ -39,7 +39,6 @@ ONES: dict[str, frozenset[str]] = {
 
 
 def head_dim_of(name: str) -> int:
-    """The head_dim of queries and keys in the calls of that name."""
     return 1 if name.startswith("one feature") else 16
 
 

@@ -14,9 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"  # interpreted kernels cannot be compiled
@@ -25,13 +25,13 @@ import triton
 import triton.language as tl
 
 from bench.codegen import compilations
-from bench.codegen.estimate import Kernel, Workload, estimate, rotation_break_even, rotation_seconds
+from bench.codegen.estimate import ITEMSIZE, Kernel, Workload, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
 from bench.codegen.loops import LANES, LOOPS
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
-from bench.report.page import with_block
+from bench.report.page import table_of, write_block
 from fusedattn.kernels.configs import Arch, Style, TileConfig
 from fusedattn.kernels.primitives import block_d, is_wide
 
@@ -75,7 +75,6 @@ class Prediction:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the kernel computes dq as well as dk and dv."""
         return is_one_pass(self.report)
 
     @property
@@ -137,38 +136,24 @@ def predict(report: Report) -> Prediction:
     itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
     walked = config[report.walks_over]
     moved = 2 * itemsize + (TOTAL_BYTES if is_one_pass(report) else 0)  # of q and dout, or k and v, and of dq
-    bounds = {
-        name: bound(
-            loop,
-            machine,
-            warps=config["num_warps"],
-            ctas=report.ctas_per_sm,
-            fetched_bytes=walked * report.head_dim * moved if loop.counts["tma"] else 0,
-        )
-        for name, loop in zip(names, report.loops, strict=True)
-    }
+    bounds: dict[str, Bound] = {}
+    for name, loop in zip(names, report.loops, strict=True):
+        fetched = walked * report.head_dim * moved if loop.counts["tma"] else 0
+        bounds[name] = bound(loop, machine, config["num_warps"], report.ctas_per_sm, fetched)
     return Prediction(report, bounds, machine)
 
 
-def table(predictions: list[Prediction]) -> Iterator[str]:
-    """Lines of Markdown, grouped by kernel, the fastest first."""
-    columns = (
+def table(predictions: list[Prediction]) -> Iterator[Iterable[object]]:
+    """The cells of each row, grouped by kernel, the fastest first."""
+    yield (
         *("rank", "kernel", "head_dim", "features", "tile", "main loop", "CTAs", "TFLOP/s at best", "limit", "next"),
         *("clocks", *RESOURCES, "products", "boundary"),
     )
-    yield from _lines(columns)
     for kernel in OPERATIONS:
         for one_pass in (False, True):
             of_kernel = [x for x in predictions if x.report.kernel == kernel and x.one_pass == one_pass]
             for rank, prediction in enumerate(sorted(of_kernel, key=lambda x: -x.flops), 1):
-                yield from _lines(_cells(prediction, rank), header=False)
-
-
-def _lines(cells: Iterable[object], *, header: bool = True) -> Iterator[str]:
-    cells = list(cells)
-    yield f"| {' | '.join(map(str, cells))} |"
-    if header:
-        yield "|" + " --- |" * len(cells)
+                yield _cells(prediction, rank)
 
 
 def _cells(x: Prediction, rank: int) -> list[object]:
@@ -191,25 +176,19 @@ def _cells(x: Prediction, rank: int) -> list[object]:
     ]
 
 
-def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
-    """Lines of Markdown: whole calls, with and without a causal mask, of heads with 16 * 128 features in all."""
-    yield from _lines(
-        (
-            *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
-            *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating before, of the forward"),
-        )
+def problems(predictions: list[Prediction], machine: Machine) -> Iterator[Iterable[object]]:
+    """Cells: whole calls, with and without a causal mask, of heads with 16 * 128 features in all."""
+    yield (
+        *("head_dim", "features", "seqlen", "batch", "forward: TFLOP/s at best", "waves", "filled"),
+        *("backward: TFLOP/s at best", "share of dk and dv", "in one pass", "rotating before, of the forward"),
     )
     for head_dim, features in sorted({(x.report.head_dim, _called(x)) for x in predictions}):
         of_call = [x for x in predictions if (x.report.head_dim, _called(x)) == (head_dim, features)]
         # If queries are rotated before, the forward kernel does not have the feature "rope".
         prerotate_q = not any(x.report.kernel == "attention_fwd" for x in of_call)
         if prerotate_q:
-            without = features.removesuffix("+rope")
-            of_call += [
-                x
-                for x in predictions
-                if x.report.kernel == "attention_fwd" and (x.report.head_dim, _called(x)) == (head_dim, without)
-            ]
+            forwards = [x for x in predictions if x.report.kernel == "attention_fwd" and x.report.head_dim == head_dim]
+            of_call += [x for x in forwards if _called(x) == features.removesuffix("+rope")]
         together = next((x for x in of_call if x.one_pass), None)
         of_call = [x for x in of_call if not x.one_pass]
         if features not in SHOWN or not set(BACKWARD) < {x.report.kernel for x in of_call}:
@@ -221,23 +200,20 @@ def problems(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             forward = found["attention_fwd"]
             backward = sum(found[kernel].seconds for kernel in BACKWARD)
             rotating = (1 + prerotate_q) * rotation_seconds(problem, machine) / forward.seconds  # k, and q
-            yield from _lines(
-                (
-                    *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
-                    *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
-                    f"{2.5 * problem.operations / backward / 1e12:.0f}",
-                    f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
-                    "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
-                    f"{rotating:.1%}" if "rope" in features else "",
-                ),
-                header=False,
+            yield (
+                *(head_dim, features, seqlen, problem.batch, f"{problem.operations / forward.seconds / 1e12:.0f}"),
+                *(f"{forward.waves:.1f}", f"{forward.filled:.0%}"),
+                f"{2.5 * problem.operations / backward / 1e12:.0f}",
+                f"{found['attention_bwd_dkdv'].seconds / backward:.0%}",
+                "" if together is None else f"{_one_pass_flops(together, problem, machine) / 1e12:.0f}",
+                f"{rotating:.1%}" if "rope" in features else "",
             )
 
 
 def _one_pass_flops(x: Prediction, problem: Workload, machine: Machine) -> float:
     """Operations per second of a backward in one pass, including zeroing its sum and reading it once more."""
     rows = problem.batch * problem.nheads_q * problem.seqlen_q
-    moved = rows * problem.head_dim * (2 * TOTAL_BYTES + problem.itemsize)
+    moved = rows * problem.head_dim * (2 * TOTAL_BYTES + ITEMSIZE)
     seconds = estimate(x.kernel, problem, machine).seconds + moved / machine.hbm_bytes_per_second
     return 2.5 * problem.operations / seconds
 
@@ -248,23 +224,18 @@ def _called(x: Prediction) -> str:
 
 
 def figures(predictions: list[Prediction], target: Arch) -> str:
-    """The generated part of the page."""
     machine = MACHINES[target]
     training = [x for x in predictions if x.report.kernel in BACKWARD or "residual" in x.report.features.split("+")]
-    lines = [
+    parts = [
         f"{target} with {machine.multiprocessors} multiprocessors at {machine.hertz / 1e9:.3f} GHz (at most "
         f"{machine.peak / 1e12:.0f} TFLOP/s), Triton {triton.__version__}, bfloat16. One tile of each kernel, in "
         "clocks of a multiprocessor:",
-        "",
-        *table(predictions),
-        "",
+        table_of(table(predictions)),
         f"Whole calls in training, of {TOKENS} tokens and heads with {FEATURES_IN_ALL} features in all:",
-        "",
-        *problems(training, machine),
-        "",
-        *rotations(predictions, machine),
+        table_of(problems(training, machine)),
+        "\n".join(rotations(predictions, machine)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
@@ -281,17 +252,6 @@ def rotations(predictions: list[Prediction], machine: Machine) -> Iterator[str]:
             )
 
 
-def compiled(
-    target: Arch, head_dims: list[int], features: list[str], jobs: int, tile: TileConfig | None = None
-) -> list[Report]:
-    """Reports of the attention kernels in bfloat16, and of the forward without gradients or features."""
-    cases = [
-        compilations.Case(target, "bf16", head_dim, tuple(features), tuple(OPERATIONS), ("plain",), tile)
-        for head_dim in head_dims
-    ]
-    return compilations.compile_all(cases, jobs)
-
-
 def tile_config(text: str) -> TileConfig:
     """Parse "128x64,8,3,pipelined,32,persistent": queries x keys, warps, stages, and optional fields."""
     match = re.fullmatch(rf"(\d+)x(\d+),(\d+),(\d+)(?:,({'|'.join(get_args(Style))}))?(?:,(\d+))?(,persistent)?", text)
@@ -299,15 +259,10 @@ def tile_config(text: str) -> TileConfig:
         raise argparse.ArgumentTypeError(
             f"got {text}, allowed is e.g. 128x64,8,3 or 128x64,8,3,pipelined,32,persistent"
         )
-    block_m, block_n, warps, stages = map(int, match.groups()[:4])
-    config = TileConfig(block_m, block_n, warps, stages)
-    style, boundary, persistent = match.groups()[4:]
-    return replace(
-        config,
-        style=cast(Style, style or config.style),
-        BOUNDARY=int(boundary or config.BOUNDARY),
-        persistent=1 if persistent else 0,
-    )
+    block_m, block_n, warps, stages, style, boundary, persistent = match.groups()
+    options: dict[str, Any] = {"style": style, "BOUNDARY": int(boundary or 0), "persistent": int(bool(persistent))}
+    chosen = {name: x for name, x in options.items() if x}
+    return TileConfig(int(block_m), int(block_n), int(warps), int(stages), **chosen)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -320,19 +275,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
     parser.add_argument("--update", action="store_true", help=f"write them to {DOCUMENT.name}")
     options = parser.parse_args(arguments)
-    reports = compiled(
-        options.target,
-        options.head_dim or list(compilations.HEAD_DIMS),
-        options.features or list(PREDICTED),
-        options.jobs,
-        options.tile,
-    )
+    # The forward also without gradients or features.
+    what = (tuple(options.features or PREDICTED), tuple(OPERATIONS), ("plain",), options.tile)
+    head_dims = options.head_dim or compilations.HEAD_DIMS
+    cases = [compilations.Case(options.target, "bf16", head_dim, *what) for head_dim in head_dims]
+    reports = compilations.compile_all(cases, options.jobs)
     left_out = [report for report in reports if report.error or not report.ctas_per_sm]
     for report in left_out:
         print(f"{report.key} {report.tile}: {report.error or 'does not fit on a multiprocessor'}", file=sys.stderr)
     text = figures([predict(report) for report in reports if report not in left_out], options.target)
     if options.update:
-        DOCUMENT.write_text(with_block(DOCUMENT.read_text(), text, COMMAND))
+        write_block(DOCUMENT, text, COMMAND)
     else:
         print(text)
     return int(bool(left_out))

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.codegen.baseline import FOLDER, Baseline, load
 from bench.codegen.loops import LOOPS
-from bench.report.page import with_block
+from bench.report.page import table_of, with_block
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "codegen.md"
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -22,7 +22,11 @@ TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 def document(text: str) -> str:
     """`text` with the tables of the baselines between its comments."""
-    return with_block(text, "\n".join(tables(baselines())) + "\n")
+    found = baselines()
+    parts = [part for baseline in found for part in (f"### Triton {baseline.triton}", _summary(baseline, found[0]))]
+    parts += ["### Main loops for sm_90 in bfloat16", _main_loops(found)]
+    parts += ["### Known faults", table_of(_known_faults(found))]
+    return with_block(text, "\n\n".join(parts) + "\n")
 
 
 def baselines() -> list[Baseline]:
@@ -32,29 +36,12 @@ def baselines() -> list[Baseline]:
     return [baseline for baseline in found if baseline is not None]
 
 
-def tables(found: list[Baseline]) -> Iterator[str]:
-    """Lines of Markdown."""
-    for baseline in found:
-        yield f"### Triton {baseline.triton}"
-        yield ""
-        yield from _summary(baseline, found[0])
-        yield ""
-    yield "### Main loops for sm_90 in bfloat16"
-    yield ""
-    yield from _main_loops(found)
-    yield ""
-    yield "### Known faults"
-    yield ""
-    yield from _known_faults(found)
-
-
-def _summary(baseline: Baseline, oldest: Baseline) -> Iterator[str]:
+def _summary(baseline: Baseline, oldest: Baseline) -> str:
     growth = baseline is not oldest
-    yield (
-        "| target | kernels | known faults | kernels that spill (most, bytes) | most registers |"
-        + (f" main loops, relative to {oldest.triton}: 16 bits, float32 |" if growth else "")
-    )
-    yield "| --- | --- | --- | --- | --- |" + (" --- |" if growth else "")
+    lines: list[list[object]] = [
+        ["target", "kernels", "known faults", "kernels that spill (most, bytes)", "most registers"]
+    ]
+    lines[0] += [f"main loops, relative to {oldest.triton}: 16 bits, float32"] if growth else []
     for target in TARGETS:
         rows = {key: row for key, row in baseline.entries.items() if key.split(" ")[1] == target}
         if not rows:
@@ -62,10 +49,10 @@ def _summary(baseline: Baseline, oldest: Baseline) -> Iterator[str]:
         spills = [row["spill_bytes"] for row in rows.values() if row["spill_bytes"]]
         faults = sum(key in rows for key in baseline.known_faults)
         registers = max(row["registers"] for row in rows.values())
-        line = f"| {target} | {len(rows)} | {faults} | {len(spills)} ({max(spills, default=0)}) | {registers} |"
+        lines.append([target, len(rows), faults, f"{len(spills)} ({max(spills, default=0)})", registers])
         if growth:
-            line += f" {_growth(rows, oldest, ('bf16', 'fp16'))}, {_growth(rows, oldest, ('fp32',))} |"
-        yield line
+            lines[-1].append(f"{_growth(rows, oldest, ('bf16', 'fp16'))}, {_growth(rows, oldest, ('fp32',))}")
+    return table_of(lines)
 
 
 def _growth(rows: dict[str, dict], oldest: Baseline, dtypes: tuple[str, ...]) -> str:
@@ -88,36 +75,33 @@ def _main_loop(key: str, row: dict[str, Any]) -> int:
     return lengths[names.index("full") if "full" in names else 0]
 
 
-def _main_loops(found: list[Baseline]) -> Iterator[str]:
-    yield "| kernel | head_dim | features | tile | " + " | ".join(x.triton for x in found) + " |"
-    yield "| --- | --- | --- | --- |" + " --- |" * len(found)
-    keys = [key for key, row in found[-1].entries.items() if " sm_90 bf16 " in key and row["loop_instructions"]]
-    for key in keys:
-        kernel, _, _, head_dim, features = key.split(" ")
+def _main_loops(found: list[Baseline]) -> str:
+    lines = [["kernel", "head_dim", "features", "tile", *(baseline.triton for baseline in found)]]
+    for key, newest in found[-1].entries.items():
+        kernel, target, dtype, head_dim, features = key.split(" ")
+        if (target, dtype) != ("sm_90", "bf16") or not newest["loop_instructions"]:
+            continue
         if "residual" not in features and kernel == "attention_fwd":
             continue  # inference: the same loops with one product less
-        cells = []
-        for baseline in found:
-            row = baseline.entries.get(key)
-            cells.append(
-                f"{row['registers']} regs, {row['ctas_per_sm']} CTAs: {' '.join(map(str, row['loop_instructions']))}"
-                if row
-                else ""
-            )
-        yield f"| {kernel} | {head_dim} | {features} | {found[-1].entries[key]['tile']} | {' | '.join(cells)} |"
+        rows = (baseline.entries.get(key) for baseline in found)
+        lines.append(
+            [kernel, head_dim, features, newest["tile"], *("" if row is None else _loops(row) for row in rows)]
+        )
+    return table_of(lines)
 
 
-def _known_faults(found: list[Baseline]) -> Iterator[str]:
-    yield "| kernel | target | dtype | head_dim | features | tile | Triton | fault |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+def _loops(row: dict[str, Any]) -> str:
+    return f"{row['registers']} regs, {row['ctas_per_sm']} CTAs: {' '.join(map(str, row['loop_instructions']))}"
+
+
+def _known_faults(found: list[Baseline]) -> Iterator[list[str]]:
+    yield ["kernel", "target", "dtype", "head_dim", "features", "tile", "Triton", "fault"]
     for baseline in found:
         for key, faults in baseline.known_faults.items():
-            tile = baseline.entries[key]["tile"]
-            yield f"| {' | '.join(key.split(' '))} | {tile} | {baseline.triton} | {'; '.join(faults)} |"
+            yield [*key.split(" "), baseline.entries[key]["tile"], baseline.triton, "; ".join(faults)]
 
 
 def write() -> None:
-    """Rewrite the document."""
     DOCUMENT.write_text(document(DOCUMENT.read_text()))
 
 

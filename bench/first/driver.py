@@ -20,10 +20,10 @@ from bench import goals
 from bench.first import plan, prebuilt, timings
 from bench.first.plan import TIMINGS
 from bench.first.pool import Kernels, run_jobs
-from bench.first.records import Record, Records, read_json, replace, write_json, wrong
+from bench.first.records import Record, Records, read_json, wrong
 from bench.measuring import environment
 from bench.measuring.timing import Budget
-from bench.report import terminal
+from bench.report import results, terminal
 from bench.run import new_report
 from fusedattn.cli.check.outcome import percent
 from fusedattn.cli.errors import CommandError
@@ -45,28 +45,26 @@ class First:
     records: Records
     total: dict[str, int]  # the number of jobs of each part, in order
 
-    @property
-    def folder(self) -> Path:
-        return self.options.out
-
 
 def run(options: argparse.Namespace, device: torch.device) -> int:
     """Return exit status 0, or 1 if a record has failed."""
-    budget, began = Budget(options.budget), time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
+    budget, began, folder = Budget(options.budget), time.monotonic(), options.out
+    folder.mkdir(parents=True, exist_ok=True)
     options.quick = device.type == "cpu"
     jobs, works = plan.jobs(device.type), plan.works(device.type)
     total: dict[str, int] = {}
     for part in (*(job.part for job in jobs), *(TIMINGS for _ in works)):
         total[part] = total.get(part, 0) + 1
     facts = _facts(options, device)
-    call = First(options, device, budget, Kernels(), facts, Records(options.out / RESULTS), total)
-    write_json(call.folder / MACHINE, facts)
+    call = First(options, device, budget, Kernels(), facts, Records(folder / RESULTS), total)
+    results.write(folder / MACHINE, facts)
     print("\n".join(_headline(facts)), flush=True)
     _unpack(call)
     status = "done"
     try:
-        _work_off(call, [job for job in jobs if _is_due(call, job.part, job.name)])
+        due = [job for job in jobs if _is_due(call, job.part, job.name)]
+        for record in run_jobs(due, device, options.jobs, options.silence, budget, call.kernels):
+            _add(call, record)
         if all(_n_done(call, part) == n for part, n in total.items() if part != TIMINGS):
             _time(call, [work for work in works if _is_due(call, TIMINGS, work.name)])
     except KeyboardInterrupt:
@@ -76,12 +74,10 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
         "compiled": len(call.kernels.compiled),
         "found": len(call.kernels.found),
     }
-    write_json(call.folder / MACHINE, facts)
-    text = "\n".join(summary(call))
-    replace(call.folder / SUMMARY, text + "\n")
-    print(text, flush=True)
+    results.write(folder / MACHINE, facts)
+    print(_summarise(call), flush=True)
     if any(_n_done(call, part) < n for part, n in total.items()):
-        print(f"{status}: call it again with --out {call.folder} for the rest", flush=True)
+        print(f"{status}: call it again with --out {folder} for the rest", flush=True)
     return 1 if wrong(call.records.by_key.values()) else 0
 
 
@@ -143,13 +139,13 @@ def _unpack(call: First) -> None:
     """Unpack kernels that were compiled beforehand, if there are any for this GPU."""
     if call.device.type == "cpu":
         return
-    path = call.options.prebuilt or prebuilt.path_of(devices.arch_of(call.device))
+    path = prebuilt.path_of(devices.arch_of(call.device))
     if not path.exists():
         text = f"{path.name}: not there, so that every kernel is compiled here"
     else:
         _, text = prebuilt.unpack(path, call.facts["compiler"], Path(triton.knobs.cache.dir))
     call.facts["calls"][-1]["prebuilt"] = text
-    write_json(call.folder / MACHINE, call.facts)
+    results.write(call.options.out / MACHINE, call.facts)
     print(text, flush=True)
 
 
@@ -162,12 +158,6 @@ def _n_done(call: First, part: str) -> int:
     return len(call.records.of(part))
 
 
-def _work_off(call: First, due: list[Any]) -> None:
-    options = call.options
-    for record in run_jobs(due, call.device, options.jobs, options.silence, call.budget, call.kernels):
-        _add(call, record)
-
-
 def _add(call: First, record: Record) -> None:
     """Keep a record; print a failure at once, and print when a part is done."""
     call.records.add(record)
@@ -175,42 +165,41 @@ def _add(call: First, record: Record) -> None:
         print(f"WRONG {record.part}: {record.name}: {record.text}", flush=True)
     if _n_done(call, record.part) == call.total[record.part]:
         print(_line(call, record.part), flush=True)
-        replace(call.folder / SUMMARY, "\n".join(summary(call)) + "\n")
+        _summarise(call)
 
 
 def _time(call: First, due: list[Any]) -> None:
     """Time the works in one process, after all others have ended."""
-    left = call.budget.end is None or call.budget.end - call.budget.clock() > LEFT_FOR_TIMINGS
-    if not due or not left:
+    if not due or call.budget.left <= LEFT_FOR_TIMINGS:
         return
-    path = call.folder / REPORT
+    path = call.options.out / REPORT
     report = read_json(path)
     if not report:
         report = new_report(call.device, call.options) | {"correctness": timings.NOTHING}
         if call.device.type == "cpu":
             report["format"] = "stubbed"  # no other command takes this for a measurement
-    args = (call.device, call.options.silence, call.budget, call.kernels, call.options.seed)
-    for work, text in timings.timed(due, report, *args):
+    for work, text in timings.timed(due, report, call.device, call.options.silence, call.budget, call.kernels):
         report["state_after"] = environment.state(call.device)
         report["not_measured"] = [x.name for x in due if x.name not in {row["name"] for row in report["results"]}]
-        write_json(path, report)
+        results.write(path, report)
         _add(call, Record(TIMINGS, work.name, ok=not text, text=text))
 
 
-def summary(call: First) -> list[str]:
-    """The results so far, as lines."""
+def _summarise(call: First) -> str:
+    """Write the results so far; return them."""
     kernels = call.kernels
     lines = [*_headline(call.facts), *(_line(call, part) for part in call.total)]
     lines.append(
         f"kernels in this call: {len(kernels.compiled)} compiled, {len(kernels.found)} found in Triton's cache"
     )
-    report = read_json(call.folder / REPORT)
+    report = read_json(call.options.out / REPORT)
     for verdict in goals.verdicts(report) if report else ():
         if verdict.n_found:
             lines.append("goal " + ", ".join(terminal.goal_cells(verdict)))
     lines += [f"WRONG {x.part}: {x.name}: {x.text}" for x in wrong(call.records.by_key.values())]
     lines += [f"note  {x.part}: {x.name}: {x.text}" for x in call.records.by_key.values() if x.ok and x.text]
-    return lines
+    results.replace(call.options.out / SUMMARY, "\n".join([*lines, ""]))
+    return "\n".join(lines)
 
 
 def _line(call: First, part: str) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 
 from bench.measuring.gate import Gate
 from bench.tuning.slots import Slot
@@ -95,7 +94,8 @@ class Styles(Job):
                     found = _both_forwards(inputs)
                 first = first or found
                 wrong += [f"{style}: {text}" for text in _differences(found, first, STYLES[0])]
-            of_style = within_budget(_judged(found, truth, eager))
+            of = {name: name.partition(" ")[0] for name in found}
+            of_style = within_budget({name: testing.compare(found[name], truth[x], eager[x]) for name, x in of.items()})
             used |= {f"{style}, {name}": x for name, x in of_style.figures.items()}
             wrong += [f"{style}: {text}" for text in [of_style.text] if text]
         return Answer(not wrong, "; ".join(dict.fromkeys(wrong)), used)
@@ -111,24 +111,14 @@ def _both_forwards(inputs: Inputs) -> Results:
     return dict(zip(names, (out.detach(), lse.detach(), *alone), strict=True))
 
 
-def _judged(found: Results, truth: Results, eager: Results) -> dict[str, Ratios]:
-    """The share that each result uses of the error budget of out or lse."""
-    names = {name: name.partition(" ")[0] for name in found}
-    return {name: testing.compare(found[name], truth[of], eager[of]) for name, of in names.items()}
-
-
 def _differences(found: Results, first: Results, of: str) -> list[str]:
     """Sentences about results whose bits differ from the first."""
     return [
         f"{name} has {int((x != first[name]).sum())} of {x.numel()} elements of other bits than {of}, "
-        f"by {_distance(x, first[name]):.2g} at most"
+        f"by {(x.double() - first[name].double()).abs().max():.2g} at most"
         for name, x in found.items()
         if not torch.equal(x, first[name])
     ]
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 
 from bench import goals
 from bench.first.jobs import Before, Check, Job, Smoke, Styles
-from bench.goals import GOALS
 from bench.work import suites
 from bench.work.work import Work
 from fusedattn.testing.cases import CASES, Case
@@ -59,15 +58,7 @@ def works(device_type: str) -> list[Work]:
     if device_type == "cpu":
         return suites.works(["decode"], suites.QUICK)[:1]
     every = suites.works(list(suites.SUITES), suites.GPU)
-    return sorted((work for work in every if goals.concerned(work.place)), key=_rank)
-
-
-def _rank(work: Work) -> int:
-    """The index of the first goal that needs this work."""
-    return next(i for i, goal in enumerate(GOALS) if goal.concerns(*(getattr(work.place, x) for x in _PLACE)))
-
-
-_PLACE = ("suite", "page", "panel", "x")
+    return sorted((x for x in every if goals.concerned(x.place)), key=lambda x: goals.concerned(x.place)[0])
 
 
 def smaller(job: Any) -> Any:

@@ -12,10 +12,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +23,6 @@ import triton
 from triton.runtime import cache
 
 from bench.codegen import launches
-from bench.codegen.compilations import in_processes
-from bench.first import plan
 from bench.first.jobs import Before, Job
 from bench.work import attention
 from bench.work.model import ModelWork
@@ -81,21 +77,11 @@ class Compiled:
     seconds: float
 
 
-def compile_jobs(
-    jobs: list[Job], arch: Arch, folder: Path, n_processes: int, libtriton: Path | None = None
-) -> Iterator[Compiled]:
-    """Compile the launches of jobs for a GPU of this kind, into a folder with the layout of Triton's cache."""
-    one = partial(compile_job, arch=arch, folder=folder, libtriton=libtriton)
-    yield from in_processes(one, jobs, n_processes)
-
-
 def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -> Compiled:
-    """Make the calls of one job; their results are not used."""
+    """Compile the launches of a job for a GPU of this kind, into a folder with the layout of Triton's cache."""
     began = _cpu_seconds()
     torch.set_num_threads(1)
-    key = _key(libtriton)
-    gpu = torch.device("cuda")
-    own = attention.own
+    key, own = _key(libtriton), attention.own
     with ExitStack() as stack:
         stack.enter_context(triton.knobs.cache.scope())
         triton.knobs.cache.dir = str(folder)
@@ -104,7 +90,7 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
         for patched in (
             patch.object(cache, "triton_key", lambda: key),
             patch.object(support, "interpreting", lambda: True),  # so that CPU tensors take the Triton backend
-            patch.object(attention, "own", lambda direction, device: own(direction, gpu)),
+            patch.object(attention, "own", lambda direction, device: own(direction, torch.device("cuda"))),
         ):
             stack.enter_context(patched)
         _small(job).run(torch.device("cpu"))
@@ -182,8 +168,3 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if file is None:
         raise ValueError(f"{member.name}: got no file, allowed are files alone")
     return file.read()
-
-
-def all_jobs() -> list[Job]:
-    """The jobs of a GPU, the slowest first, so that the processes end together."""
-    return sorted(plan.jobs("cuda"), key=lambda job: not isinstance(job, Before))

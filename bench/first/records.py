@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.report.results import replace
+
 
 @dataclass(frozen=True)
 class Record:
@@ -46,37 +48,23 @@ class Records:
     def add(self, record: Record) -> None:
         """Keep a record; it is on disk when this returns."""
         self.by_key[record.key] = record
-        row = asdict(record) | {"figures": {name: finite(x) for name, x in record.figures.items()}}
+        row = asdict(record) | {"figures": {name: _finite(x) for name, x in record.figures.items()}}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def of(self, part: str) -> list[Record]:
-        """The records of a part."""
         return [record for record in self.by_key.values() if record.part == part]
 
 
 def wrong(records: Iterable[Record]) -> list[Record]:
-    """The records of failures."""
     return [record for record in records if not record.ok]
 
 
-def finite(x: float | None) -> float | None:
+def _finite(x: float | None) -> float | None:
     """``x`` in four digits; None if it is not finite, which JSON cannot express."""
     return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file in one step: a reader finds the old text or the new."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, as :func:`replace` does."""
-    replace(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

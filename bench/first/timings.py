@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +14,7 @@ from bench.measuring.gate import Gate
 from bench.measuring.measure import measure
 from bench.measuring.processes import Child, ProcessError
 from bench.measuring.timing import Budget, OutOfTimeError, Rounds, Timed, still_works
-from bench.report.results import Report
+from bench.report.results import Report, one_verdict
 from bench.run import QUICK, allow_compilations
 from bench.work import functions
 from bench.work.work import OWN, Work
@@ -41,18 +40,16 @@ class ReportingBudget(Budget):
 
 
 def timed(
-    works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels, seed: int
+    works: list[Work], report: Report, device: torch.device, silence: float, budget: Budget, kernels: Kernels
 ) -> Iterator[tuple[Work, str]]:
     """Yield each finished work, in order, and its failure; its row and the failure also go into the report."""
     left = list(works)
     while left and not budget.is_spent:
         before = report["correctness"]
-        seconds = 1e9 if budget.end is None else budget.end - budget.clock()
-        child = Child(measure_all, left, str(device), report["ceilings"], seconds, seed)
+        child = Child(measure_all, left, str(device), report["ceilings"], budget.left)
         try:
             while left:
-                what, value = child.receive(min(child.limit(PATIENCE * silence), max(0.0, seconds)))
-                seconds = 1e9 if budget.end is None else budget.end - budget.clock()
+                what, value = child.receive(min(child.limit(PATIENCE * silence), budget.left))
                 if what == "kernel":
                     kernels.add(*value)
                 elif what == "ceilings":
@@ -60,7 +57,7 @@ def timed(
                 elif what == "row":
                     row, verdict = value
                     report["results"] = [x for x in report["results"] if x["name"] != row["name"]] + [row]
-                    report["correctness"] = together(before, verdict)
+                    report["correctness"] = one_verdict([before, verdict])
                     own = row["contestants"].get(OWN, {}).get("reason", "")
                     yield left.pop(0), own or verdict["failures"].get(row["name"], "")
                 elif what == "end":
@@ -78,41 +75,26 @@ def timed(
             child.kill()
 
 
-def together(a: Report, b: Report) -> Report:
-    """Two verdicts merged into one."""
-    used = [x["most_used"] for x in (a, b) if x["most_used"] is not None]
-    cases, failures = a["cases"] + b["cases"], a["failures"] | b["failures"]
-    ok = cases > 0 and not failures
-    return b | {"ok": ok, "cases": cases, "most_used": max(used, default=None), "failures": failures}
-
-
 NOTHING: Report = {"ok": False, "cases": 0, "most_used": None, "failures": {}}
 
 
 def measure_all(
-    connection: Connection,
-    works: list[Work],
-    device_name: str,
-    measured: dict[str, Any],
-    seconds: float,
-    seed: int,
+    connection: Connection, works: list[Work], device_name: str, measured: dict[str, Any], seconds: float
 ) -> None:
     """Send the ceilings, unless they are known, and a row and the gate's verdict for each work."""
     device = prepared(device_name, lambda *kernel: connection.send(("kernel", kernel)))
     allow_compilations()
     budget = ReportingBudget(seconds, lambda: connection.send(("alive", None)))
-    gate, shuffle, peers = Gate(device), random.Random(seed), functions.choose([])
+    gate, peers = Gate(device), functions.choose([])
     is_gpu = device.type == "cuda"
     rounds = Rounds() if is_gpu else QUICK
     try:
         if not measured:
             dtypes = [work.dtype for work in works if work.unit == "TFLOP/s"]
-            measured = ceilings.measure(device, dtypes, rounds, shuffle, budget)
+            measured = ceilings.measure(device, dtypes, rounds, budget)
             connection.send(("ceilings", measured))
         for work in works:
-            row = measure(
-                work, device, peers, gate, measured, rounds, shuffle, budget, None if is_gpu else stubbed
-            )  # fmt: skip
+            row = measure(work, device, peers, gate, measured, rounds, budget, None if is_gpu else stubbed)
             connection.send(("row", (row, gate.report())))
             if not still_works(device):
                 connection.send(("broken", None))

@@ -45,9 +45,12 @@ def state(device: torch.device) -> dict[str, str]:
 
 
 def folder(device: torch.device) -> str:
-    """A folder name for a device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return slug(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _versions() -> dict[str, str]:

@@ -30,7 +30,6 @@ class Gate:
 
     @property
     def backend(self) -> Backend:
-        """The default backend of the device."""
         return default_backend(self.device)
 
     @property

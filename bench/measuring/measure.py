@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,15 +11,7 @@ from torch import Tensor
 
 from bench.measuring import ceilings
 from bench.measuring.gate import Gate
-from bench.measuring.timing import (
-    Budget,
-    Rounds,
-    SetUp,
-    Stopwatch,
-    interleaved,
-    spread,
-    synchronize,
-)
+from bench.measuring.timing import Budget, Rounds, SetUp, Stopwatch, interleaved, spread, synchronize
 from bench.work.work import OWN, Contestant, Work, is_own
 from fusedattn.cli.demo.memory import peak_memory
 from fusedattn.testing.peers import Peer
@@ -45,7 +36,6 @@ def measure(
     gate: Gate,
     measured: dict[str, Any],
     rounds: Rounds,
-    shuffle: random.Random,
     budget: Budget,
     stopwatch: Stopwatch | None = None,
 ) -> dict[str, Any]:
@@ -67,7 +57,6 @@ def measure(
                 {name: contestant.set_up for name, contestant in ready.items()},
                 stopwatch or work.stopwatch(device),
                 rounds,
-                shuffle,
                 budget,
             )
         reasons |= {name: reason(error) for name, error in failures.items()}
@@ -98,11 +87,12 @@ def _ratios(contestants: dict[str, Any], measured: dict[str, Any], unit: str, dt
     medians = {name: found["ms"]["median"] for name, found in contestants.items() if "ms" in found}
     own = min((name for name in medians if is_own(name)), key=medians.__getitem__, default=None)
     peer = min((name for name in medians if not is_own(name)), key=medians.__getitem__, default=None)
+    ceiling = ceilings.ceiling(measured, unit, dtype)
     return {
         "best_own": own,
         "best_peer": peer,
         "speedup": None if own is None or peer is None else medians[peer] / medians[own],
-        "of_ceiling": None if own is None else ceilings.share(measured, unit, dtype, contestants[own]["rate"]),
+        "of_ceiling": None if own is None or ceiling is None else contestants[own]["rate"] / ceiling,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -17,6 +18,8 @@ SetUp = Callable[[], Timed]  # runs the untimed preparation; returns the functio
 # More than the L2 cache of any GPU. The GPU is busy writing it while the host queues the timed launches; one flush is
 # too short for a backward on a fast GPU.
 FLUSH_BYTES, FLUSHES = 2**30, 4
+
+SHUFFLE = random.Random(0)  # the order of turns, the same in every process
 
 
 class OutOfTimeError(Exception):
@@ -87,12 +90,15 @@ class Budget:
         self.end = None if seconds is None else clock() + seconds
 
     @property
+    def left(self) -> float:
+        """The seconds left, at least 0."""
+        return math.inf if self.end is None else max(0.0, self.end - self.clock())
+
+    @property
     def is_spent(self) -> bool:
-        """Whether the time is up."""
-        return self.end is not None and self.clock() >= self.end
+        return self.left == 0.0
 
     def check(self) -> None:
-        """Raise OutOfTimeError if the time is up."""
         if self.is_spent:
             raise OutOfTimeError
 
@@ -125,7 +131,7 @@ def spread(samples: list[float]) -> Spread:
 
 
 def interleaved(
-    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, shuffle: random.Random, budget: Budget
+    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Samples of each run, in milliseconds, and exceptions by run; a run that raised takes no further turn.
 
@@ -142,7 +148,7 @@ def interleaved(
         if done >= rounds.least and (budget.is_spent or budget.clock() - began >= rounds.seconds):
             break
         order = list(samples)
-        shuffle.shuffle(order)
+        SHUFFLE.shuffle(order)
         for name in order:
             if done < rounds.least:
                 budget.check()

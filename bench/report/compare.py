@@ -6,7 +6,6 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from bench.report import results, terminal
 from bench.report.results import Report
@@ -38,16 +37,11 @@ def changes(a: Report, b: Report) -> Iterator[Change]:
         others = in_b.get(row["name"], {"contestants": {}})["contestants"]
         for name, found in row["contestants"].items():
             if "ms" in found and "ms" in others.get(name, {}):
-                yield _change(row["name"], name, found["ms"], others[name]["ms"])
-
-
-def _change(work: str, contestant: str, a: dict[str, Any], b: dict[str, Any]) -> Change:
-    ratios = {"ratio": a["median"] / b["median"], "least": a["q1"] / b["q3"], "most": a["q3"] / b["q1"]}
-    return Change(work, contestant, **ratios)
+                x, y = found["ms"], others[name]["ms"]
+                yield Change(row["name"], name, x["median"] / y["median"], x["q1"] / y["q3"], x["q3"] / y["q1"])
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the changes; return exit status 0."""
     a, b = results.read(options.a), results.read(options.b)
     found = list(changes(a, b))
     console = terminal.console()
@@ -66,7 +60,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """The cells of a row, in the order of the columns."""
     verdict = ("faster" if change.ratio > 1.0 else "slower") if change.beyond_noise else ""
     numbers = (f"{x:.2f}x" for x in (change.ratio, change.least, change.most))
     return (*numbers, verdict, change.contestant, change.work)

@@ -1,7 +1,8 @@
 """Pages of the documentation with places for generated figures, each between two comments."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from pathlib import Path
 
 
 def with_block(page: str, figures: str, source: str = "") -> str:
@@ -20,7 +21,12 @@ def with_block(page: str, figures: str, source: str = "") -> str:
     return place.sub(lambda match: f"{match[1]}\n{figures}\n{match[2]}", page)
 
 
-def table_of(rows: Iterable[Sequence[str]]) -> str:
+def write_block(path: Path, figures: str, source: str = "") -> None:
+    """Rewrite a page :func:`with_block`."""
+    path.write_text(with_block(path.read_text(encoding="utf-8"), figures, source), encoding="utf-8")
+
+
+def table_of(rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown; the first row is the head."""
-    head, *body = rows
+    head, *body = (list(map(str, cells)) for cells in rows)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))

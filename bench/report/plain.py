@@ -12,11 +12,9 @@ class PlainConsole:
     """Prints text as it is."""
 
     def print(self, text: str = "", **look: Any) -> None:
-        """Print a line; its style is ignored."""
         print(text, flush=True)
 
     def print_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table with columns as wide as their content."""
         cells = [[column.header for column in columns], *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:

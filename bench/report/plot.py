@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
+from bench.measuring import ceilings, environment
 from bench.report import results
 from bench.report.results import Report
 from bench.work.work import OWN, is_own
@@ -34,18 +34,14 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or options.results[0].with_suffix("")
     out.mkdir(parents=True, exist_ok=True)
     for (suite, page), panels in results.by_page(report).items():
-        timed = {panel: rows for panel, rows in panels.items() if any(map(_is_timed, rows))}
+        timed = {panel: rows for panel, rows in panels.items() if results.timed(rows)}
         if timed:
-            path = out / f"{_slug(suite, page)}.{options.format}"
+            path = out / f"{environment.slug(f'{suite} {page}')}.svg"
             draw(path, report, suite, page, timed)
             print(path)
         for panel in [name for name in panels if name not in timed]:
             print(f"left out, because nothing could run: {suite}, {page}, {panel}")
     return 0
-
-
-def _is_timed(row: Report) -> bool:
-    return any("ms" in found for found in row["contestants"].values())
 
 
 def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, list[Report]]) -> None:
@@ -73,7 +69,7 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
         figure.legend(
             [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:
@@ -86,16 +82,9 @@ def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], name
         rates = [contestant["rate"] for _, _, contestant in found]
         quartiles = [[row["amount"] / c["ms"][q] * 1e3 for _, row, c in found] for q in ("q3", "q1")]
         errors = [[abs(r - q) for r, q in zip(rates, side, strict=True)] for side in quartiles]
-        bars = axes.errorbar(
-            [x for x, _, _ in found],
-            rates,
-            errors,
-            **_look(name, names),
-            markersize=5,
-            capsize=2,
-        )
+        bars = axes.errorbar([x for x, _, _ in found], rates, errors, **_look(name, names), markersize=5, capsize=2)
         shown[name] = bars.lines[0]
-    ceiling = _ceiling(report, rows[0])
+    ceiling = ceilings.ceiling(report["ceilings"], rows[0]["unit"], rows[0]["dtype"])
     if ceiling is not None:
         shown["ceiling"] = axes.axhline(ceiling, color=CEILING, linewidth=1, linestyle=":")
     axes.set(title=panel, ylabel=rows[0]["unit"])
@@ -128,23 +117,11 @@ def _draw_speedup(axes: Axes, rows: list[Report]) -> None:
     axes.minorticks_off()
 
 
-def _ceiling(report: Report, row: Report) -> float | None:
-    measured = report["ceilings"]
-    if row["unit"] == "TFLOP/s":
-        return measured["matmul"].get(row["dtype"])
-    return measured["copy"] if row["unit"] == "GB/s" else None
-
-
 def _device(report: Report) -> str:
-    environment = report["environment"]
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "triton"))
-    changed = " with changes" if environment["dirty"] else ""
-    return f"{environment['device']}, {versions}, commit {environment['commit'][:10]}{changed}"
+    found = report["environment"]
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "triton"))
+    return f"{found['device']}, {versions}, {results.commit(report)}"
 
 
 def _short(x: float) -> str:
     return f"{x / 1024:g}k" if x >= 1024 and x % 1024 == 0 else f"{x:g}"
-
-
-def _slug(*parts: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")

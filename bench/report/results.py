@@ -30,10 +30,15 @@ def new_path(out: Path, device: torch.device, commit: str | None, ending: str = 
 
 
 def write(path: Path, report: Report) -> None:
-    """Replace the file in one step, so that a killed run leaves its last results."""
+    """Write a report, or other JSON; a killed run leaves its last results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".json.new")
-    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    replace(path, json.dumps(report, indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old text or the new."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
@@ -99,32 +104,34 @@ def together(reports: Sequence[Report]) -> Report:
     rows: dict[str, Report] = {}
     for report in reports:
         rows |= {row["name"]: row for row in report["results"] if row["name"] not in rows}
-    verdicts = [report["correctness"] for report in reports]
-    used = [verdict["most_used"] for verdict in verdicts if verdict["most_used"] is not None]
     ceilings = {"matmul": {}, "copy": first["ceilings"].get("copy")}
     for report in reversed(reports):
         ceilings["matmul"] |= report["ceilings"].get("matmul", {})
     return first | {
         "ceilings": ceilings,
-        "correctness": verdicts[0]
-        | {
-            "ok": all(verdict["ok"] for verdict in verdicts),
-            "cases": sum(verdict["cases"] for verdict in verdicts),
-            "most_used": max(used, default=None),
-            "failures": {name: text for verdict in verdicts for name, text in verdict["failures"].items()},
-        },
+        "correctness": one_verdict([report["correctness"] for report in reports]),
         "results": list(rows.values()),
     }
 
 
+def one_verdict(verdicts: Sequence[Report]) -> Report:
+    """The verdicts of several gates, merged into one."""
+    cases = sum(verdict["cases"] for verdict in verdicts)
+    used = [verdict["most_used"] for verdict in verdicts if verdict["most_used"] is not None]
+    failures = {name: text for verdict in verdicts for name, text in verdict["failures"].items()}
+    found = {"ok": cases > 0 and not failures, "cases": cases, "most_used": max(used, default=None)}
+    return verdicts[-1] | found | {"failures": failures}
+
+
 def headline(report: Report) -> str:
     """One line: the device, versions and commit."""
-    environment = report["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    changed = " with changes" if environment["dirty"] else ""
-    return (
-        f"{environment['device']}; {versions}; commit {environment['commit'][:10]}{changed}; {report['started'][:10]}"
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in report["environment"]["versions"].items())
+    return f"{report['environment']['device']}; {versions}; {commit(report)}; {report['started'][:10]}"
+
+
+def commit(report: Report) -> str:
+    changed = " with changes" if report["environment"]["dirty"] else ""
+    return f"commit {report['environment']['commit'][:10]}{changed}"
 
 
 def by_page(report: Report) -> dict[tuple[str, str], dict[str, list[Report]]]:
@@ -150,3 +157,8 @@ def _by_number(text: str) -> list[tuple[int, str]]:
 def contestants(rows: list[Report]) -> list[str]:
     """The names in all of these results, in order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+
+
+def timed(rows: list[Report]) -> list[str]:
+    """The contestants that could run in one of these results."""
+    return [name for name in contestants(rows) if any("ms" in row["contestants"].get(name, {}) for row in rows)]

@@ -22,7 +22,6 @@ HEADLINES = ("forward", "backward", "decode", "training")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rewrite the pages; return exit status 0."""
     found = [results.read_committed(path) for path in options.results]
     kinds = ([report for report in found if report["environment"]["is_gpu"] is kind] for kind in (True, False))
     reports = [results.together(of_kind) for of_kind in kinds if of_kind]
@@ -67,7 +66,7 @@ def full(report: Report) -> str:
 
 def _panel(rows: list[Report]) -> Iterator[list[str]]:
     """Rows of a panel, with the contestants that could run; the others are in the notes."""
-    names = [name for name in results.contestants(rows) if any("ms" in r["contestants"].get(name, {}) for r in rows)]
+    names = results.timed(rows)
     yield [rows[0]["x_name"], *names, "fusedattn over best other", "of ceiling"]
     for row in rows:
         cells = (_cell(row["contestants"].get(name, {}), name == row["best_own"]) for name in names)

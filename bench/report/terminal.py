@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from bench import goals
 from bench.goals import Verdict
@@ -57,13 +58,12 @@ def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequ
 def print_results(console: Console, report: Report) -> None:
     """Print a table for each panel, and below those of a suite the reasons why some contestants could not run."""
     for suite in dict.fromkeys(row["suite"] for row in report["results"]):
-        pages = {page: panels for (name, page), panels in results.by_page(report).items() if name == suite}
-        for page, panels in pages.items():
+        of_suite = [row for row in report["results"] if row["suite"] == suite]
+        for (_, page), panels in results.by_page({"results": of_suite}).items():
             for panel, rows in panels.items():
                 console.print(f"{suite}: {page}, {panel}", style="bold", markup=False)
                 _print_rows(console, rows)
-        rows = [row for row in report["results"] if row["suite"] == suite]
-        for text in reasons(rows):
+        for text in reasons(of_suite):
             console.print(text, markup=False, style="dim")
         console.print()
     found = [verdict for verdict in goals.verdicts(report) if verdict.n_found]
@@ -98,14 +98,14 @@ def _print_rows(console: Console, rows: list[Report]) -> None:
 
 
 def _cells(row: Report) -> Iterable[str]:
-    """The cells of a row, in the order of the columns."""
     yield f"{row['x']:,g}"
     own = row["contestants"].get(row["best_own"])
     if own is None:
         yield from ("none", "", "", "")
     else:
-        yield milliseconds(own["ms"]["median"])
-        yield f"{quartile_range(own['ms']):.0%}"
+        ms = own["ms"]
+        yield milliseconds(ms["median"])
+        yield f"{(ms['q3'] - ms['q1']) / ms['median'] if ms['median'] else 0.0:.0%}"
         yield number(own["rate"])
         yield "" if row["of_ceiling"] is None else f"{row['of_ceiling']:.0%}"
     peer = row["contestants"].get(row["best_peer"])
@@ -116,17 +116,9 @@ def _cells(row: Report) -> Iterable[str]:
 
 def reasons(rows: list[Report]) -> list[str]:
     """Each reason once, with the contestant and the number of results that it concerns."""
-    counted: dict[tuple[str, str], int] = {}
-    for row in rows:
-        for name, found in row["contestants"].items():
-            if "reason" in found:
-                counted[name, found["reason"]] = counted.get((name, found["reason"]), 0) + 1
+    every = ((name, found.get("reason")) for row in rows for name, found in row["contestants"].items())
+    counted = Counter((name, text) for name, text in every if text is not None)
     return [f"{name}: {text} ({n} of {len(rows)})" for (name, text), n in counted.items()]
-
-
-def quartile_range(ms: dict[str, Any]) -> float:
-    """The distance between the quartiles, relative to the median."""
-    return (ms["q3"] - ms["q1"]) / ms["median"] if ms["median"] else 0.0
 
 
 def milliseconds(ms: float) -> str:

@@ -101,14 +101,11 @@ def grid(slot: Slot, arch: Arch) -> Iterator[TileConfig]:
         yield TileConfig(block_m, block_n, warps, n_stages, style)
 
 
-def clean(
-    slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object] = lambda: None
-) -> list[Found]:
+def clean(slot: Slot, arch: Arch, tiles: Iterable[TileConfig], jobs: int, done: Callable[[], object]) -> list[Found]:
     """The tiles whose kernels have no certain fault, each with the widest boundary blocks that allow it, the best by
     the model first; without a model, those with more programs on a multiprocessor. Calls `done` after each tile."""
-    judged = functools.partial(clean_forms, slot, arch)
     found: list[Found] = []
-    for forms in compilations.in_processes(judged, tiles, jobs):
+    for forms in compilations.in_processes(functools.partial(clean_forms, slot, arch), tiles, jobs):
         found += forms
         done()
     return sorted(found, key=lambda x: (-(x.predicted or 0.0), -x.ctas_per_sm))
@@ -146,7 +143,7 @@ def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
     """Reports of all kernels that must have no certain fault, up to the first that has one."""
     found: dict[str, Report] = {}
     forward = slot.part in ("fwd", "few")
-    steps = [(features, forward) for features in _features(slot)]
+    steps = [(x, forward) for x in {"one_pass": ONE_PASS, "few": FEW}.get(slot.part, FEATURES[slot.work])]
     if forward:  # it also runs without results for the backward; most tiles fail with them
         steps.insert(0, (steps[0][0], False))
     for features, inference in steps:
@@ -154,10 +151,6 @@ def _reports(slot: Slot, arch: Arch, config: TileConfig) -> list[Report]:
         if any(report.certain_faults for report in found.values()):
             break
     return list(found.values())
-
-
-def _features(slot: Slot) -> tuple[str, ...]:
-    return {"one_pass": ONE_PASS, "few": FEW}.get(slot.part, FEATURES[slot.work])
 
 
 def _compiled(slot: Slot, arch: Arch, config: TileConfig, features: str, inference: bool) -> list[Report]:
@@ -235,7 +228,8 @@ def load(source: Path, slot: Slot) -> list[Found] | None:
     """
     try:
         known = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
-        return [_from_object(x) for x in known[slot.name]] if slot.name in known else None
+        found = known.get(slot.name)
+        return None if found is None else [Found(**x | {"config": TileConfig(**x["config"])}) for x in found]
     except (TypeError, ValueError, KeyError) as error:
         raise CommandError(f"{source}: got no file of python -m bench tune --compile ({error})") from error
 
@@ -246,7 +240,3 @@ def _as_object(found: Found) -> dict[str, Any]:
     usual = {f.name: f.default for f in fields(TileConfig)}
     known = {name: x for name, x in asdict(found).items() if name != "in_flight" or x}
     return known | {"config": {name: x for name, x in config.items() if x != usual[name]}}
-
-
-def _from_object(found: dict[str, Any]) -> Found:
-    return Found(**found | {"config": TileConfig(**found["config"])})

@@ -58,7 +58,6 @@ class Slot:
         return f"{self.part} {self.work} {str(self.dtype).removeprefix('torch.')} {self.head_dim}"
 
     def config(self, arch: Arch) -> Candidate:
-        """The config in the table."""
         if self.part == "few":
             return configs.lookup_few_queries(arch, self.head_dim, self.dtype, self.work)
         return getattr(configs.lookup(arch, self.head_dim, self.dtype, self.work), self.part)
@@ -82,14 +81,9 @@ class Slot:
     def cases(self) -> dict[str, Case]:
         """The cases to time, by name."""
         if self.part == "few":
-            return {
-                name: self._case(batch, 1, cached, heads=FEW_HEADS) for name, (batch, cached) in DECODED.items()
-            }  # fmt: skip
-        nheads = self._nheads
-        return {
-            name: self._case(TOKENS // SEQLEN, SEQLEN, SEQLEN, heads=(nheads, nheads), **fields)
-            for name, fields in self._fields.items()
-        }
+            return {name: self._case(batch, 1, cached) for name, (batch, cached) in DECODED.items()}
+        batch = TOKENS // SEQLEN
+        return {name: self._case(batch, SEQLEN, SEQLEN, **fields) for name, fields in self._fields.items()}
 
     def small_cases(self) -> dict[str, Case]:
         """The cases that must be correct first, by name: with lengths that tiles divide, and with others.
@@ -100,18 +94,13 @@ class Slot:
         if self.part == "few":
             fields: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (3, CAUSAL))
             return {
-                f"{n} queries, {cached} keys": self._case(2, n, cached, heads=FEW_HEADS, **x)
+                f"{n} queries, {cached} keys": self._case(2, n, cached, **x)
                 for (n, x), cached in itertools.product(fields, SMALL_CACHES)
             }
-        nheads = self._nheads
         return {
-            f"{name}, seqlen {n}": self._case(2, n, n, heads=(2 * nheads, nheads), **fields)
+            f"{name}, seqlen {n}": self._case(2, n, n, group=2, **fields)
             for (name, fields), n in itertools.product(self._fields.items(), SMALL_LENGTHS)
         }
-
-    @property
-    def _nheads(self) -> int:
-        return max(16, WIDTH // self.head_dim)
 
     @property
     def _fields(self) -> dict[str, dict[str, Any]]:
@@ -119,17 +108,11 @@ class Slot:
         rotates = self.part == "fwd" and self.work == "streamed"
         return FIELDS[self.work] | ({"causal, RoPE, padding": ROTATED} if rotates else {})
 
-    def _case(self, batch: int, seqlen_q: int, seqlen_k: int, *, heads: tuple[int, int], **fields: Any) -> Case:
-        return Case(
-            batch=batch,
-            nheads_q=heads[0],
-            nheads_kv=heads[1],
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            **fields,
-        )
+    def _case(self, batch: int, seqlen_q: int, seqlen_k: int, *, group: int = 1, **fields: Any) -> Case:
+        nheads = max(16, WIDTH // self.head_dim)
+        heads = FEW_HEADS if self.part == "few" else (group * nheads, nheads)
+        fields |= {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": self.head_dim}
+        return Case(nheads_q=heads[0], nheads_kv=heads[1], dtype=self.dtype, **fields)
 
     @property
     def passes(self) -> tuple[Pass, ...]:

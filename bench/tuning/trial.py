@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +84,6 @@ class Timing:
     reason: str = ""
 
     def as_object(self) -> dict[str, Any]:
-        """The timings for JSON."""
         ms = {name: asdict(x) for name, x in self.ms.items()}
         return ({"ms": ms} if ms else {}) | ({"reason": self.reason} if self.reason else {})
 
@@ -95,15 +93,13 @@ def timed(
     candidates: Mapping[str, Candidate],
     device: torch.device,
     stopwatch: Callable[[torch.device], Stopwatch],
-    seed: int,
     budget: Budget,
 ) -> dict[str, Timing]:
     """Time candidates in turns on every problem of the slot, until the budget is spent or their process dies."""
     timings = {name: Timing() for name in candidates}
-    left = None if budget.end is None else max(0.0, budget.end - budget.clock())
     if candidates:
         try:
-            for what, spreads, reasons in apart(turns, slot, dict(candidates), device, stopwatch, seed, left):
+            for what, spreads, reasons in apart(turns, slot, dict(candidates), device, stopwatch, budget.left):
                 for name, found in spreads.items():
                     timings[name].ms[what] = found
                 for name, text in reasons.items():
@@ -119,17 +115,16 @@ def turns(
     candidates: dict[str, Candidate],
     device: torch.device,
     stopwatch_of: Callable[[torch.device], Stopwatch],
-    seed: int,
-    seconds: float | None,
+    seconds: float,
 ) -> Iterator[tuple[str, dict[str, Spread], dict[str, str]]]:
     """Yield problem and pass, times of the candidates, and reasons for missing ones, until the time is up."""
-    budget, shuffle, stopwatch = Budget(seconds), random.Random(seed), stopwatch_of(device)
+    budget, stopwatch = Budget(seconds), stopwatch_of(device)
     left = dict(candidates)
     try:
         for problem, case in slot.cases().items():
             for which, set_ups in slot.set_ups(case, device, left).items():
                 ready, failures = _warm({name: x for name, x in set_ups.items() if name in left}, device, budget)
-                samples, others = interleaved(ready, stopwatch, ROUNDS, shuffle, budget)
+                samples, others = interleaved(ready, stopwatch, ROUNDS, budget)
                 reasons = {name: reason(error) for name, error in (failures | others).items()}
                 yield f"{problem}, {which}", {name: spread(found) for name, found in samples.items()}, reasons
                 if not still_works(device):

@@ -108,7 +108,7 @@ def tune(
             own, *_ = names = candidates.to_time(slot, arch, found[slot], options.keep)
             wrong = trial.wrong(slot, names, device, options.jobs, budget)
             correct = {name: candidate for name, candidate in names.items() if name not in wrong}
-            times = trial.timed(slot, correct, device, stopwatch, options.seed, budget)
+            times = trial.timed(slot, correct, device, stopwatch, budget)
             timings = {name: times[name] if name in times else Timing({}, wrong[name]) for name in names}
             in_flight = candidates.in_flight(names, found[slot])
             report["slots"][slot.name] = _as_object(own, timings) | {"in_flight": in_flight}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,11 +53,8 @@ def for_case(case: Case, functions: Mapping[str, Peer], *, compiled: bool) -> di
     }
 
 
-def _after_rope(
-    rotate: Rotation, function: Peer, q: Tensor, k: Tensor, v: Tensor, *, rope: Rope, **options: Any
-) -> Any:
-    q, k = rotate(rope, q, k)
-    return function(q, k, v, rope=None, **options)
+def _after_rope(rotate: Rotation, function: Peer, q: Tensor, k: Tensor, v: Tensor, *, rope: Rope, **others: Any) -> Any:
+    return function(*rotate(rope, q, k), v, rope=None, **others)
 
 
 def _compiled_rope(rope: Rope, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +62,5 @@ def _compiled_rope(rope: Rope, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    rotate: Callable[..., tuple[Tensor, Tensor]] = torch.compile(Rope.rotate, dynamic=False)
-    return rotate
+def _compiled() -> Rotation:
+    return torch.compile(Rope.rotate, dynamic=False)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.measuring.timing import HostStopwatch, Stopwatch, Timed
-from bench.work.launch import CALLS, CallsWork
+from bench.measuring.timing import HostStopwatch, Stopwatch
+from bench.work.launch import CallsWork, repeated
 from bench.work.stubbed_driver import launching_nothing
 from bench.work.work import OWN, Contestant
 from fusedattn import attention, masks
@@ -24,7 +24,6 @@ FOUR_ARGUMENTS = "a kernel of four arguments"
 
 @triton.jit
 def _copy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """One program copies BLOCK elements."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
 
@@ -55,15 +54,8 @@ class HostWork(CallsWork):
         def copy() -> None:
             _copy[(1,)](x, out, 1024, BLOCK=1024)
 
-        return {name: partial(_prepared, call) for name, call in ((OWN, ours), (FOUR_ARGUMENTS, copy))}
-
-
-def _prepared(call: Callable[[], None]) -> Contestant:
-    def repeated() -> Timed:
-        def calls() -> None:
-            for _ in range(CALLS):
-                call()
-
-        return calls
-
-    return Contestant(repeated, answer=lambda: torch.zeros(1))  # the same for all: nothing is computed
+        # The same answer for all: nothing is computed.
+        calls = {OWN: ours, FOUR_ARGUMENTS: copy}
+        return {
+            name: partial(Contestant, partial(repeated, call), torch.zeros(1).clone) for name, call in calls.items()
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,10 @@ CALLS = 20  # in one sample; few enough to never fill the queue of a GPU
 class CallsWork(Work):
     """`CALLS` calls of one case in a row."""
 
+    unit: ClassVar[str] = "calls/s"
+    amount: ClassVar[float] = 1.0
+    repeats: ClassVar[int] = CALLS
     case: Case
-
-    @property
-    def unit(self) -> str:
-        return "calls/s"
-
-    @property
-    def amount(self) -> float:
-        return 1.0
-
-    @property
-    def repeats(self) -> int:
-        return CALLS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,8 +63,9 @@ class LaunchWork(CallsWork):
 
     @torch.no_grad()
     def _prepare(self, call: Callable[[], Tensor], inputs: Inputs) -> Contestant:
+        without_gradients = torch.no_grad()
         if self.how == "called":
-            return Contestant(lambda: _repeated(call), call)
+            return Contestant(lambda: without_gradients(repeated(call)), call)
         if not inputs.q.is_cuda:
             raise NotImplementedError("device: got cpu, but CUDA graphs are of a GPU")
         side = torch.cuda.Stream()
@@ -88,11 +80,12 @@ class LaunchWork(CallsWork):
             graph.replay()
             return out
 
-        return Contestant(lambda: _repeated(replayed), replayed)
+        return Contestant(lambda: without_gradients(repeated(replayed)), replayed)
 
 
-def _repeated(call: Callable[[], Tensor]) -> Timed:
-    @torch.no_grad()
+def repeated(call: Callable[[], object]) -> Timed:
+    """A function that makes `CALLS` calls in a row."""
+
     def calls() -> None:
         for _ in range(CALLS):
             call()

@@ -49,13 +49,13 @@ def _flash_attn(
     v: Tensor,
     *,
     mask: Mask | Tensor | None = None,
-    rope: Rope | None = None,
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
     """``flash_attn_func`` of a FlashAttention package; `unlimited` is its value for no window limit, -1 or None."""
-    _refuse(f"{module}.flash_attn_func", {"rope": rope, **options})
-    left, right = _band(f"{module}.flash_attn_func", mask, q.shape[2], k.shape[2])
+    function = f"{module}.flash_attn_func"
+    _refuse(function, options)
+    left, right = _band(function, mask, q.shape[2], k.shape[2])
     causal = right == 0
     window = (unlimited if left is None else left, unlimited if right is None or (causal and left is None) else right)
     found = importlib.import_module(module).flash_attn_func(
@@ -66,18 +66,11 @@ def _flash_attn(
 
 
 def _xformers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    rope: Rope | None = None,
-    scale: float | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Tensor | None = None, scale: float | None = None, **options: Any
 ) -> Tensor:
     """``memory_efficient_attention``; grouped queries are its fifth dimension, expanded without a copy."""
     function = "xformers.ops.memory_efficient_attention"
-    _refuse(function, {"rope": rope, **options})
+    _refuse(function, options)
     window = _band(function, mask, q.shape[2], k.shape[2])
     ops: Any = importlib.import_module("xformers.ops")
     if window == (None, None):

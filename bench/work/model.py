@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -98,24 +98,17 @@ class ModelWork(Work):
     batch: int
     seqlen: int
     n_new: int = 0
-    precision: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
     compiled: bool = True
-
-    @property
-    def unit(self) -> str:
-        return "tokens/s"
+    unit: ClassVar[str] = "tokens/s"
 
     @property
     def amount(self) -> float:
         return self.batch * (self.seqlen if self.task == "training" else self.n_new)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.precision
-
     def cases(self) -> list[Case]:
         heads = {"nheads_q": self.size.n_heads, "nheads_kv": self.size.n_kv_heads}
-        common: dict[str, Any] = {"head_dim": self.size.head_dim, "dtype": self.precision, **heads}
+        common: dict[str, Any] = {"head_dim": self.size.head_dim, "dtype": self.dtype, **heads}
         lengths = [(n, n) for n in dict.fromkeys(min(n, self.seqlen) for n in CHECKED_LENGTHS)]
         if self.task == "generate":
             lengths.append((1, self.seqlen + 1))
@@ -130,7 +123,7 @@ class ModelWork(Work):
 
         @torch.enable_grad()  # so that a compiled model is the trained one, not another without gradients
         def answer(called: Any) -> Tensor:
-            return _loss(called, ids, self.precision).detach()
+            return _loss(called, ids, self.dtype).detach()
 
         def prepare(form: Form, compiled: bool = False, backend: SDPBackend | None = None) -> Contestant:
             mine = form(copy.deepcopy(model))
@@ -167,7 +160,7 @@ class ModelWork(Work):
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            _loss(called, ids, self.precision).backward()
+            _loss(called, ids, self.dtype).backward()
             optimizer.step()
 
         return lambda: step
@@ -176,7 +169,7 @@ class ModelWork(Work):
         generator: Any = model
 
         def generate() -> None:
-            with _autocast(ids.device, self.precision):
+            with _autocast(ids.device, self.dtype):
                 generator.generate(ids[:, : self.seqlen], self.n_new, temperature=0.0)
 
         return lambda: generate

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -122,24 +123,22 @@ def works(names: list[str], scale: Scale) -> list[Work]:
 def _case(scale: Scale, seqlen: int, *, head_dim: int | None = None, grouped: bool = False, **fields: Any) -> Case:
     head_dim = head_dim or scale.head_dims[0]
     nheads = scale.width // head_dim
-    fields = {"dtype": scale.dtypes[0], "batch": max(1, scale.tokens // seqlen), **fields}
-    return Case(
-        nheads_q=nheads,
-        nheads_kv=nheads // GROUP if grouped else nheads,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        head_dim=head_dim,
-        **fields,
-    )
+    fields = {"dtype": scale.dtypes[0], "batch": max(1, scale.tokens // seqlen), "head_dim": head_dim, **fields}
+    nheads_kv = nheads // GROUP if grouped else nheads
+    return Case(nheads_q=nheads, nheads_kv=nheads_kv, seqlen_q=seqlen, seqlen_k=seqlen, **fields)
 
 
-def _sweep(suite: str, directions: tuple[Direction, ...], scale: Scale) -> Iterator[Work]:
+def _sweep(scale: Scale, suite: str, directions: tuple[Direction, ...]) -> Iterator[Work]:
     every = itertools.product(directions, scale.dtypes, (False, True), scale.head_dims, (True, False), scale.seqlens)
     for direction, dtype, grouped, head_dim, causal, seqlen in every:
         if grouped and scale.width // head_dim < GROUP:
             continue
         case = _case(scale, seqlen, head_dim=head_dim, grouped=grouped, dtype=dtype, causal=_causal(causal))
-        pages = (_dtype(dtype), _heads(grouped), *(() if direction == "forward" else (PASSES[direction],)))
+        pages = (
+            str(dtype).removeprefix("torch."),
+            _heads(grouped),
+            *(() if direction == "forward" else (PASSES[direction],)),
+        )
         place = Place(suite, ", ".join(pages), f"head_dim {head_dim}, {_causality(causal)}", "seqlen", seqlen)
         departures = (
             dtype != scale.dtypes[0],
@@ -162,20 +161,8 @@ def _causality(causal: bool) -> str:
     return "causal" if causal else "not causal"
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _heads(grouped: bool) -> str:
     return f"grouped queries {GROUP}:1" if grouped else "as many KV heads"
-
-
-def _forward(scale: Scale) -> Iterator[Work]:
-    return _sweep("forward", ("forward",), scale)
-
-
-def _backward(scale: Scale) -> Iterator[Work]:
-    return _sweep("backward", ("both", "backward"), scale)
 
 
 def _rope(scale: Scale) -> Iterator[Work]:
@@ -220,9 +207,8 @@ def _decode(scale: Scale) -> Iterator[Work]:
     for grouped, batch, cache in itertools.product((True, False), scale.batches, scale.caches):
         if batch * cache <= scale.most_cached:
             heads: dict[str, Any] = {"nheads_q": 32, "nheads_kv": 32 // GROUP if grouped else 32}
-            case = Case(
-                batch=batch, seqlen_q=1, seqlen_k=cache, head_dim=scale.head_dims[0], dtype=scale.dtypes[0], **heads
-            )
+            sizes: dict[str, Any] = {"batch": batch, "seqlen_q": 1, "seqlen_k": cache, "head_dim": scale.head_dims[0]}
+            case = Case(**sizes, **heads, dtype=scale.dtypes[0])
             place = Place("decode", _heads(grouped), f"batch {batch}", "cached tokens", cache)
             priority = (not grouped) + (batch not in (scale.batches[0], scale.batches[-1]))
             yield AttentionWork(place, priority, case, compiled=scale.compiled)
@@ -233,9 +219,7 @@ def _training(scale: Scale) -> Iterator[Work]:
         for i, seqlen in enumerate(seqlens):
             place = Place("training", model.title, "one step", "seqlen", seqlen)
             batch = max(1, scale.tokens // seqlen)
-            yield ModelWork(
-                place, i, model, "training", batch, seqlen, precision=scale.dtypes[0], compiled=scale.compiled
-            )
+            yield ModelWork(place, i, model, "training", batch, seqlen, 0, scale.dtypes[0], scale.compiled)
 
 
 def _generate(scale: Scale) -> Iterator[Work]:
@@ -275,8 +259,8 @@ def _host() -> Iterator[Work]:
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Work]]] = {
-    "forward": _forward,
-    "backward": _backward,
+    "forward": partial(_sweep, suite="forward", directions=("forward",)),
+    "backward": partial(_sweep, suite="backward", directions=("both", "backward")),
     "rope": _rope,
     "padding": _padding,
     "bias": _bias,

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Place:
 class Work(ABC):
     """A piece of work; `priority` 0 is the most important."""
 
+    repeats: ClassVar[int] = 1  # runs in one timed sample
     place: Place
     priority: int
 
@@ -67,11 +69,6 @@ class Work(ABC):
     @abstractmethod
     def amount(self) -> float:
         """The amount of work of one run, in this unit times seconds."""
-
-    @property
-    def repeats(self) -> int:
-        """The number of runs in one timed sample."""
-        return 1
 
     @property
     @abstractmethod
@@ -96,5 +93,4 @@ class Work(ABC):
         return nullcontext()
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """The stopwatch for this work."""
         return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch(device)

@@ -7,24 +7,15 @@ import itertools
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.measuring import ceilings
+from bench.measuring import ceilings, timing
 from bench.measuring.gate import Gate
 from bench.measuring.measure import measure
-from bench.measuring.timing import (
-    Budget,
-    HostStopwatch,
-    OutOfTimeError,
-    Rounds,
-    Spread,
-    interleaved,
-    spread,
-)
+from bench.measuring.timing import Budget, HostStopwatch, OutOfTimeError, Rounds, Spread, interleaved, spread
 from bench.work import attention as attention_work
 from bench.work import counts, functions, libraries, model, suites
 from bench.work.attention import AttentionWork, own
@@ -36,7 +27,6 @@ from fusedattn.testing import CASES, peers
 from fusedattn.testing.cases import Case, make_inputs
 from tests.conftest import DEVICE
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=8, seqlen_k=8, head_dim=16, causal="bottom_right", seed=1)
 PLACE = Place("forward", "page", "panel", "seqlen", 8)
@@ -99,7 +89,8 @@ def test_bytes() -> None:
     assert (work.unit, work.amount) == ("GB/s", counts.bytes_read_and_written(case) / 1e9)
 
 
-def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew() -> None:
+def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SHUFFLE", random.Random(0))
     clock, order, setups = Clock(), [], []
     seconds = {"a": itertools.cycle([1.0, 3.0, 2.0]), "b": itertools.cycle([5.0])}
 
@@ -115,37 +106,29 @@ def test_every_contestant_has_a_turn_in_every_round_in_an_order_drawn_anew() -> 
 
     runs = {name: functools.partial(set_up, name) for name in seconds}
     stopwatch = HostStopwatch(CPU, clock=clock)
-    samples, failures = interleaved(runs, stopwatch, Rounds(3, 12, 1e9), random.Random(0), Budget())
-    rounds = [tuple(order[i : i + 2]) for i in range(0, 24, 2)]
+    samples, failures = interleaved(runs, stopwatch, Rounds(3, 12, 1e9), Budget())
     assert failures == {}
-    assert all(set(turn) == {"a", "b"} for turn in rounds)
-    assert len(rounds) == 12
-    assert len(set(rounds)) == 2, "the order never changed"
     assert setups == order
     assert samples == {"a": [1e3, 3e3, 2e3] * 4, "b": [5e3] * 12}
+    rounds = {tuple(order[i : i + 2]) for i in range(0, 24, 2)}
+    assert rounds == {("a", "b"), ("b", "a")}, "both have a turn in each round, and the order changes"
 
 
-def test_rounds_end_by_number_or_by_time() -> None:
+def test_rounds_end_by_number_by_time_or_by_the_budget() -> None:
     clock = Clock()
     runs = {"a": lambda: lambda: clock.spend(1.0)}
 
-    def count(rounds: Rounds) -> int:
-        samples, _ = interleaved(runs, HostStopwatch(CPU, clock=clock), rounds, random.Random(0), Budget(None, clock))
+    def count(rounds: Rounds, budget: float | None = None) -> int:
+        stopwatch = HostStopwatch(CPU, clock=clock)
+        samples, _ = interleaved(runs, stopwatch, rounds, Budget(budget, clock))
         return len(samples["a"])
 
     assert count(Rounds(2, 50, 5.0)) == 5
     assert count(Rounds(8, 50, 5.0)) == 8
     assert count(Rounds(2, 4, 1e9)) == 4
-
-
-def test_the_budget_ends_a_measurement_that_has_enough_and_drops_one_that_has_not() -> None:
-    clock = Clock()
-    runs = {"a": lambda: lambda: clock.spend(1.0)}
-    stopwatch = HostStopwatch(CPU, clock=clock)
-    samples, _ = interleaved(runs, stopwatch, Rounds(3, 50, 1e9), random.Random(0), Budget(6.0, clock))
-    assert len(samples["a"]) == 6
-    with pytest.raises(OutOfTimeError):
-        interleaved(runs, stopwatch, Rounds(3, 50, 1e9), random.Random(0), Budget(2.0, clock))
+    assert count(Rounds(3, 50, 1e9), budget=6.0) == 6
+    with pytest.raises(OutOfTimeError):  # too few to report
+        count(Rounds(3, 50, 1e9), budget=2.0)
 
 
 def test_a_contestant_that_fails_in_its_turn_takes_no_further() -> None:
@@ -153,7 +136,7 @@ def test_a_contestant_that_fails_in_its_turn_takes_no_further() -> None:
         raise torch.OutOfMemoryError("no room")
 
     runs = {"a": lambda: lambda: None, "b": lambda: fail}
-    samples, failures = interleaved(runs, HostStopwatch(CPU), Rounds(3, 3), random.Random(0), Budget())
+    samples, failures = interleaved(runs, HostStopwatch(CPU), Rounds(3, 3), Budget())
     assert len(samples.pop("a")) == 3
     assert samples == {}
     assert str(failures["b"]) == "no room"
@@ -175,7 +158,7 @@ def test_spread(samples: list[float], expected: Spread) -> None:
 def measured(work: Work, peers_: dict[str, Any], gate: Gate | None = None) -> dict[str, Any]:
     gate = gate or Gate(CPU)
     gate.used |= dict.fromkeys(work.cases(), 0.5)  # other tests check the kernels
-    return measure(work, CPU, peers_, gate, {"matmul": {"float32": 2.0}}, ROUNDS, random.Random(0), Budget())
+    return measure(work, CPU, peers_, gate, {"matmul": {"float32": 2.0}}, ROUNDS, Budget())
 
 
 def test_a_result_has_times_rates_ratios_and_reasons() -> None:
@@ -202,9 +185,8 @@ def test_a_peer_that_computes_something_else_is_not_timed() -> None:
     gate = Gate(CPU)
     every = {"other": other_scale, "nan": nan, "math": peers.PEERS["torch.sdpa-math"]}
     row = measured(WORK, every, gate)
-    assert all(
-        row["contestants"][n]["reason"].startswith("ArithmeticError: computes something") for n in ("other", "nan")
-    )
+    for name in ("other", "nan"):
+        assert row["contestants"][name]["reason"].startswith("ArithmeticError: computes something")
     assert "ms" in row["contestants"]["math"]
     assert gate.report()["ok"]
     measured(WORK, {"other": other_scale}, gate)
@@ -229,7 +211,7 @@ def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPa
     """The gate really measures: it is red for attention without its mask."""
     monkeypatch.setattr("fusedattn.cli.check.command.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
     gate = Gate(CPU)
-    row = measure(WORK, CPU, {}, gate, {}, ROUNDS, random.Random(0), Budget())
+    row = measure(WORK, CPU, {}, gate, {}, ROUNDS, Budget())
     assert row["contestants"] == {"fusedattn": {"reason": "not timed, because it is not within the error budget"}}
     assert gate.report()["ok"] is False
     assert all("causal=bottom_right" in name for name in gate.failures)
@@ -260,10 +242,9 @@ def test_what_is_checked_is_what_is_timed_in_small() -> None:
                 assert case.dtype == work.dtype
                 assert case.batch * case.nheads_q * case.seqlen_q * case.seqlen_k < 2e7
             if isinstance(work, AttentionWork):
+                sizes = dict.fromkeys(("batch", "nheads_q", "nheads_kv", "seqlen_q", "seqlen_k"), 1)
                 for case in work.cases():
-                    small, large = (replace(c, batch=1, nheads_q=1, nheads_kv=1, seqlen_q=1, seqlen_k=1, window=None,
-                                            padding=None) for c in (case, work.case))  # fmt: skip
-                    assert small == large
+                    assert replace(case, **sizes, window=None, padding=None) == replace(work.case, **sizes, window=None)
                     assert case.nheads_q // case.nheads_kv == work.case.nheads_q // work.case.nheads_kv
                     assert (case.padding is None) == (work.padded == 0.0)
                     assert (case.window is None) == (work.case.window is None)
@@ -378,12 +359,12 @@ def test_launches_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("CUDA graphs are of a GPU" in found["reason"] for found in graph["contestants"].values())
 
 
-def test_ceilings_count_both_ways_and_shares_go_by_unit() -> None:
+def test_ceilings_go_by_unit() -> None:
     found = {"matmul": {"float32": 4.0}, "copy": 100.0}
-    assert ceilings.share(found, "TFLOP/s", "float32", 1.0) == 0.25
-    assert ceilings.share(found, "TFLOP/s", "float16", 1.0) is None
-    assert ceilings.share(found, "GB/s", "float16", 50.0) == 0.5
-    assert ceilings.share(found, "tokens/s", "float32", 1.0) is None
+    assert ceilings.ceiling(found, "TFLOP/s", "float32") == 4.0
+    assert ceilings.ceiling(found, "TFLOP/s", "float16") is None
+    assert ceilings.ceiling(found, "GB/s", "float16") == 100.0
+    assert ceilings.ceiling(found, "tokens/s", "float32") is None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

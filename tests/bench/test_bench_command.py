@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,11 @@ from bench.work import suites
 from bench.work.work import Work
 from fusedattn import attention
 from fusedattn.cli.errors import CommandError
-from tests.helpers import quick
+from tests.helpers import compiling, quick
+from tests.helpers.reports import REPORT
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+QUICK = ("run", "--quick", "--device", "cpu")
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -41,19 +39,7 @@ def report(**changes: Any) -> dict[str, Any]:
         rest = {"priority": 0, "dtype": "bfloat16", "unit": "TFLOP/s", "amount": 0.6, "contestants": found}
         ratios = measure._ratios(found, {"matmul": {"bfloat16": 600.0}}, "TFLOP/s", "bfloat16")
         rows.append({"name": f"forward, bfloat16, causal, seqlen {x}", **place, **rest, **ratios})
-    made = {
-        "format": results.FORMAT,
-        "started": "2026-01-02T03:04:05+00:00",
-        "arguments": {"quick": False},
-        "environment": {
-            "device": "GPU X", "is_gpu": True, "commit": "a" * 40, "dirty": False,
-            "versions": {"torch": "2.11", "triton": "3.6"},
-        },
-        "ceilings": {"matmul": {"bfloat16": 600.0}, "copy": 4000.0},
-        "correctness": {"ok": True, "cases": 4, "backend": "triton", "limit": 1.0, "most_used": 0.7, "failures": {}},
-        "results": rows,
-    }  # fmt: skip
-    return made | changes
+    return REPORT | {"results": rows} | changes
 
 
 def written(folder: Path, name: str = "a.json", **changes: Any) -> Path:
@@ -61,13 +47,10 @@ def written(folder: Path, name: str = "a.json", **changes: Any) -> Path:
     return folder / name
 
 
-RED = {"ok": False, "failures": {"causal": "dq uses 300%"}}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"correctness": RED}, "check is red: causal: dq uses 300%"),
+        ({"correctness": {"ok": False, "failures": {"causal": "dq uses 300%"}}}, "check is red: causal: dq uses 300%"),
         ({"correctness": {"ok": False, "failures": {}}}, "nothing was checked"),
         ({"correctness": None}, "correctness was not checked"),
         ({"format": 0}, "no report of python -m bench run"),
@@ -84,7 +67,7 @@ def test_what_is_not_green_is_refused(command: str, changes, message: str, tmp_p
 
 @pytest.mark.parametrize("found", [{"commit": "unknown", "dirty": None}, {"commit": "a" * 40, "dirty": True}])
 def test_a_table_is_of_a_commit(found: dict[str, Any], tmp_path: Path) -> None:
-    path = written(tmp_path, environment=report()["environment"] | found)
+    path = written(tmp_path, environment=REPORT["environment"] | found)
     with pytest.raises(CommandError, match="in no known commit"):
         results.read_committed(path)
     assert results.read_green(path)
@@ -104,7 +87,7 @@ def test_tables() -> None:
 
 
 def test_what_a_cpu_measured_is_not_in_the_tables_of_a_gpu() -> None:
-    made = report(environment=report()["environment"] | {"is_gpu": False, "device": "CPU Y"})
+    made = report(environment=REPORT["environment"] | {"is_gpu": False, "device": "CPU Y"})
     page, readme = table.PAGE.read_text(), table.README.read_text()
     new_page, new_readme = table.with_results(page, readme, made)
     assert new_readme == readme
@@ -116,7 +99,7 @@ def test_blocks_of_a_page_are_told_apart() -> None:
     assert with_block(page, "3\n", "b") == page.replace("2\n", "\n3\n\n")
     with pytest.raises(ValueError, match="got 2 pairs"):
         with_block(page, "3")
-    with pytest.raises(ValueError, match="got 0 pairs"):
+    with pytest.raises(ValueError, match="got 0 pairs of the comments 'figures: c"):
         with_block(page, "3", "c")
 
 
@@ -169,20 +152,11 @@ def test_compare(tmp_path: Path, capsys) -> None:
     assert slower.beyond_noise
 
 
-def run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run in a separate process, because the tests use Triton's interpreter in this one."""
-    env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "FORCE_COLOR")}
-    env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", **extra}
-    command = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.thorough
 def test_run_quick_then_plot_and_compare(tmp_path: Path) -> None:
     """It runs every suite and names a reason for each contestant that cannot run; the file is complete and green."""
-    done = run(
-        "run", "--quick", "--device", "cpu", "--out", str(tmp_path), "--against", "sdpa-math", "--against", "sdpa-cudnn"
-    )
+    arguments = (*QUICK, "--out", str(tmp_path), "--against", "sdpa-math", "--against", "sdpa-cudnn")
+    done = compiling.run("-m", "bench", *arguments, COLUMNS="100")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr
     (path,) = (tmp_path / "cpu").iterdir()
@@ -204,6 +178,14 @@ def test_run_quick_then_plot_and_compare(tmp_path: Path) -> None:
     assert "CPU" in table.full(made)
 
 
+@pytest.fixture
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in this process, as if kernels were not interpreted."""
+    monkeypatch.setattr("bench.run.interpreting", lambda: False)
+    monkeypatch.setattr("bench.run.torch.set_num_threads", lambda n: None)
+
+
+@pytest.mark.usefixtures("_compiled")
 def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock passes the end of the budget after the second piece of work."""
     done: list[str] = []
@@ -215,9 +197,7 @@ def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("bench.run.measure", fake)
     monkeypatch.setattr("bench.run.Budget", functools.partial(Budget, clock=lambda: 6.0 * len(done)))
-    monkeypatch.setattr("bench.run.interpreting", lambda: False)
-    monkeypatch.setattr("bench.run.torch.set_num_threads", lambda n: None)
-    arguments = ["run", "--quick", "--device", "cpu", "--out", str(tmp_path), "--suite", "forward"]
+    arguments = [*QUICK, "--out", str(tmp_path), "--suite", "forward"]
     assert main([*arguments, "--budget", "10"]) == 0
     (path,) = (tmp_path / "cpu").iterdir()
     made = results.read(path)
@@ -228,23 +208,10 @@ def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.Monk
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("_compiled")
 def test_a_red_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr("bench.run.interpreting", lambda: False)
-    monkeypatch.setattr("bench.run.torch.set_num_threads", lambda n: None)
     monkeypatch.setattr("fusedattn.cli.check.command.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
-    arguments = [
-        "run",
-        "--quick",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        "--suite",
-        "forward",
-        "--filter",
-        ", causal",
-    ]
-    assert main(arguments) == 1
+    assert main([*QUICK, "--out", str(tmp_path), "--suite", "forward", "--filter", ", causal"]) == 1
     assert "not correct: " in capsys.readouterr().out
     (path,) = (tmp_path / "cpu").iterdir()
     with pytest.raises(CommandError, match="check is red"):
@@ -263,16 +230,15 @@ def test_a_red_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ],
 )
 def test_what_the_user_can_put_right_is_one_line(arguments: list[str], extra: dict[str, str], message: str) -> None:
-    done = run("run", "--quick", *(arguments or ["--device", "cpu"]), **extra)
+    done = compiling.run("-m", "bench", *QUICK, *arguments, **extra)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.run.interpreting", lambda: False)
-    monkeypatch.setattr("bench.run.torch.set_num_threads", lambda n: None)
-    assert main(["run", "--quick", "--list", "--device", "cpu", "--suite", "decode"]) == 0
+@pytest.mark.usefixtures("_compiled")
+def test_list_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--list", "--suite", "decode"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("0 decode, grouped queries 4:1, batch 2")
 
 
@@ -285,9 +251,5 @@ def test_the_environment_names_what_was_measured() -> None:
 
 
 @pytest.mark.thorough
-def test_the_benchmarks_of_pytest_run_when_asked(tmp_path: Path) -> None:
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+def test_the_benchmarks_of_pytest_run_when_asked() -> None:
+    assert " passed" in compiling.output("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench")

@@ -16,8 +16,7 @@ from bench.work import suites
 from bench.work.model import ModelWork
 from fusedattn.cli.errors import CommandError
 from fusedattn.transformer import GPTModel
-
-WHOLE: dict[str, Any] = {"environment": {"is_gpu": True}, "arguments": {"quick": False}}
+from tests.helpers.reports import REPORT
 
 
 def row(x: float, *, name: str = "", suite: str = "forward", page: str = "p", panel: str = "a", **found: Any) -> Any:
@@ -46,7 +45,7 @@ def test_all_that_the_goals_are_about_is_measured() -> None:
         found = [place for place in places if each.concerns(place.suite, place.page, place.panel, place.x)]
         assert len(found) == each.n_results, each.name
         assert all(map(goals.concerned, found))
-    assert 0 < sum(map(goals.concerned, places)) < len(places)
+    assert 0 < sum(bool(goals.concerned(place)) for place in places) < len(places)
 
 
 def test_models_have_as_many_parameters_as_they_are_called_by() -> None:
@@ -71,20 +70,14 @@ def test_models_have_as_many_parameters_as_they_are_called_by() -> None:
 )
 def test_figures(figure: goals.Figure, expected: float) -> None:
     assert figure(row(1)) == expected
-    nothing: dict[str, Any] = {
-        "best_own": None,
-        "best_peer": None,
-        "speedup": None,
-        "of_ceiling": None,
-        "contestants": {},
-    }
-    assert figure(row(1, **nothing)) is None
+    nothing = dict.fromkeys(("best_own", "best_peer", "speedup", "of_ceiling"))
+    assert figure(row(1, **nothing, contestants={})) is None
 
 
 def test_the_lowest_result_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(at_least: float, *rows: Any) -> tuple[bool | None, int]:
         monkeypatch.setattr(goals, "GOALS", (goal(at_least),))
-        (verdict,) = goals.verdicts(WHOLE | {"results": list(rows)})
+        (verdict,) = goals.verdicts(REPORT | {"results": list(rows)})
         return verdict.is_reached, verdict.n_found
 
     assert reached(1.0, row(1), row(2, speedup=1.1)) == (True, 2)
@@ -98,15 +91,15 @@ def test_the_lowest_result_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_verdict_says_where_it_is_lowest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "GOALS", (goal(1.2), goal(0.9, goals.of_ceiling, xs=(7,))))
-    missed, missing = goals.verdicts(WHOLE | {"results": [row(1), row(2, speedup=1.125)]})
+    missed, missing = goals.verdicts(REPORT | {"results": [row(1), row(2, speedup=1.125)]})
     assert list(terminal.goal_cells(missed)) == ["g", "1.20", "1.125", "2 of 2", "no", "at 2"]
     assert list(terminal.goal_cells(missing)) == ["g", "0.90", "–", "0 of 1", "–", "–"]
 
 
 def test_smaller_work_of_the_same_name_is_not_what_the_goals_are_about() -> None:
-    assert list(goals.verdicts(WHOLE | {"results": [row(1)]}))
+    assert list(goals.verdicts(REPORT | {"results": [row(1)]}))
     for other in ({"environment": {"is_gpu": False}}, {"arguments": {"quick": True}}):
-        assert not list(goals.verdicts(WHOLE | other | {"results": [row(1)]}))
+        assert not list(goals.verdicts(REPORT | other | {"results": [row(1)]}))
 
 
 def test_goals_are_of_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,56 +111,41 @@ def test_goals_are_of_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().out == "1 decode, grouped queries 4:1, batch 32, cached tokens 4096\n"
 
 
-def written(path: Path, rows: list[Any], **changes: Any) -> Path:
-    environment = {"device": "GPU X", "is_gpu": True, "commit": "a" * 40, "dirty": False, "versions": {"torch": "2"}}
-    verdict = {"ok": True, "cases": 2, "backend": "triton", "limit": 1.0, "most_used": 0.5, "failures": {}}
-    report = {
-        "format": results.FORMAT,
-        "started": "2026-01-02T03:04:05+00:00",
-        "arguments": {"quick": False},
-        "environment": environment,
-        "ceilings": {"matmul": {"bfloat16": 600.0}, "copy": 4000.0},
-        "correctness": verdict,
-        "results": rows,
-    }
-    results.write(path, report | changes)
-    return path
+def report(*rows: Any, **changes: Any) -> dict[str, Any]:
+    return REPORT | {"results": list(rows)} | changes
 
 
-def test_runs_of_one_commit_on_one_machine_are_one_report(tmp_path: Path) -> None:
-    verdict = {"ok": True, "cases": 3, "backend": "triton", "limit": 1.0, "most_used": 0.75, "failures": {}}
-    a = results.read(written(tmp_path / "a.json", [row(1), row(2)]))
+def test_runs_of_one_commit_on_one_machine_are_one_report() -> None:
+    verdict = REPORT["correctness"] | {"cases": 3, "most_used": 0.75}
+    a = report(row(1), row(2))
     again = {"ceilings": {"matmul": {"bfloat16": 500.0, "float16": 700.0}, "copy": 3000.0}, "correctness": verdict}
-    b = results.read(written(tmp_path / "b.json", [row(2, speedup=9.0), row(3)], **again))
+    b = report(row(2, speedup=9.0), row(3), **again)
     both = results.together([a, b])
     assert [(x["x"], x["speedup"]) for x in both["results"]] == [(1, 1.5), (2, 1.5), (3, 1.5)]
     assert both["ceilings"] == {"matmul": {"bfloat16": 600.0, "float16": 700.0}, "copy": 4000.0}
-    assert both["correctness"] == verdict | {"cases": 5}
+    assert both["correctness"] == verdict | {"cases": 7}
     assert results.together([a]) == a
 
 
 def test_runs_of_different_commits_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = table.PAGE.read_bytes()
-    paths = [written(tmp_path / "a.json", [row(1)])]
-    environment = results.read(paths[0])["environment"]
-    paths.append(written(tmp_path / "b.json", [row(2)], environment=environment | {"commit": "b" * 40}))
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, commit in zip(paths, ("a" * 40, "b" * 40), strict=True):
+        results.write(Path(path), report(row(1), environment=REPORT["environment"] | {"commit": commit}))
     for command in ("table", "plot"):
-        assert main([command, *map(str, paths)]) == 2
+        assert main([command, *paths]) == 2
         assert "differ in commit" in capsys.readouterr().err
     assert table.PAGE.read_bytes() == page
 
 
-def test_a_quick_run_is_not_a_part_of_another(tmp_path: Path) -> None:
-    a = results.read(written(tmp_path / "a.json", [row(1)]))
-    b = results.read(written(tmp_path / "b.json", [row(2)], arguments={"quick": True}))
+def test_a_quick_run_is_not_a_part_of_another() -> None:
     with pytest.raises(CommandError, match="differ in --quick"):
-        results.together([a, b])
+        results.together([report(row(1)), report(row(2), arguments={"quick": True})])
 
 
-def test_a_page_has_the_goals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_page_has_the_goals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "GOALS", (goal(1.2),))
-    ms = {"x_name": "seqlen", "unit": "TFLOP/s", "priority": 0}
-    made = results.read(written(tmp_path / "a.json", [row(1, **ms)]))
+    made = report(row(1, x_name="seqlen", unit="TFLOP/s", priority=0))
     assert "| g | 1.20 | 1.500 | 1 of 2 | – | at 1 |" in table.full(made)
     monkeypatch.setattr(goals, "GOALS", (goal(1.2, xs=(9,)),))
     assert "Goals" not in table.full(made)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from bench.tuning.slots import Part, Slot
 from fusedattn.cli.errors import CommandError
 from fusedattn.kernels import configs
 from fusedattn.kernels.configs import FewQueries, TileConfig
-from tests.helpers.compiling import ROOT
+from tests.helpers.compiling import output
 from tests.helpers.slots import TILE, slot
 
 CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, torch.float32), (64, 128, 256))]
@@ -65,19 +63,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TileConfig,
             return function(case.config, case.features[0])
 
         monkeypatch.setattr("bench.codegen.compilations.compile_case", compiling)
-        monkeypatch.setattr("bench.codegen.predictions.predict", lambda _: _not_known())
+        monkeypatch.setattr("bench.codegen.predictions.predict", Mock(side_effect=NotImplementedError))
         return compiled
 
     return stand_in
 
 
-def _not_known() -> Any:
-    raise NotImplementedError
-
-
 BOUNDARY_SPILLS = {"loop_spills": (0, 3, 0), "spill_bytes": 8}  # a forward: full blocks, boundary blocks, repair
 FWD = slot("fwd", 128, torch.bfloat16)
 SMALL_TILE = TileConfig(64, 32, 4, 1)
+SOUND = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
 
 
 def test_the_widest_boundary_blocks_without_a_fault(compiler) -> None:
@@ -133,11 +128,10 @@ def test_persistent_programs_are_tried_where_they_are_written(compiler) -> None:
 
 
 def test_the_best_by_the_model_are_kept_and_the_table_s_own_comes_first() -> None:
-    its = slot("fwd", 128, torch.bfloat16)
-    found = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
+    found = SOUND
     own = configs.lookup("sm_90", 128, torch.bfloat16).fwd
-    assert list(candidates.to_time(its, "sm_90", found, 2).values()) == [own, found[0].config, found[1].config]
-    assert len(candidates.to_time(its, "sm_90", [Found(own, 1, 1, None)], 2)) == 1
+    assert list(candidates.to_time(FWD, "sm_90", found, 2).values()) == [own, found[0].config, found[1].config]
+    assert len(candidates.to_time(FWD, "sm_90", [Found(own, 1, 1, None)], 2)) == 1
     two = candidates.to_time(slot("one_pass", 64, torch.bfloat16), "sm_90", found, 1)
     assert list(two.values()) == [configs.lookup("sm_90", 64, torch.bfloat16).one_pass, None, found[0].config]
     few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", found[1:2], 1)
@@ -157,9 +151,8 @@ def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
     found = candidates.clean_forms(FWD, "sm_90", pipelined)
     assert [(x.config, x.in_flight) for x in found] == [(pipelined, True), (replace(pipelined, persistent=1), True)]
     assert {boundary for boundary, *_ in compiled} == {32}
-    compiled = compiler(
-        lambda tile, _: [report(tile, touches=(TOUCH,), spill_bytes=8 * (tile.BOUNDARY > 16), loop_spills=(0, 1, 0))]
-    )
+    spills = {"spill_bytes": 8, "loop_spills": (0, 1, 0)}
+    compiler(lambda tile, _: [report(tile, touches=(TOUCH,), **(spills if tile.BOUNDARY > 16 else {}))])
     assert {x.config.BOUNDARY for x in candidates.clean_forms(FWD, "sm_90", pipelined)} == {16}
     compiler(lambda tile, _: [report(tile, touches=(TOUCH,), serialized_wgmma=True)])
     assert candidates.clean_forms(FWD, "sm_90", pipelined) == []
@@ -168,27 +161,23 @@ def test_registers_in_flight_keep_a_tile_apart(compiler) -> None:
 
 
 def test_tiles_with_registers_in_flight_are_timed_in_a_place_of_their_own() -> None:
-    its = slot("fwd", 128, torch.bfloat16)
     tiles = (TileConfig(64, 64, 4, 1, "pipelined", boundary) for boundary in (16, 32, 64))
     fast = [Found(tile, 100, 2, 99.0, in_flight=True) for tile in tiles]
-    sound = [Found(TileConfig(64, n, 4, 1), 100, 2, 9.0) for n in (16, 32, 64, 128)]
-    names = candidates.to_time(its, "sm_90", fast + sound, 4)
+    names = candidates.to_time(FWD, "sm_90", fast + SOUND, 4)
     _, *others = names.values()
-    assert others == [*(x.config for x in sound), fast[0].config, fast[1].config]
-    assert candidates.in_flight(names, fast + sound) == [candidates.tile(x.config) for x in fast[:2]]
-    few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", fast + sound, 1)
+    assert others == [*(x.config for x in SOUND), fast[0].config, fast[1].config]
+    assert candidates.in_flight(names, fast + SOUND) == [candidates.tile(x.config) for x in fast[:2]]
+    few = candidates.to_time(slot("few", 128, torch.bfloat16), "sm_90", fast + SOUND, 1)
     _, *others = few.values()
-    assert others == [FewQueries(x.config, n) for x in (sound[0], fast[0]) for n in candidates.SPLITS]
-    assert candidates.in_flight(few, fast + sound) == [candidates.tile(x) for x in others[len(candidates.SPLITS) :]]
+    assert others == [FewQueries(x.config, n) for x in (SOUND[0], fast[0]) for n in candidates.SPLITS]
+    assert candidates.in_flight(few, fast + SOUND) == [candidates.tile(x) for x in others[len(candidates.SPLITS) :]]
 
 
 def test_candidates_are_kept_by_slot(tmp_path: Path) -> None:
     path = candidates.path("sm_90", tmp_path)
     a, b = slot("fwd"), slot("dq")
-    ours = [
-        Found(TileConfig(64, 32, 4, 1, "pipelined", 32, 1, 1, True), 200, 1, 512.5),
-        Found(TILE, 128, 2, None, True),
-    ]
+    tile = TileConfig(64, 32, 4, 1, "pipelined", 32, 1, 1, True)
+    ours = [Found(tile, 200, 1, 512.5), Found(TILE, 128, 2, None, True)]
     candidates.save(path, {a.name: ours})
     candidates.save(path, {b.name: []})
     assert (candidates.load(path, a), candidates.load(path, b)) == (ours, [])
@@ -212,11 +201,10 @@ from bench.tuning import candidates
 from bench.tuning.slots import Slot
 from fusedattn.kernels.configs import TileConfig
 slot = Slot("dq", "streamed", torch.bfloat16, 128)
-found = candidates.clean(slot, "sm_90", [slot.config("sm_90"), TileConfig(128, 128, 4, 1)], jobs=1)
+found = candidates.clean(slot, "sm_90", [slot.config("sm_90"), TileConfig(128, 128, 4, 1)], 1, bool)
 candidates.save(Path({str(tmp_path)!r}) / "found.json", {{slot.name: found}})
 """
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=300)
+    output("-c", program)
     its = slot("dq", 128, torch.bfloat16)
     own = configs.lookup("sm_90", 128, torch.bfloat16).dq
     (found,) = candidates.load(tmp_path / "found.json", its)

@@ -5,28 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from bench.codegen.disassembly import sass_instructions
-from bench.codegen.estimate import (
-    Kernel,
-    Workload,
-    blocks,
-    estimate,
-    rotation_break_even,
-    rotation_seconds,
-)
+from bench.codegen.estimate import Kernel, Workload, blocks, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES
 from bench.codegen.loops import Loop, Order, Step, loop_of
 from bench.codegen.machine_code import product_loops
 from bench.codegen.model import bound, resources_of
 from bench.codegen.predictions import predict
 from bench.codegen.report import Report
-from bench.report.page import with_block
 from fusedattn import masks
-from tests.helpers.compiling import compiling
+from tests.helpers.compiling import output
 
 H200 = MACHINES["sm_90"]
 EXCERPT = """
@@ -71,15 +62,9 @@ WAIT = Step("wait")
 def test_instructions_of_a_loop_are_counted() -> None:
     found = excerpt()
     assert len(found.steps) == 20
-    assert {kind: found.counts[kind] for kind in ("wgmma", "wait", "alu", "fma", "mufu", "shuffle", "barrier")} == {
-        "wgmma": 3,
-        "wait": 1,
-        "alu": 2,
-        "fma": 1,
-        "mufu": 1,
-        "shuffle": 1,
-        "barrier": 1,  # the other one holds one warp group, as its wgmma does anyway
-    }
+    # The other barrier holds one warp group, as its wgmma does anyway.
+    counts = {"wgmma": 3, "wait": 1, "alu": 2, "fma": 1, "mufu": 1, "shuffle": 1, "barrier": 1}
+    assert {kind: found.counts[kind] for kind in counts} == counts
     # Each warp multiplies 16 of the 64 rows.
     assert found.macs == 16 * 16 * (64 + 64 + 128)
     assert found.copies
@@ -342,16 +327,8 @@ def test_products_in_pieces_are_not_predicted(dtype: str, head_dim: int, pieces:
         assert predict(report).main == "full"
 
 
-def test_a_page_may_have_figures_of_several_writers() -> None:
-    page = "<!-- figures: a b -->\nold\n<!-- end of figures -->\n<!-- figures: c -->\nkept\n<!-- end of figures -->\n"
-    assert with_block(page, "new", "a b").split("\n")[2] == "new"
-    assert "kept" in with_block(page, "new", "a b")
-    with pytest.raises(ValueError, match="figures: d"):
-        with_block(page, "new", "d")
-
-
 @pytest.mark.thorough
-def test_a_compiled_kernel(tmp_path: Path) -> None:
+def test_a_compiled_kernel() -> None:
     """A tile's products take the clocks of their multiply-adds; the residual adds 16 columns to 2 * 64."""
     script = """
 import json
@@ -362,9 +339,7 @@ for report in compilations.compile_case(case):
     full = x.bounds["full"]
     print(json.dumps([report.features, report.config, full.resources, full.clocks, x.repeated, x.flops]))
 """
-    result = compiling("-c", script, cache=tmp_path)
-    assert result.returncode == 0, result.stderr
-    found = {features: rest for features, *rest in map(json.loads, result.stdout.splitlines())}
+    found = {features: rest for features, *rest in map(json.loads, output("-c", script).splitlines())}
     assert set(found) == {"plain", "residual"}
     for features, (config, resources, clocks, repeated, flops) in found.items():
         padding = 1 + 16 / (2 * 64) if features == "residual" else 1

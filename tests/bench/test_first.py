@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,39 +23,23 @@ from bench.first.pool import Kernels
 from bench.first.records import Record, Records, read_json
 from bench.measuring.timing import Budget
 from fusedattn import attention, testing
-from tests.conftest import INTERPRETING
 from tests.helpers.accesses import OUTPUTS
+from tests.helpers.compiling import ROOT, environment
+from tests.helpers.interpreted import interpreted, seen_launches
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are compiled, the interpreter sees none")
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, job: Job) -> set[str]:
-    """Kernels that a job runs in the interpreter."""
-    from triton.runtime import interpreter
-
-    run = interpreter.GridExecutor.__call__
-    seen: set[str] = set()
-
-    def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
-        seen.add(executor.fn.__name__)
-        run(executor, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", seeing)
-        answer = job.run(CPU)
-    assert answer.ok, answer.text
-    return seen
 
 
 @pytest.mark.thorough
 @interpreted
-def test_each_kernel_is_called_once_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_called_once_at_least() -> None:
     named: list[str] = []
     for job in plan.SMOKE:
         kernels = job.name.split(", ")
-        assert set(kernels) <= launched(monkeypatch, plan.smaller(job))
+        with seen_launches() as launches:
+            answer = plan.smaller(job).run(CPU)
+        assert answer.ok, answer.text
+        assert set(kernels) <= {kernel for kernel, _ in launches}
         named += kernels
     assert sorted(named) == sorted(OUTPUTS)
 
@@ -202,17 +187,12 @@ def breaking(connection: Any, works: list[Any], device: str, measured: Any, *_: 
     connection.send(("end", None))
 
 
-@dataclass(frozen=True)
-class Named:
-    name: str
-
-
 @pytest.mark.thorough
 def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "measure_all", breaking)
-    works: list[Any] = [Named(name) for name in ("dies", "one", "breaks", "refused", "two")]
+    works: list[Any] = [SimpleNamespace(name=name) for name in ("dies", "one", "breaks", "refused", "two")]
     report = {"results": [], "ceilings": {}, "correctness": timings.NOTHING}
-    found = [(w.name, text) for w, text in timings.timed(works, report, CPU, 60.0, Budget(), Kernels(), 0)]
+    found = [(w.name, text) for w, text in timings.timed(works, report, CPU, 60.0, Budget(), Kernels())]
     death = "while it was timed, its process ended with status 9"
     assert found == [("dies", death), ("one", ""), ("breaks", ""), ("refused", "no"), ("two", "")]
     assert [row["name"] for row in report["results"]] == ["one", "breaks", "refused", "two"]
@@ -222,37 +202,29 @@ def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench", "first", "--device", "cpu", "--jobs", "2", "--out", str(out), *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def done(out: Path) -> dict[tuple[str, str], Record]:
-    return Records(out / "results.jsonl").by_key
-
-
-@pytest.fixture
-def cut_at() -> list[float]:
-    """Seconds after which each call is killed, random on every run."""
-    drawn = [random.uniform(0.0, 25.0) for _ in range(2)]
-    print("cut after", drawn)
-    return drawn
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **options)
 
 
 @pytest.mark.thorough
-def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list[float]) -> None:
+def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path) -> None:
     """Each call finds the complete results of earlier calls, and adds to them."""
+
+    def done() -> dict[tuple[str, str], Record]:
+        return Records(tmp_path / "results.jsonl").by_key
+
     before: dict[tuple[str, str], Record] = {}
-    for seconds in cut_at:
+    for _ in range(2):
+        seconds = random.uniform(0.0, 25.0)
+        print("cut after", seconds)
         call = start(tmp_path)
         time.sleep(seconds)
         os.killpg(call.pid, signal.SIGKILL)
         call.communicate()
         for path in tmp_path.glob("*.json"):
             assert isinstance(read_json(path), dict)
-        found = done(tmp_path)
+        found = done()
         assert before.items() <= found.items()
         before = found
 
@@ -265,7 +237,7 @@ def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path, cut_at: list
         out, _ = call.communicate(timeout=600)
         assert call.returncode == status, out
         assert ("WRONG smoke: _rope: it hangs" in out) == bool(status)
-        found = done(tmp_path)
+        found = done()
         assert found.keys() == keys
         assert all(found[key] == record for key, record in before.items() if key != wrong)
     report = read_json(tmp_path / "timings.json")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.compiling import ROOT, output
 
 # Compile the launches of a small call, pack and unpack them; print what another process finds.
 COMPILE = """
@@ -43,12 +41,8 @@ print(len(kernels.compiled), len(kernels.found), sorted(made.kernels))
 
 
 def compiled(checkout: Path, *arguments: Path) -> list[str]:
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": os.pathsep.join((str(checkout), env.get("PYTHONPATH", ""))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPILE, *map(str, arguments)]
-    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split(maxsplit=2)
+    path = os.pathsep.join((str(checkout), os.environ.get("PYTHONPATH", "")))
+    return output("-c", COMPILE, *arguments, cwd=checkout, PYTHONPATH=path).split(maxsplit=2)
 
 
 @pytest.mark.thorough

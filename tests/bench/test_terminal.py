@@ -37,10 +37,8 @@ def kinds() -> list[Kind]:
 
 
 def comparisons(peak: int | None = 2**30) -> list[Comparison]:
-    return [
-        Comparison(length, Cost(12.345, peak), Cost(1.234, None if peak is None else peak // 4))
-        for length in (256, 32768)
-    ]
+    costs = Cost(12.345, peak), Cost(1.234, None if peak is None else peak // 4)
+    return [Comparison(length, *costs) for length in (256, 32768)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,33 +29,22 @@ from fusedattn.kernels import configs
 from fusedattn.kernels.configs import FewQueries, TileConfig
 from fusedattn.testing.cases import Case
 from tests.conftest import INTERPRETING
+from tests.helpers.compiling import ROOT
+from tests.helpers.interpreted import interpreted, seen_launches
 from tests.helpers.slots import TILE, slot
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="where kernels are compiled, the interpreter sees none")
 
 SMALL = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=40, seqlen_k=48, head_dim=16, dtype=torch.float16)
-CONFIGS = [*itertools.product(get_args(Part), configs.TABLE, (torch.bfloat16, torch.float32), (64, 128, 256))]
+# The kernel whose config each part is.
+KERNELS: dict[Part, str] = {part: kernels[0] for part, kernels in candidates.KERNELS.items() if part != "few"}
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """The kernels that ran, and their tiles."""
-    from triton.runtime import interpreter
-
-    run = interpreter.GridExecutor.__call__
-    seen: list[Any] = []
-
-    def seeing(executor: Any, *args: Any, **kwargs: Any) -> None:
-        named = dict(zip(executor.arg_names, args, strict=False)) | kwargs
-        tile = named["tile"]._asdict() if "tile" in named else {}
-        block_m, block_n = (tile[name].value if name in tile else None for name in ("BLOCK_M", "BLOCK_N"))
-        seen.append((executor.fn.__name__, block_m, block_n))
-        run(executor, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", seeing)
-    return seen
+def launched(timed: Callable[[], object]) -> set[tuple[str, int | None, int | None]]:
+    """The kernels that a call runs, and their tiles."""
+    with seen_launches() as launches:
+        timed()
+    return {(kernel, tile.get("BLOCK_M"), tile.get("BLOCK_N")) for kernel, tile in launches}
 
 
 def test_the_candidates_that_are_kept_can_be_tried() -> None:
@@ -62,16 +52,13 @@ def test_the_candidates_that_are_kept_can_be_tried() -> None:
     for path in sorted((ROOT / command.CANDIDATES).glob("*.json")):
         arch = path.name.partition("-")[0]
         assert arch in configs.TABLE
-        names = set(json.loads(path.read_text()))
-        for its in tune.slots(command.build_parser().parse_args(["tune"])):
-            if its.name in names:
-                found = candidates.load(path, its)
-                assert found
-                own, *others = candidates.to_time(its, arch, found)
-                assert own == candidates.tile(its.config(arch))
-                assert len(others) >= 6
-                names.remove(its.name)
-        assert not names
+        chosen = {its.name: its for its in tune.slots(command.build_parser().parse_args(["tune"]))}
+        for name in json.loads(path.read_text()):
+            found = candidates.load(path, chosen[name])
+            assert found
+            own, *others = candidates.to_time(chosen[name], arch, found)
+            assert own == candidates.tile(chosen[name].config(arch))
+            assert len(others) >= 6
 
 
 @pytest.fixture
@@ -80,44 +67,30 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("part", "kernel"),
-    [
-        ("fwd", "attention_fwd"),
-        ("dkdv", "attention_bwd_dkdv"),
-        ("dq", "attention_bwd_dq"),
-        ("one_pass", "attention_bwd_dkdv"),
-    ],
-)
-def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str, launched) -> None:
-    its = slot(part)
-    for which, set_ups in its.set_ups(SMALL, CPU, {"a": TILE}).items():
-        timed = set_ups["a"]()
-        launched.clear()
-        timed()
-        tiled = {(name, m, n) for name, m, n in launched if n is not None and m is not None}
+@pytest.mark.parametrize(("part", "kernel"), KERNELS.items())
+def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str) -> None:
+    for which, set_ups in slot(part).set_ups(SMALL, CPU, {"a": TILE}).items():
+        tiled = {(name, m, n) for name, m, n in launched(set_ups["a"]()) if n is not None and m is not None}
         assert tiled == {(kernel, TILE.BLOCK_M, TILE.BLOCK_N)}, which
 
 
 @interpreted
-def test_without_one_pass_both_kernels_run(launched) -> None:
+def test_without_one_pass_both_kernels_run() -> None:
     timed = slot("one_pass").set_ups(SMALL, CPU, {"two kernels": None})["backward"]["two kernels"]()
-    launched.clear()
-    timed()
-    assert {"attention_bwd_dkdv", "attention_bwd_dq"} <= {name for name, *_ in launched}
+    assert {"attention_bwd_dkdv", "attention_bwd_dq"} <= {name for name, *_ in launched(timed)}
 
 
 @interpreted
-def test_few_queries_have_the_candidate_and_its_splits(launched) -> None:
+def test_few_queries_have_the_candidate_and_its_splits() -> None:
     case = replace(SMALL, seqlen_q=1, seqlen_k=150)
     few = FewQueries(TileConfig(16, 32, 4, 1, BOUNDARY=32), split=64)
-    slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]()()
-    assert ("attention_fwd", 16, 32) in launched
-    assert "attention_combine" in {name for name, *_ in launched}
+    found = launched(slot("few").set_ups(case, CPU, {"a": few})["inference"]["a"]())
+    assert ("attention_fwd", 16, 32) in found
+    assert "attention_combine" in {name for name, *_ in found}
 
 
 @interpreted
-def test_the_table_is_as_it_was_after_a_trial(launched) -> None:
+def test_the_table_is_as_it_was_after_a_trial() -> None:
     before = (configs.lookup, configs.lookup_few_queries)
     with slot("fwd").holding(TILE):
         assert configs.lookup("interpreter", 16, torch.float16) == replace(configs.INTERPRETER, fwd=TILE)
@@ -167,15 +140,16 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_pro
 
 @interpreted
 @pytest.mark.parametrize("part", ["fwd", "dq", "one_pass"])
-def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, launched, part: Part) -> None:
+def test_a_candidate_is_checked_by_the_kernels(monkeypatch: pytest.MonkeyPatch, part: Part) -> None:
     small = replace(SMALL, seqlen_q=20, seqlen_k=24)
     monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": small})
     names = [name for name, _ in trial._used(slot(part), CPU)]
     assert names[:5] == [f"{x} of a" for x in ("out", "lse", "dq", "dk", "dv")]
     assert ("out without gradients of a" in names) == (part == "fwd")
-    assert list(trial.verdict(slot(part), TILE, CPU)) == [""]
-    kernel = {"fwd": "attention_fwd", "dq": "attention_bwd_dq", "one_pass": "attention_bwd_dkdv"}[part]
-    assert (kernel, TILE.BLOCK_M, TILE.BLOCK_N) in launched
+    verdicts: list[str] = []
+    found = launched(lambda: verdicts.extend(trial.verdict(slot(part), TILE, CPU)))
+    assert verdicts == [""]
+    assert (KERNELS[part], TILE.BLOCK_M, TILE.BLOCK_N) in found
 
 
 def one_then_exit(number: int) -> Any:
@@ -197,21 +171,17 @@ def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.
     number, process = trial.apart(two, 5)
     assert number == 5
     assert process != os.getpid()
-    for function, message in ((one_then_exit, "its process ended with status 7"), (one_then_silence, "no answer in")):
+    for function, silence, message in ((one_then_exit, 60.0, "ended with status 7"), (one_then_silence, 0.5, "no ans")):
         monkeypatch.setattr(processes, "SILENCE", 60.0)
         answers = trial.apart(function, 7)
         assert next(answers) == 7
-        monkeypatch.setattr(processes, "SILENCE", 0.5 if function is one_then_silence else 60.0)
+        monkeypatch.setattr(processes, "SILENCE", silence)
         with pytest.raises(trial.ProcessError, match=message):
             next(answers)
 
 
-def dying(*_: Any) -> Any:
-    raise trial.ProcessError("its process ended with status 7")
-
-
 def test_a_check_that_dies_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "apart", dying)
+    monkeypatch.setattr(trial, "apart", Mock(side_effect=trial.ProcessError("its process ended with status 7")))
     assert trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget()) == {"a": "its process ended with status 7"}
     spent = trial.wrong(slot("fwd"), {"a": TILE}, CPU, 1, Budget(0.0))
     assert spent == {"a": "not checked, because the budget was spent"}
@@ -223,8 +193,7 @@ def test_for_triton_some_small_problem_is_the_same_as_each_that_is_timed(part: P
 
     def classes(case: Case) -> tuple[Any, ...]:
         numbers = (case.nheads_q, case.nheads_kv, case.seqlen_q, case.seqlen_k)
-        fields = {x.name: getattr(case, x.name) for x in dataclasses.fields(case) if not x.name.startswith("seqlen")}
-        others = {name: x for name, x in fields.items() if name not in ("batch", "nheads_q", "nheads_kv")}
+        others = replace(case, batch=1, nheads_q=1, nheads_kv=1, seqlen_q=1, seqlen_k=1)
         return tuple((x == 1, x % 16 == 0) for x in numbers), repr(others)
 
     for work in get_args(configs.Work) if part in ("fwd", "dkdv", "dq") else ("streamed",):
@@ -276,11 +245,15 @@ def test_a_candidate_that_was_not_timed_on_every_problem_is_not_called_faster() 
     assert dict(trial.ranked(part))["part"] == 2.0
 
 
+def timed(tiles: dict[str, TileConfig], budget: Budget | None = None) -> dict[str, Timing]:
+    """The timings of a forward, by a stopwatch that always reads 3 ms."""
+    return trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, budget or Budget())
+
+
 @interpreted
-def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch, in_this_process
-) -> None:
-    its, ran = slot("fwd"), []
+@pytest.mark.usefixtures("in_this_process")
+def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL, "b": replace(SMALL, causal="top_left")})
     tiles = {"good": TILE, "bad": replace(TILE, num_stages=9)}
 
@@ -291,15 +264,16 @@ def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(
         return lambda: None
 
     monkeypatch.setattr(Slot, "_set_up", failing)
-    found = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
+    found = timed(tiles)
     assert found["bad"] == Timing({}, "RuntimeError: out of shared memory")
     assert ran.count((9, "inference")) == 1
     assert (9, "training") not in ran
     assert set(found["good"].ms) == {f"{x}, {which}" for x in "ab" for which in ("inference", "training")}
     assert found["good"].ms["a, training"].median == 3.0
-    spent = trial.timed(its, tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget(0.0))
-    assert spent == {"good": Timing(), "bad": Timing()}
-    assert trial.timed(its, {}, CPU, lambda device: pytest.fail("nothing to time"), 0, Budget()) == {}
+    ran.clear()
+    assert timed(tiles, Budget(0.0)) == {"good": Timing(), "bad": Timing()}
+    assert timed({}) == {}
+    assert not ran
 
 
 @interpreted
@@ -320,18 +294,19 @@ def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(Slot, "_set_up", breaking)
     monkeypatch.setattr("bench.measuring.timing.synchronize", synchronize)
     tiles = {"own": TILE, "bad": replace(TILE, num_stages=9), "last": replace(TILE, BLOCK_N=64)}
-    found = trial.timed(slot("fwd"), tiles, CPU, lambda device: lambda timed: 3.0, 0, Budget())
+    found = timed(tiles)
     assert found["bad"] == Timing({}, "RuntimeError: an illegal memory access was encountered")
     for name in ("own", "last"):
         assert list(found[name].ms) == ["a, inference"]
         assert "cpu does not work any more, after bad" in found[name].reason
 
 
-def options(folder: Path, **changes: Any) -> argparse.Namespace:
-    usual: dict[str, Any] = {
-        "candidates": folder, "budget": None, "seed": 0, "commit": "c" * 40, "out": folder, "keep": 3, "jobs": 1,
-    }  # fmt: skip
-    return argparse.Namespace(**usual | changes)
+def tuned(folder: Path, *chosen: Slot, stopwatch: Any = None, budget: float | None = None) -> int:
+    """The exit status of a command without a GPU."""
+    options = argparse.Namespace(
+        candidates=folder, budget=budget, commit="c" * 40, out=folder, keep=3, jobs=1
+    )  # fmt: skip
+    return tune.tune(list(chosen), CPU, lambda _: stopwatch, options, tune.terminal.console())
 
 
 @pytest.mark.thorough
@@ -342,10 +317,8 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: [Found(x, 99, 1, None) for x in tiles]})
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
     monkeypatch.setattr(Slot, "small_cases", lambda _: {"a": replace(SMALL, seqlen_q=20, seqlen_k=24)})
-    verdict = trial.verdict
-    monkeypatch.setattr(
-        trial, "verdict", lambda s, x, d: iter(["dq uses 300%"]) if x.BLOCK_M == 128 else verdict(s, x, d)
-    )  # fmt: skip
+    verdict, wrong = trial.verdict, ["dq uses 300%"]
+    monkeypatch.setattr(trial, "verdict", lambda s, x, d: iter(wrong) if x.BLOCK_M == 128 else verdict(s, x, d))
     ms = {32: 4.0, 16: 5.0, 64: 2.0}
 
     def stopwatch(timed: Any) -> float:
@@ -354,7 +327,7 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
             return ms[timed().BLOCK_M]
 
     other = slot("fwd")
-    assert tune.tune([other, its], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console()) == 0
+    assert tuned(tmp_path, other, its, stopwatch=stopwatch) == 0
     (written,) = tmp_path.rglob("*-tune.json")
     found = json.loads(written.read_text())
     named = {rows: candidates.tile(replace(TILE, BLOCK_M=rows)) for rows in (16, 64, 128)}
@@ -368,10 +341,10 @@ def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert f"does not have them: {other.name}\n" in shown
     assert "1 of 2 slots" in shown
     with pytest.raises(CommandError, match="no candidates; python -m bench tune --compile interpreter finds them"):
-        tune.tune([other], CPU, lambda _: stopwatch, options(tmp_path), tune.terminal.console())
+        tuned(tmp_path, other)
     with pytest.raises(CommandError, match="no report of python -m bench run"):
         results.read(written)
-    assert tune.tune([its], CPU, lambda _: stopwatch, options(tmp_path, budget=1e-9), tune.terminal.console()) == 0
+    assert tuned(tmp_path, its, budget=1e-9) == 0
     assert "the budget is spent" in capsys.readouterr().out
 
 
@@ -380,9 +353,7 @@ def test_a_table_that_is_wrong_ends_with_status_1(monkeypatch: pytest.MonkeyPatc
     its = slot("fwd")
     candidates.save(candidates.path("interpreter", tmp_path), {its.name: []})
     monkeypatch.setattr(trial, "apart", lambda *_: iter(["out uses 300%"]))
-    assert (
-        tune.tune([its], CPU, lambda _: pytest.fail("nothing to time"), options(tmp_path), tune.terminal.console()) == 1
-    )
+    assert tuned(tmp_path, its) == 1
     assert "out uses 300%" in capsys.readouterr().out
 
 
@@ -393,9 +364,8 @@ def test_what_is_asked_for() -> None:
         return [x.name for x in tune.slots(parser.parse_args(["tune", *arguments]))]
 
     assert len(names()) == 2 * len(get_args(Part))
-    assert names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "pairwise") == [
-        "fwd pairwise float32 256"
-    ]
+    chosen = names("--part", "fwd", "--dtype", "float32", "--head-dim", "256", "--work", "pairwise")
+    assert chosen == ["fwd pairwise float32 256"]
     assert names("--work", "scored", "--head-dim", "64") == [f"{x} scored bfloat16 64" for x in ("fwd", "dkdv", "dq")]
     assert get_args(Part) == command.PARTS
     assert get_args(configs.Work) == command.WORK

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.compiling import ROOT, run
+
 ALONE = ("torch", "triton", "numpy", "pytest")
 
 
@@ -47,14 +46,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(site: Path, *arguments: str, cwd: Path = ROOT, status: int = 0, **extra: str) -> str:
-    """The output of a Python that finds no other packages."""
-    env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
-    env |= {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", **extra}
-    env = {name: x for name, x in env.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run(
-        [sys.executable, "-S", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
-    )
+def python(site: Path, *arguments: str, cwd: Path = ROOT, status: int = 0, path: str = "") -> str:
+    """The output of a Python that finds no other packages, and the modules under `path`."""
+    done = run("-S", *arguments, cwd=cwd, PYTHONPATH=f"{site}{os.pathsep}{path}" if path else str(site))
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -81,7 +75,7 @@ def test_a_module_that_is_broken_is_an_error(site: Path, tmp_path: Path) -> None
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text("import no_such_package\n")
     arguments = ("-p", "no:cacheprovider", "--import-mode=importlib", "test_it.py")
-    out = python(site, "-m", "pytest", *arguments, cwd=tmp_path, status=2, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
+    out = python(site, "-m", "pytest", *arguments, cwd=tmp_path, status=2, path=str(ROOT))
     assert "No module named 'no_such_package'" in out
 
 
@@ -111,11 +105,8 @@ def test_what_a_gpu_is_asked_first_begins(site: Path, tmp_path: Path) -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package and the kernels, without the link."""
     folder = tmp_path_factory.mktemp("checkout")
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "kernels", folder / "kernels", ignore=ignore)
-    shutil.copytree(
-        ROOT / "fusedattn", folder / "fusedattn", ignore=shutil.ignore_patterns("__pycache__", "kernels")
-    )  # fmt: skip
+    for name, left_out in (("kernels", ()), ("fusedattn", ("kernels",))):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", *left_out))
     return folder
 
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.tools import figures
 
 
 def test_the_page_has_the_committed_figures():
     page = figures.PAGE.read_text(encoding="utf-8")
     assert figures.with_figures(page) == page, "run: python -m tests.tools.figures"
-
-
-def test_a_page_without_a_place_for_figures_is_refused():
-    with pytest.raises(ValueError, match="page: got"):
-        figures.with_figures("# A page")

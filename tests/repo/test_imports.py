@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ import pytest
 
 import fusedattn
 from bench.report.page import with_block
+from tests.helpers.compiling import ROOT, output
 from tests.helpers.import_law import ALLOWED, LAYERS, table
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Modules in Triton, above such modules, or for another library: others load them only inside functions, so that the
 # package imports without them.
-IN_TRITON = {"kernels", "testing.triton_functions", "backends.triton.launching"}
-ON_DEMAND = {*IN_TRITON, "integrations.transformers"}
+ON_DEMAND = {"kernels", "testing.triton_functions", "backends.triton.launching", "integrations.transformers"}
+IMPORTING = ("import_module", "__import__")
 
 # Allowed besides the standard library and torch; only inside functions, except in modules loaded on demand.
 ALLOWED_OUTSIDE: dict[str, set[str]] = {
@@ -43,22 +41,19 @@ class Import:
     when: str  # "import": with the module; "call": inside a function; "typing": for type checkers
 
 
-def source_files() -> list[Path]:
-    """Every module of the package, with kernels/ standing for fusedattn.kernels."""
-    package = ROOT / "fusedattn"
-    own = [p for p in package.rglob("*.py") if not p.is_relative_to(package / "kernels")]
-    return sorted(own) + sorted((ROOT / "kernels").rglob("*.py"))
+def modules(*folders: str) -> dict[str, Path]:
+    """Every module under these folders by its dotted name, with kernels/ standing for fusedattn.kernels."""
+    found = {}
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[:2] != ("fusedattn", "kernels"):  # behind the link
+            parts = ("fusedattn", *parts) if parts[0] == "kernels" else parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-def dotted_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] == "kernels":
-        parts = ("fusedattn", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {dotted_name(path): path for path in source_files()}
-EVERY_MODULE = MODULES | {dotted_name(path): path for top in ("bench", "tests") for path in (ROOT / top).rglob("*.py")}
+MODULES = modules("fusedattn", "kernels")
+EVERY_MODULE = MODULES | modules("bench", "tests")
 
 
 def unit_of(module: str) -> str:
@@ -68,8 +63,9 @@ def unit_of(module: str) -> str:
     return ".".join(parts[:depth]) or "fusedattn"
 
 
-def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
-    """Every import in ``source``, wherever it stands, with relative names made absolute."""
+def imports_of(source: str | Path, module: str) -> Iterator[Import]:
+    """Every import in ``source`` or its file, wherever it stands, with relative names made absolute."""
+    is_package = isinstance(source, Path) and source.name == "__init__.py"
     package = module if is_package else module.rpartition(".")[0]
 
     def visit(node: ast.AST, when: str) -> Iterator[Import]:
@@ -86,12 +82,11 @@ def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[I
                 full = f"{base}.{alias.name}"
                 is_module = full in EVERY_MODULE or full == "fusedattn.kernels"
                 yield Import(full if is_module else base, node.lineno, when)
-        elif isinstance(node, ast.Call) and _callee(node) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING:
             target = node.args[0] if node.args else None
-            if isinstance(target, ast.Constant) and isinstance(target.value, str):
-                yield Import(target.value, node.lineno, when)
-            else:  # a computed name could be any module, so the law could not be checked
-                yield Import("<computed name>", node.lineno, when)
+            is_text = isinstance(target, ast.Constant) and isinstance(target.value, str)
+            # A computed name could be any module, so the law could not be checked.
+            yield Import(target.value if is_text else "<computed name>", node.lineno, when)
 
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for statement in node.body:
@@ -103,19 +98,16 @@ def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[I
         for child in ast.iter_child_nodes(node):
             yield from visit(child, "call" if inside_function and when == "import" else when)
 
-    return visit(ast.parse(source), "import")
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    return visit(ast.parse(text), "import")
 
 
-def _callee(node: ast.Call) -> str:
-    return getattr(node.func, "attr", getattr(node.func, "id", ""))
-
-
-def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+def violations(source: str | Path, module: str) -> list[str]:
     """The imports in ``source``, as the module of that name, that break the law."""
     unit = unit_of(module)
     allowed, outside = ALLOWED.get(unit, set()), ALLOWED_OUTSIDE.get(unit, set())
     found = []
-    for item in imports_of(source, module, is_package):
+    for item in imports_of(source, module):
         top = item.module.partition(".")[0]
         problem = None
         if top == "fusedattn":
@@ -137,8 +129,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_module_keeps_the_law(module: str) -> None:
-    path = MODULES[module]
-    found = violations(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    found = violations(MODULES[module], module)
     assert not found, "\n".join(found)
 
 
@@ -162,18 +153,13 @@ def test_the_page_has_the_layers() -> None:
 
 
 def test_the_table_has_no_cycle() -> None:
-    order = list(graphlib.TopologicalSorter(ALLOWED).static_order())
-    assert set(order) == ALLOWED.keys()
+    assert set(graphlib.TopologicalSorter(ALLOWED).static_order()) == ALLOWED.keys()
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Also inside a package, which the table does not cover, and at any time of the import."""
     graph = {
-        module: {
-            item.module
-            for item in imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-            if item.module in EVERY_MODULE and item.module not in (module, "fusedattn")
-        }
+        module: {item.module for item in imports_of(path, module)} & EVERY_MODULE.keys() - {module, "fusedattn"}
         for module, path in EVERY_MODULE.items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the circle
@@ -184,7 +170,7 @@ def test_tests_share_helpers_not_each_other() -> None:
         f"{module}, line {item.line}: {item.module}"
         for module, path in EVERY_MODULE.items()
         if module.startswith("tests.")
-        for item in imports_of(path.read_text(encoding="utf-8"), module)
+        for item in imports_of(path, module)
         if item.module.startswith("tests.") and item.module.rpartition(".")[2].startswith("test_")
     ]
     assert not found, "move what they share to tests/helpers:\n" + "\n".join(found)
@@ -230,29 +216,14 @@ def test_the_check_sees(module: str, source: str) -> None:
     [
         ("fusedattn.backends.triton.ops", "def f():\n    from fusedattn.backends.triton import launching"),
         ("fusedattn.backends.triton.launching", "from fusedattn.kernels import attention_fwd"),
-        (
-            "fusedattn.attention",
-            "from fusedattn import masks\nfrom .rope import Rope\nimport math, torch.nn",
-        ),
+        ("fusedattn.attention", "from fusedattn import masks\nfrom .rope import Rope\nimport math, torch.nn"),
         ("fusedattn.support", "if TYPE_CHECKING:\n    from fusedattn.kernels.configs import Fwd"),
-        (
-            "fusedattn.kernels.rope",
-            "import triton.language as tl\nfrom fusedattn.kernels import primitives",
-        ),
+        ("fusedattn.kernels.rope", "import triton.language as tl\nfrom fusedattn.kernels import primitives"),
         ("fusedattn.cli.demo.command", "def f():\n    import rich.table\n    from fusedattn import fuse"),
     ],
 )
 def test_the_check_allows(module: str, source: str) -> None:
     assert violations(source, module) == []
-
-
-def run_python(code: str, *path: Path) -> str:
-    """Output of ``code`` in a fresh interpreter that finds the modules under ``path`` first."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, path or (ROOT,)))
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
 
 
 WITHOUT_TRITON = """
@@ -278,7 +249,7 @@ def test_package_works_without_triton() -> None:
         "out = fusedattn.attention(q, q, q, mask=fusedattn.masks.causal())\n"
         "print(tuple(out.shape), 'triton' in sys.modules)"
     )
-    assert run_python(code) == "(1, 2, 5, 16) False"
+    assert output("-c", code) == "(1, 2, 5, 16) False\n"
 
 
 def test_import_loads_neither_triton_nor_the_kernels_nor_transformers() -> None:
@@ -289,7 +260,7 @@ def test_import_loads_neither_triton_nor_the_kernels_nor_transformers() -> None:
         "new = set(sys.modules) - before\n"
         "print(sorted(n for n in new if n.startswith(('triton', 'transformers', 'fusedattn.kernels'))))"
     )
-    assert run_python(code) == "[]"
+    assert output("-c", code) == "[]\n"
 
 
 def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> None:
@@ -298,7 +269,8 @@ def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> Non
     theirs = tmp_path / "kernels" / "__init__.py"
     theirs.parent.mkdir()
     theirs.write_text("")
-    assert run_python("import kernels; print(kernels.__file__)", ROOT, tmp_path) == str(theirs)
+    path = os.pathsep.join(map(str, (ROOT, tmp_path)))
+    assert output("-c", "import kernels; print(kernels.__file__)", PYTHONPATH=path) == f"{theirs}\n"
 
 
 def test_dir_shows_what_is_public():

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
-import os
 import re
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,13 +17,13 @@ from torch import Tensor
 from fusedattn import masks, testing
 from fusedattn.testing import Case
 from tests.conftest import INTERPRETING, TERMS_LIMIT, inputs_of, sum_of_terms
-from tests.helpers.compiling import compiling
+from tests.helpers.compiling import ROOT, output
 from tests.helpers.visited import visited
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/learn"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 KERNELS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py")}
+SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")}  # of the steps
 
 STEPS = ("softmax", "online_softmax", "tiles", "causal", "rope", "backward_dkdv", "backward_dq")
 MOST_LINES = 80
@@ -43,34 +39,28 @@ LIMIT = 1.0 if INTERPRETING else TERMS_LIMIT[torch.float32]
 
 # Names that the steps and the kernels of the package share.
 SHARED_NAMES = {
+    *("BLOCK_M", "BLOCK_N", "HEAD_DIM", "start_m", "start_n", "offs_m", "offs_n", "offs_d", "rows", "keys", "tile"),
     *(
-        "BLOCK_M",
-        "BLOCK_N",
-        "HEAD_DIM",
-        "start_m",
-        "start_n",
-        "offs_m",
-        "offs_n",
-        "offs_d",
-        "rows",
-        "keys",
-        "tile",
         "head",
+        "q_tile",
+        "k_tile",
+        "v_tile",
+        "dout_tile",
+        "seqlen_q",
+        "seqlen_k",
+        "scale",
+        "qk_scale",
+        "upper",
+        "n_full",
     ),
-    *("q_tile", "k_tile", "v_tile", "dout_tile", "seqlen_q", "seqlen_k", "scale", "qk_scale", "upper", "n_full"),
     *("n_boundary", "scores", "m_i", "l_i", "acc", "m_new", "p", "alpha", "lse", "shift", "seen", "products", "delta"),
     *("dp", "ds", "dq", "dk", "dv"),
 }
 
 
 @functools.cache
-def module_of(step: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"learn_{step}", FOLDER / f"{step}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def module_of(step: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{step}.py")))
 
 
 def problem(step: str, seqlen_q: int, seqlen_k: int) -> testing.Inputs:
@@ -142,12 +132,8 @@ def test_page_shows_what_the_step_prints(step: str, capsys: pytest.CaptureFixtur
 
 
 def test_step_runs_as_a_script_away_from_the_checkout(tmp_path: Path) -> None:
-    env = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "causal.py")], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert ERROR.sub("#", done.stdout) in ERROR.sub("#", PAGE)
+    variables = {"PYTHONPATH": "", **({"TRITON_INTERPRET": "1"} if INTERPRETING else {})}
+    assert ERROR.sub("#", output(FOLDER / "causal.py", cwd=tmp_path, **variables)) in ERROR.sub("#", PAGE)
 
 
 # Compile the kernels of the given steps for sm_90. Parameter names determine parameter types.
@@ -178,44 +164,38 @@ for path in sys.argv[1:]:
 
 def test_steps_compile_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter accepts more than the compiler; 16-bit products must use tensor cores."""
-    done = compiling("-c", COMPILE, *(str(FOLDER / f"{step}.py") for step in STEPS), cache=tmp_path)
-    assert done.returncode == 0, done.stderr
+    shown = output("-c", COMPILE, *(FOLDER / f"{step}.py" for step in STEPS), TRITON_CACHE_DIR=str(tmp_path))
     forwards = [f"attention_fwd {step not in ('softmax', 'online_softmax')}" for step in STEPS[:5]]
-    assert done.stdout.splitlines() == [*forwards, "attention_bwd_dkdv True", "attention_bwd_dq True"]
+    assert shown.splitlines() == [*forwards, "attention_bwd_dkdv True", "attention_bwd_dq True"]
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_step_is_short_and_stands_alone(step: str) -> None:
-    source = (FOLDER / f"{step}.py").read_text(encoding="utf-8")
-    assert source.count("\n") <= MOST_LINES
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(ast.parse(source))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or "."]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
+    assert SOURCES[step].count("\n") <= MOST_LINES
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(SOURCES[step])):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or ".").partition(".")[0])
     assert imported == {"torch", "triton"}
 
 
 def test_folder_has_the_steps_alone_and_the_page_links_each() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(STEPS)
+    assert SOURCES.keys() == set(STEPS)
     for step in STEPS:
         assert f"[`{step}.py`]({step}.py)" in PAGE
     links = (ROOT / name for name in ("README.md", "CONTRIBUTING.md"))
     assert all("(docs/learn/README.md)" in path.read_text(encoding="utf-8") for path in links)
 
 
+def words(*texts: str) -> set[str]:
+    return set(re.findall(r"\w+", "\n".join(texts)))
+
+
 def test_steps_use_the_names_of_the_kernels() -> None:
-    words = [set(re.findall(r"\w+", text)) for text in KERNELS.values()]
-    in_kernels = set().union(*words)
-    in_steps = set().union(*(re.findall(r"\w+", (FOLDER / f"{step}.py").read_text("utf-8")) for step in STEPS))
-    assert SHARED_NAMES - in_kernels == set(), "renamed in kernels/: rename it in docs/learn too"
-    assert SHARED_NAMES - in_steps == set(), "no step uses it any more"
+    assert SHARED_NAMES - words(*KERNELS.values()) == set(), "renamed in kernels/: rename it in docs/learn too"
+    assert SHARED_NAMES - words(*SOURCES.values()) == set(), "no step uses it any more"
 
 
 def broken_references(page: str) -> list[str]:
@@ -240,18 +220,18 @@ def test_references_of_the_page_exist() -> None:
 
 
 def test_broken_references_are_seen() -> None:
-    page = (
-        "[`softmax_update`](../../kernels/rope.py) [`a`](../../kernels/nothing.py) [`rope.py`](../../kernels/rope.py)"
-    )
-    assert broken_references(page) == ["softmax_update in rope.py", "../../kernels/nothing.py"]
+    page = "[`softmax_update`](../../kernels/rope.py) [`a`](../../kernels/nothing.py)"
+    assert broken_references(f"{page} [`rope.py`](../../kernels/rope.py)") == [
+        "softmax_update in rope.py",
+        "../../kernels/nothing.py",
+    ]
 
 
 def test_identifiers_of_the_last_section_exist() -> None:
     """The left column has identifiers of the steps, the right one identifiers of kernels/."""
     rows = re.findall(r"^\| (.+) \| (.+) \|$", PAGE.partition("## Line by line")[2], re.MULTILINE)[2:]
     assert len(rows) >= 15
-    steps = "\n".join((FOLDER / f"{step}.py").read_text(encoding="utf-8") for step in STEPS)
-    for row, where in ((0, steps), (1, "\n".join(KERNELS.values()))):
+    for row, defined in ((0, words(*SOURCES.values())), (1, words(*KERNELS.values()))):
         for code in (code for columns in rows for code in re.findall(r"`([^`]+)`", columns[row])):
-            missing = set(re.findall(r"[A-Za-z_]\w*", code)) - set(re.findall(r"\w+", where))
+            missing = set(re.findall(r"[A-Za-z_]\w*", code)) - defined
             assert not missing, f"{code}: {missing}"

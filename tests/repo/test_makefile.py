@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.compiling import make
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -19,9 +17,7 @@ def ran(tmp_path: Path, *arguments: str, without: str = "nothing") -> list[str]:
     log, python = tmp_path / "log", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nprintf "%s " "$@" >> "{log}"; echo >> "{log}"\n[ "$2" != "import {without}" ]\n')
     python.chmod(0o755)
-    # A surrounding make would pass on its own arguments.
-    env = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
-    subprocess.run(["make", f"PYTHON={python}", *arguments], cwd=ROOT, env=env, check=True, capture_output=True)
+    make(f"PYTHON={python}", *arguments)
     return [line.strip() for line in log.read_text().splitlines() if line.startswith("-m ")]
 
 

@@ -47,12 +47,12 @@ def test_which_occurrence(nth, expected):
 
 @pytest.fixture
 def tree(tmp_path):
-    (tmp_path / "code.py").write_text("def double(x):\n    return 2 * x\n\n\ndef triple(x):\n    return 3 * x\n")
+    code = "def double(x):\n    return 2 * x\n\n\ndef triple(x):\n    return 3 * x\n"
+    (tmp_path / "code_under_test.py").write_text(code)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_code.py").write_text(
         "import code_under_test as code\n\n\ndef test_double():\n    assert code.double(1) == 2\n"
     )
-    (tmp_path / "code.py").rename(tmp_path / "code_under_test.py")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     return tmp_path
 
@@ -71,10 +71,9 @@ def test_a_fault_that_is_seen_and_one_that_is_not(tree, monkeypatch):
 @pytest.mark.thorough
 def test_tests_that_are_not_there_are_no_verdict(tree):
     """Neither killed nor survived: errors of pytest itself are raised."""
-    with pytest.raises(RuntimeError, match="exit status"):
-        mutation.run_tests(tree, ["tests/test_nothing.py"])
-    with pytest.raises(RuntimeError, match="exit status"):
-        mutation.run_tests(tree, ["tests/test_code.py", "-k", "nothing"])
+    for arguments in (["tests/test_nothing.py"], ["tests/test_code.py", "-k", "nothing"]):
+        with pytest.raises(RuntimeError, match="exit status"):
+            mutation.run_tests(tree, arguments)
 
 
 def test_figures():

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import quick
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.compiling import ROOT, make, output
 
 
 def arguments(target: str) -> list[str]:
     """The pytest arguments of a Makefile target, without the options of a run."""
-    # A surrounding make would pass on its own arguments.
-    env = {name: x for name, x in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
-    command = ["make", "--dry-run", "--old-file=.venv/.test", target]
-    shown = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
-    (line,) = [line for line in shown.splitlines() if "-m pytest" in line]
+    (line,) = [line for line in make("--dry-run", "--old-file=.venv/.test", target) if "-m pytest" in line]
     words = shlex.split(line)
     return [word for word in words[words.index("pytest") + 1 :] if word not in OPTIONS]
 
@@ -42,16 +34,15 @@ WITHOUT = {"tests/bench/test_gate_kernels.py", "tests/bench/test_host_time.py", 
 WITHOUT |= {"tests/repo/test_typing.py"}
 
 
+COLLECT = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not thorough")
+
+
 @pytest.mark.thorough
 def test_every_module_has_a_quick_test() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not thorough"]
-    done = subprocess.run(
-        [*command, "--ignore=tests/integrations", "tests"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout
-    with_quick_tests = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    lines = output(*COLLECT, "--ignore=tests/integrations", "tests").splitlines()
+    with_quick_tests = {line.partition("::")[0] for line in lines if "::" in line}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    skipped = {line.partition(": ")[2].partition(":")[0] for line in done.stdout.splitlines() if "left out:" in line}
+    skipped = {line.partition(": ")[2].partition(":")[0] for line in lines if "left out:" in line}
     assert {module for module in modules if "/integrations/" not in module} - skipped - WITHOUT == with_quick_tests
 
 
@@ -97,6 +88,5 @@ def test_what_is_chosen_is_not_thorough(tmp_path: Path) -> None:
         "@quick.only(x=1.5)\n@pytest.mark.parametrize('x', [1.5, 2.5])\ndef test_it(x):\n    pass\n\n\n"
         "def test_without_a_choice():\n    pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not thorough", "-p", "no:cacheprovider"]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    out = output(*COLLECT, cwd=tmp_path)
     assert out.split()[:2] == ["test_it.py::test_it[1.5]", "test_it.py::test_without_a_choice"], out

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.compiling import ROOT, run
 from tests.tools import sanitize
 
-ROOT = Path(__file__).resolve().parents[2]
-CLEAN = {
-    "memcheck": "========= ERROR SUMMARY: 0 errors",
-    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
-    "initcheck": "========= ERROR SUMMARY: 0 errors",
-    "synccheck": "========= ERROR SUMMARY: 0 errors",
-}
+CLEAN = 'echo "========= ERROR SUMMARY: 0 errors"'
 FAULT = 'case "$*" in *fault) echo "========= ERROR SUMMARY: 4095 errors"; exit 99;; esac'
 
 
 def stand_in(folder: Path, *lines: str) -> Path:
     """Write a script that takes the place of compute-sanitizer."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "compute-sanitizer"
     path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
     path.chmod(0o755)
@@ -33,15 +27,7 @@ def stand_in(folder: Path, *lines: str) -> Path:
 @pytest.mark.thorough
 def test_without_a_gpu():
     """One line names the missing device, and the exit status is 2."""
-    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.tools.sanitize"],
-        cwd=ROOT,
-        env={**env, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run("-m", "tests.tools.sanitize", CUDA_VISIBLE_DEVICES="")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: no CUDA device for the torch ")
     assert len(result.stderr.splitlines()) == 1
@@ -57,11 +43,8 @@ def test_without_the_tool(monkeypatch, capsys):
 
 def test_where_the_tool_is_looked_for(monkeypatch, tmp_path):
     """PATH, then the toolkits, then wheels; files that cannot be executed are skipped."""
-    for place in ("path", "toolkit/bin", "packages/nvidia/cu13/bin"):
-        (tmp_path / place).mkdir(parents=True)
-    on_path, in_toolkit, in_wheel = (
-        stand_in(tmp_path / place) for place in ("path", "toolkit/bin", "packages/nvidia/cu13/bin")
-    )
+    places = ("path", "toolkit/bin", "packages/nvidia/cu13/bin")
+    on_path, in_toolkit, in_wheel = (stand_in(tmp_path / place) for place in places)
     for name in ("CUDA_PATH", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(on_path.parent))
@@ -85,17 +68,16 @@ def test_command(tool):
     assert ("--racecheck-report" in options) == (tool == "racecheck")
 
 
-def test_environment(monkeypatch):
+def test_environment(monkeypatch, tmp_path):
     """Kernels are compiled, and each tensor gets its own cudaMalloc."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    environment = sanitize.environment()
-    assert "TRITON_INTERPRET" not in environment
-    assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    sanitizer = stand_in(tmp_path, 'echo "${TRITON_INTERPRET-unset} $PYTORCH_NO_CUDA_MEMORY_CACHING"')
+    assert sanitize.run_tool(sanitizer, "memcheck", "suite").output == "unset 1\n"
 
 
 def test_clean(tmp_path, capsys):
-    answers = [f'case "$2" in {tool}) echo "{line}";; esac' for tool, line in CLEAN.items()]
-    assert sanitize.check(stand_in(tmp_path, FAULT, *answers)) == 0
+    racecheck = 'echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"'
+    assert sanitize.check(stand_in(tmp_path, FAULT, f'case "$2" in racecheck) {racecheck};; *) {CLEAN};; esac')) == 0
     table = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split()[:2] for line in table] == [[tool, "clean"] for tool in sanitize.TOOLS]
     assert "0 hazards displayed" in table[1]
@@ -112,8 +94,7 @@ def test_clean(tmp_path, capsys):
 )
 def test_errors(answer, verdict, tmp_path, capsys):
     """A finding, a failing suite, and a tool without output all count."""
-    clean = 'echo "========= ERROR SUMMARY: 0 errors"'
-    sanitizer = stand_in(tmp_path, FAULT, f'case "$2" in initcheck) {answer};; *) {clean};; esac')
+    sanitizer = stand_in(tmp_path, FAULT, f'case "$2" in initcheck) {answer};; *) {CLEAN};; esac')
     assert sanitize.check(sanitizer) == 1
     table = capsys.readouterr().out.splitlines()[-4:]
     assert ["clean" in line for line in table] == [True, True, False, True]
@@ -122,5 +103,5 @@ def test_errors(answer, verdict, tmp_path, capsys):
 
 def test_blind_tool(tmp_path, capsys):
     """A memcheck that misses the planted fault proves nothing."""
-    assert sanitize.check(stand_in(tmp_path, 'echo "========= ERROR SUMMARY: 0 errors"')) == 1
+    assert sanitize.check(stand_in(tmp_path, CLEAN)) == 1
     assert "does not find a planted fault" in capsys.readouterr().out

@@ -7,12 +7,11 @@ import law.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report.page import with_block
+from bench.report.page import table_of, with_block, write_block
 from tests.helpers import import_law
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +21,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 
 def with_figures(page: str) -> str:
     """The page with the committed figures between its markers."""
-    table = "\n".join(f"| {what} | {figure} |" for what, figure in [("what", "figure"), ("---", "---"), *figures()])
-    return with_block(page, table + "\n")
+    return with_block(page, table_of([("what", "figure"), *figures()]) + "\n")
 
 
 def figures() -> Iterator[tuple[str, str]]:
@@ -83,13 +81,6 @@ def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
 
 
-def main() -> int:
-    """Rewrite the pages; return exit status 0."""
-    PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    layers = with_block(ARCHITECTURE.read_text(encoding="utf-8"), import_law.table() + "\n")
-    ARCHITECTURE.write_text(layers, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    write_block(ARCHITECTURE, import_law.table() + "\n")

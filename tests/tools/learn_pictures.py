@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,22 +132,15 @@ def draw_blocks(figure: Figure) -> None:
         axes.imshow((~dense).numpy(), cmap="Greys", vmin=0, vmax=9, extent=(0, n, n, 0), interpolation="none")
         for block in visited(mask, n, n, block_m, block_n):
             size = (min(block_n, n - block.start_n), block_m)
-            color = FUSED if block.is_full else REFERENCE
-            axes.add_patch(
-                Rectangle(
-                    (block.start_n, block.start_m), *size, facecolor=color, alpha=0.55, edgecolor="white", linewidth=1.5
-                )
-            )
+            look = {"facecolor": FUSED if block.is_full else REFERENCE, "edgecolor": "white", "alpha": 0.55}
+            axes.add_patch(Rectangle((block.start_n, block.start_m), *size, **look, linewidth=1.5))
         _grid_axes(axes, (0, n), (0, n))
         axes.set(title=title, xlabel="keys")
         axes.set_xticks([0, 128, 256])
         axes.set_yticks([0, 128, 256])
     figure.axes[0].set_ylabel("queries")
-    areas = [
-        Rectangle((0, 0), 1, 1, facecolor=FUSED, alpha=0.55),
-        Rectangle((0, 0), 1, 1, facecolor=REFERENCE, alpha=0.55),
-        Rectangle((0, 0), 1, 1, facecolor="#e3e3e3"),
-    ]
+    looks: list[dict[str, Any]] = [{"facecolor": color, "alpha": 0.55} for color in (FUSED, REFERENCE)]
+    areas = [Rectangle((0, 0), 1, 1, **look) for look in (*looks, {"facecolor": "#e3e3e3"})]
     labels = ["full: no mask arithmetic", "boundary: decided pair by pair", "hidden, not visited"]
     figure.legend(areas, labels, loc="outside lower center", ncols=3)
 
@@ -266,15 +258,9 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
     return path
 
 
-def main() -> int:
-    """Draw all of them; exit status 0."""
+if __name__ == "__main__":
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in PICTURES:
         print(draw(name).relative_to(ROOT))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,11 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fusedattn import attention, testing
 from fusedattn.testing import Case
+from tests.helpers.compiling import ROOT, environment
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 99  # the exit status of compute-sanitizer with findings; Python itself does not use it
@@ -56,18 +58,6 @@ def candidates() -> Iterator[Path]:
 def find_sanitizer() -> Path | None:
     """The first candidate that can be run."""
     return next((path for path in candidates() if path.is_file() and os.access(path, os.X_OK)), None)
-
-
-def missing(sanitizer: Path | None) -> str | None:
-    """Why nothing can be run here, in one line."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return f"no CUDA device for the torch {torch.__version__} of {sys.executable}; this target needs an NVIDIA GPU"
-    if sanitizer is None:
-        return (
-            f"no compute-sanitizer on PATH, in a CUDA toolkit or in the packages of {sys.executable}; "
-            "it is part of the CUDA toolkit, and of the wheel nvidia-cuda-sanitizer-api (-cu12 for CUDA 12)"
-        )
-    return None
 
 
 @dataclass(frozen=True)
@@ -110,25 +100,15 @@ def command(sanitizer: Path, tool: str, what: str) -> list[str]:
     return [str(sanitizer), *options, sys.executable, "-m", "tests.tools.sanitize", what]
 
 
-def environment() -> dict[str, str]:
-    """Variables that give each tensor a separate allocation, so that the tools know its bounds and writes."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# Each tensor has a separate allocation, so that the tools know its bounds and writes.
+ALLOCATION = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def run_tool(sanitizer: Path, tool: str, what: str) -> Report:
     """Run the suite, or the planted fault, under one tool."""
     start = time.monotonic()
-    result = subprocess.run(
-        command(sanitizer, tool, what),
-        env=environment(),
-        cwd=Path(__file__).resolve().parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+    result = subprocess.run(command(sanitizer, tool, what), cwd=ROOT, env=environment(**ALLOCATION), **options)
     return Report(tool, result.returncode, result.stdout, time.monotonic() - start)
 
 
@@ -184,11 +164,20 @@ def main(arguments: list[str]) -> int:
         run_suite() if arguments == ["suite"] else run_fault()
         return 0
     sanitizer = find_sanitizer()
-    if (reason := missing(sanitizer)) is not None or sanitizer is None:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    print(f"{sanitizer} on {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    return check(sanitizer)
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        reason = (
+            f"no CUDA device for the torch {torch.__version__} of {sys.executable}; this target needs an NVIDIA GPU"
+        )
+    elif sanitizer is None:
+        reason = (
+            f"no compute-sanitizer on PATH, in a CUDA toolkit or in the packages of {sys.executable}; "
+            "it is part of the CUDA toolkit, and of the wheel nvidia-cuda-sanitizer-api (-cu12 for CUDA 12)"
+        )
+    else:
+        print(f"{sanitizer} on {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+        return check(sanitizer)
+    print(f"error: {reason}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

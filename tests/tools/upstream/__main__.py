@@ -103,7 +103,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--flash-attention", type=Path, help="a checkout of FlashAttention 2.8")
     parser.add_argument("--sample", type=int, default=24, help="cases of each test of FlashAttention, 0 for all")
     parser.add_argument("--only", default="", help="run only suites with this in their name")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     options = parser.parse_args(arguments)
     checkouts = {"pytorch": options.pytorch, "flash-attention": options.flash_attention}
     suites, uncollected = [], 0
@@ -122,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{suite}:", {name: n for name, n in figures.items() if not isinstance(n, list)}, flush=True)
         sample = options.sample if options.flash_attention else None
         written = {"versions": versions(), "cases of each test of FlashAttention": sample, "suites": suites}
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(written, indent=1) + "\n")
     return int(bool(uncollected))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -74,9 +74,7 @@ def fused_modules(served: Served) -> Iterator[None]:
     attend = FusedMultiheadAttention._attend
     patches = [mock.patch.object(kind, "__call__", fusing(kind.__call__)) for kind in MODULES]
     patches.append(mock.patch.object(FusedMultiheadAttention, "_attend", served.counting(attend)))
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+    with _all(patches):
         yield
 
 
@@ -95,6 +93,12 @@ def functions_of_flash_attn(served: Served) -> Iterator[None]:
         for name, function in vars(module).items()
         if any(function is original for original in originals)
     ]
+    with _all(patches):
+        yield
+
+
+@contextmanager
+def _all(patches: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)

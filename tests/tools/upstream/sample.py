@@ -13,21 +13,17 @@ LONGEST = 256  # tokens of a sequence
 Case = TypeVar("Case")
 
 
-def limited(parametrize: Callable[..., Any], longest: int = LONGEST) -> Callable[..., Any]:
-    """``pytest.mark.parametrize`` without lengths beyond `longest`, or with all of them if none is shorter."""
+def limited(parametrize: Callable[..., Any]) -> Callable[..., Any]:
+    """``pytest.mark.parametrize`` without lengths beyond `LONGEST`, or with the first if none is shorter."""
 
     def of_short(names: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         values = list(values)
         if "seqlen" in str(names) and "seqlen_offsets" not in str(names):
-            short = [value for value in values if _longest(value) <= longest]
+            short = [x for x in values if (max(x) if isinstance(x, tuple) else x) <= LONGEST]
             values = short or values[:1]
         return parametrize(names, values, *args, **kwargs)
 
     return of_short
-
-
-def _longest(value: Any) -> int:
-    return max(value) if isinstance(value, tuple) else value
 
 
 def sampled(items: list[pytest.Item], per_function: int) -> list[pytest.Item]:
