@@ -7,7 +7,6 @@ import itertools
 import math
 import pickle
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,20 +27,14 @@ from tests.helpers.torch_layers import (
     HEADS,
     SEQLEN_K,
     SEQLEN_Q,
+    WARNINGS,
     WIDTH,
     assert_same,
     backends,
     exact,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("_seed"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
-]
+pytestmark = [pytest.mark.usefixtures("_seed"), pytest.mark.filterwarnings(*WARNINGS)]
 
 
 def pair(backend: str, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -83,14 +76,11 @@ def outcome(module: nn.Module, inputs: list[Tensor], **options: Any) -> list[Ten
     """Output, weights, and the gradients of a loss of both by inputs, float masks and parameters."""
     out, weights = module(*inputs, **options)
     generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum()
-        for x in (out, weights)
-        if x is not None
-    )
+    results = [x for x in (out, weights) if x is not None]
+    drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in results]
     leaves = {id(x): x for x in (*inputs, *options.values(), *module.parameters()) if torch.is_tensor(x)}
-    differentiable = [x for x in leaves.values() if x.requires_grad]
-    return [out, weights, *torch.autograd.grad(loss, differentiable, allow_unused=True, materialize_grads=True)]
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    return [out, weights, *torch.autograd.grad(results, wanted, drawn, allow_unused=True, materialize_grads=True)]
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -109,8 +99,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def pairs_of_options() -> list[dict[str, Any]]:
     """Combinations that contain every pair of values of different options."""
-    possible = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-    possible = [case for case in possible if not case["widths"] or case["inputs"] == "all"]
+    combined = (dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values()))
+    possible = [case for case in combined if not case["widths"] or case["inputs"] == "all"]
     random.Random(0).shuffle(possible)
     chosen: list[dict[str, Any]] = []
     met: set[Any] = set()
@@ -133,20 +123,17 @@ PAIRS = pairs_of_options()
 )
 def test_options(backend, case):
     batched = case["batch"] is not None
-    reference, fused = pair(
-        backend, batch_first=case["batch"] == "first", bias=case["bias"], add_bias_kv=case["add_bias_kv"],
-        add_zero_attn=case["add_zero_attn"], **case["widths"],
-    )  # fmt: skip
+    made = {name: case[name] for name in ("bias", "add_bias_kv", "add_zero_attn")} | case["widths"]
+    reference, fused = pair(backend, batch_first=case["batch"] == "first", **made)
     for module in (reference, fused):
         module.train(case["training"])
     inputs = inputs_of(reference, case["inputs"], batched)
     seqlen_k = SEQLEN_Q if case["inputs"] == "self" else SEQLEN_K
     kind, _, of_heads = (case["attn_mask"] or "").partition(" ")
     heads = (BATCH * HEADS if batched else HEADS,) if of_heads else ()
+    of_batch = (BATCH,) if batched else ()
     options = {
-        "key_padding_mask": mask_of(
-            case["key_padding_mask"], (BATCH, seqlen_k) if batched else (seqlen_k,), exact(backend)
-        ),
+        "key_padding_mask": mask_of(case["key_padding_mask"], (*of_batch, seqlen_k), exact(backend)),
         "attn_mask": mask_of(kind or None, (*heads, SEQLEN_Q, seqlen_k), exact(backend)),
         "need_weights": case["weights"] is not None,
         "average_attn_weights": case["weights"] == "average",
@@ -542,16 +529,9 @@ def test_hooks_and_parametrizations():
     assert called == ["module"] * 5
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
 @backends
 def test_compile_of_all_options(backend):
+    torch._dynamo.reset()
     options = {"batch_first": True, "add_bias_kv": True, "add_zero_attn": True, "dropout": 0.5}
     module = fuse(nn.MultiheadAttention(WIDTH, HEADS, **options), backend=backend).to(DEVICE)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
