@@ -116,7 +116,7 @@ FUSING = (
     Fault(FUSION, "            hugging_face.unfuse(pretrained)\n", "            pass\n", "unfuse: models of transformers stay fused", models("unfuse")),
     Fault(FUSION, "hugging_face.fuse(pretrained, backend, deterministic)", "hugging_face.fuse(pretrained, None, deterministic)", "fuse: backend ignored for models of transformers", models("rotation_inside and not triton")),
     Fault(FUSION, "return found + (torch_nn.reasons(module) if isinstance(module, nn.MultiheadAttention) else [])", "return found", "fuse: a module of torch that cannot be fused is", multihead("reasons")),
-    Fault(FUSION, "for reason in hugging_face.reasons(pretrained)]", "for reason in ()]", "fuse: a model of transformers that cannot be fused is left silently", models("cannot_be")),
+    Fault(FUSION, "for reason in hugging_face.reasons(pretrained)]", "for reason in ()]", "fuse: a model of transformers that cannot be fused is left silently", hostile("writes_its_own")),
     Fault(FUSION, "return TWINS | hugging_face.TWINS if hugging_face else TWINS", "return TWINS", "fuse: rotations stay outside", models("rotation_inside and not triton")),
     Fault(FUSION, 'if "transformers" not in sys.modules:', "if False:", "fuse: imports transformers for everyone", models("import")),
     Fault(HF_MODELS, "known.get(id(part.config), part.config._attn_implementation)", "part.config._attn_implementation", "transformers: fused in parts, what was before is forgotten", hostile("restores")),
