@@ -123,16 +123,6 @@ def test_generate(name, cache):
     assert torch.equal(model.generate(ids, **options, use_cache=False) if cache == "dynamic" else expected, expected)
 
 
-def test_beams_and_batches_of_one():
-    model = make("Llama, grouped queries")
-    ids, real = padded("left")
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 3}
-    both, alone = model.generate(ids, attention_mask=real, **options), model.generate(ids[1:], **options)
-    fuse(model, backend=QUICK)
-    assert torch.equal(model.generate(ids, attention_mask=real, **options), both)
-    assert torch.equal(model.generate(ids[1:], **options), alone)
-
-
 def test_a_chunk_of_queries_behind_a_cache():
     """Several queries and more keys: the causal mask aligns the last query to the last key."""
     model = make("Mistral, windows")
@@ -387,17 +377,6 @@ def test_wrong_arguments():
     ):
         with pytest.raises(error, match=text):
             attention_function(nn.Module(), q, q, q, **{"attention_mask": None, **given})
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
-def test_gradient_checkpointing():
-    model = make("Llama, grouped queries").train()
-    given, meant = arguments(model, *padded("left"))
-    given["use_cache"] = False
-    fuse(model, backend=QUICK)
-    expected = outcome(model, given, meant)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same(outcome(model, given, meant), expected)
 
 
 def test_copies_and_files_of_a_fused_model(tmp_path):

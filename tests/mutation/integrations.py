@@ -160,7 +160,7 @@ TRANSFORMERS = (
     Fault(HF_MASKS, "masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)", "attention_mask", "transformers: padding that ends before the keys", MODEL_MASKS),
     Fault(HF_MASKS, "mask if mask is not None and mask.only_bands else None", "mask", "transformers: padding of each packed sequence counted through the row", MODEL_MASKS),
     Fault(HF_MASKS, 'options["allow_is_causal_skip"] = False', 'options["allow_is_causal_skip"] = True', "transformers: a causal mask left out for a static cache", MODEL_MASKS),
-    Fault(HF_ROTARY, "past_key_values is not None or self.config", "self.config", "transformers: rotated in the cache and outside", models("beams")),
+    Fault(HF_ROTARY, "past_key_values is not None or self.config", "self.config", "transformers: rotated in the cache and outside", hostile("ways_to_generate")),
     Fault(HF_ROTARY, 'past_key_values is not None or self.config._attn_implementation != "fusedattn"', "past_key_values is not None", "transformers: another implementation is not taken", models("another")),
     Fault(HF_ROTARY, "dropout=self.attention_dropout if self.training else 0.0", "dropout=self.attention_dropout", "transformers, rotation inside: dropout in eval()", models("dropout")),
     Fault(HF_ROTARY, "dropout=self.attention_dropout if self.training else 0.0", "dropout=0.0", "transformers, rotation inside: dropout dropped", models("dropout")),
