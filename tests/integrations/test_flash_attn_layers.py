@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from typing import Any
 
 import pytest
@@ -254,6 +254,7 @@ MASKS = {
     "numbers of documents": torch.tensor([[1, 1, 0, 2, 0], [0, 0, 0, 0, 0], [0, 1, 2, 2, 3]]),
     "all": torch.ones(3, 5, dtype=torch.int32),
     "none": torch.zeros(3, 5, dtype=torch.int64),
+    "no rows": torch.ones(0, 5),
 }
 
 
@@ -261,20 +262,20 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_padding(name, features):
     mask = MASKS[name].to(DEVICE)
-    x = torch.randn(3, 5, *features, **EXACT, requires_grad=True)
+    x = torch.randn(*mask.shape, *features, **EXACT, requires_grad=True)
     packed, indices, cu_seqlens, longest, used = unpad_input(x, mask)
     lengths = mask.bool().sum(1).tolist()
     assert torch.equal(packed, x[mask.bool()])
     assert torch.equal(indices, mask.flatten().bool().nonzero()[:, 0])
     assert cu_seqlens.dtype == used.dtype == torch.int32
-    assert cu_seqlens.tolist() == [0, lengths[0], sum(lengths[:2]), sum(lengths)]
+    assert cu_seqlens.tolist() == [0, *itertools.accumulate(lengths)]
     assert used.tolist() == lengths
     assert type(longest) is int
-    assert longest == max(lengths)
+    assert longest == max(lengths, default=0)
     for index in (indices, indices.int()):
-        padded = pad_input(packed, index, 3, 5)
+        padded = pad_input(packed, index, *mask.shape)
         assert padded.shape == x.shape
-        factor = mask.bool().view(3, 5, *[1] * len(features))
+        factor = mask.bool().view(*mask.shape, *[1] * len(features))
         assert torch.equal(padded, x * factor)
     (dx,) = torch.autograd.grad((padded.sin() * 3).sum(), x)
     torch.testing.assert_close(dx, 3 * x.detach().cos() * factor)
@@ -309,12 +310,3 @@ def test_rows():
         return torch.stack((x[0] * 0, x[1], x[0] * 0, x[0], x[0] * 0))
 
     assert_same_with_gradients(lambda x: index_put_first_axis(x, int32([3, 1]), 5), put, torch.randn(2, 3, **EXACT))
-
-
-def test_no_rows():
-    packed, indices, cu_seqlens, longest, _ = unpad_input(torch.ones(0, 5, 2), torch.ones(0, 5))
-    assert packed.shape == (0, 2)
-    assert indices.shape == (0,)
-    assert cu_seqlens.tolist() == [0]
-    assert longest == 0
-    assert math.prod(pad_input(packed, indices, 0, 5).shape) == 0

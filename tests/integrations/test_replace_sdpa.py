@@ -146,29 +146,20 @@ def test_fallback_counts_and_logs_each_reason_once(backend: Backend, caplog: pyt
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_multihead_attention(backend: Backend, training: bool) -> None:
-    module = nn.MultiheadAttention(16, 2, batch_first=True, device=DEVICE, dtype=DTYPE).train(training)
-    x = normal(2, 5, 16)
-    padding = torch.arange(5, device=DEVICE) >= torch.tensor([[5], [3]], device=DEVICE)
-    call = partial(module, x, x, x, key_padding_mask=padding, need_weights=False)
-    with torch.set_grad_enabled(training):
-        expected, _ = call()
-        with replace_sdpa(backend=backend) as replaced:
-            actual, _ = call()
-    assert replaced.fused == 1
-    torch.testing.assert_close(actual, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_transformer_layers(backend: Backend, training: bool) -> None:
+@pytest.mark.parametrize("kind", ["multihead attention", "encoder layer"])
+def test_modules_of_torch(backend: Backend, kind: str, training: bool) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, device=DEVICE, dtype=DTYPE).train(training)
     x = normal(2, 5, 16)
+    call = partial(layer, x)
+    if kind == "multihead attention":
+        padding = torch.arange(5, device=DEVICE) >= torch.tensor([[5], [3]], device=DEVICE)
+        call = partial(layer.self_attn, x, x, x, key_padding_mask=padding, need_weights=False)
     with torch.set_grad_enabled(training):
-        expected = layer(x)
+        expected = call()
         with replace_sdpa(backend=backend) as replaced, warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)  # Triton 3.6, interpreted
-            actual = layer(x)
+            actual = call()
     assert replaced.fused == 1
     torch.testing.assert_close(actual, expected, **CLOSE)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fusedattn import Rope, ScoreMod, attention, attention_varlen, biases, checks, fuse, masks
 from fusedattn.backends.triton import ops
+from fusedattn.kernels import attention_bwd, attention_fwd
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
 from fusedattn.transformer import GPTModel
@@ -67,20 +68,14 @@ def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | No
 @pytest.fixture
 def launches(monkeypatch) -> dict[str, int]:
     """The number of calls of each launcher."""
-    from fusedattn.kernels import attention_bwd, attention_fwd
-
     counts = {"forward": 0, "backward": 0}
 
-    def counted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(launch)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return launch(*args, **kwargs)
+    def counted(name: str, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return launch(*args, **kwargs)
 
-        return wrapper
-
-    monkeypatch.setattr(attention_fwd, "launch", counted("forward", attention_fwd.launch))
-    monkeypatch.setattr(attention_bwd, "launch", counted("backward", attention_bwd.launch))
+    for name, module in (("forward", attention_fwd), ("backward", attention_bwd)):
+        monkeypatch.setattr(module, "launch", partial(counted, name, module.launch))
     return counts
 
 

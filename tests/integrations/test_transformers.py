@@ -21,6 +21,7 @@ from fusedattn import Rope, attention, fuse, fusion_report, unfuse
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
 from fusedattn.integrations.transformers import TWINS as ROTARY_TWINS
 from tests.conftest import BACKENDS, DEVICE
+from tests.helpers.accuracy import MODEL_FACTOR, mean_error
 from tests.helpers.models import (
     BATCH,
     GROUPED,
@@ -42,8 +43,6 @@ pytestmark = pytest.mark.usefixtures("_seed")
 
 LLAMA_TYPE = [name for name, (config, *_) in MODELS.items() if config.startswith(("Ll", "M", "Q", "Ge", "Gr"))
               and not config.startswith("Modern")]  # fmt: skip
-
-
 llama_type = pytest.mark.parametrize("name", LLAMA_TYPE)
 
 
@@ -94,16 +93,8 @@ def test_a_model_is_as_accurate(name, dtype):
     exact = outcome(copy.deepcopy(model).double(), given, meant)
     eager = outcome(model, given, meant)
     got = outcome(fuse(model, backend="triton"), given, meant)
-    largest = max(x.abs().max() for x in exact.values())
-
-    def error(results: dict[str, Tensor]) -> float:
-        assert all(x.isfinite().all() for x in results.values())
-        errors = [
-            (results[k].double() - x).norm() / x.norm() for k, x in exact.items() if x.abs().max() > largest / 1e6
-        ]
-        return torch.stack(errors).mean().item()
-
-    assert error(got) <= 1.35 * error(eager)  # as in tests/transformer/test_modules.py
+    least = max(x.abs().max().item() for x in exact.values()) / 1e6
+    assert mean_error(got, exact, least) <= MODEL_FACTOR * mean_error(eager, exact, least)
 
 
 GENERATING = [name for name, (_, cls, _) in MODELS.items() if "LM" in cls or "Generation" in cls]

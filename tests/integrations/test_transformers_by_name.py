@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusedattn import fuse, fusion_report
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
-from fusedattn.integrations.transformers.sources import reasons_by_name
+from fusedattn.integrations.transformers.attention import unknown_arguments
+from fusedattn.integrations.transformers.sources import passed_by_name, reasons_by_name
 from tests.conftest import BACKENDS, DEVICE
 from tests.helpers.models import (
     BATCH,
@@ -128,9 +129,6 @@ def test_the_report_names_what_stays():
 def test_arguments_that_would_be_refused_in_forward_are_refused_before():
     class Inkling2LikeAttention(transformers.models.llama.modeling_llama.LlamaAttention):
         pass
-
-    from fusedattn.integrations.transformers.attention import unknown_arguments
-    from fusedattn.integrations.transformers.sources import passed_by_name
 
     inkling = transformers.models.inkling2.modeling_inkling2.Inkling2FullAttention
     minimax = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl

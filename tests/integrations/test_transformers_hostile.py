@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -102,10 +101,6 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 GENERATING = [name for name in TEXT if name.startswith(("Llama 4", "DeepSeek V2", "Cohere", "Phi", "OPT", "Marian"))]
-
-
-def llama(**changes: Any) -> Any:
-    return built("LlamaConfig", "LlamaForCausalLM", GROUPED | changes)
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -233,7 +228,7 @@ def test_ways_to_generate(way):
 
 
 def test_embeddings_and_a_second_turn():
-    model = llama()
+    model = make("Llama, grouped queries")
     ids, real = padded("left")
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
@@ -252,34 +247,20 @@ def test_embeddings_and_a_second_turn():
         assert torch.equal(got, wanted)
 
 
-def checkpointing(reentrant: bool) -> Callable[[Any], Any]:
-    def prepare(model: Any) -> Any:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return fuse(model, backend=QUICK)
-
-    return prepare
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*torch.utils.checkpoint", "ignore:.*use_reentrant", "ignore:.*gradient_checkpointing_enable"
 )
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda m: fuse(m, backend=QUICK),
-        checkpointing(True),
-        checkpointing(False),
-        lambda m: copy.deepcopy(fuse(m, backend=QUICK)),
-    ],
-    ids=["plain", "checkpointing, reentrant", "checkpointing", "a copy"],
-)
-def test_a_few_steps_of_training(prepare):
+@pytest.mark.parametrize("kind", ["plain", "checkpointing, reentrant", "checkpointing", "a copy"])
+def test_a_few_steps_of_training(kind):
     real = (torch.arange(7, device=DEVICE) < torch.tensor([[4], [7]], device=DEVICE)).long()
     steps = torch.randint(3, VOCAB, (3, 2, 7), device=DEVICE)
     batches = [{"input_ids": x, "attention_mask": real, "labels": x.masked_fill(real == 0, -100)} for x in steps]
-    model = llama()
-    twin = copy.deepcopy(model)
-    assert trained(prepare(model).train(), batches) == pytest.approx(trained(twin.train(), batches), abs=1e-6)
+    model = make("Llama, grouped queries").train()
+    expected = trained(copy.deepcopy(model), batches)
+    if kind.startswith("checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in kind})
+    fuse(model, backend=QUICK)
+    assert trained(copy.deepcopy(model) if kind == "a copy" else model, batches) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("extra", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}], ids=str)
@@ -288,7 +269,7 @@ def test_the_collator_that_packs(extra):
     rows = [torch.randint(3, VOCAB, (n,)).tolist() for n in (4, 1, 6)]
     batch = transformers.DataCollatorWithFlattening(**extra)([{"input_ids": r, "labels": r} for r in rows])
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    model = llama()
+    model = make("Llama, grouped queries")
     alone = [torch.tensor([r], device=DEVICE) for r in rows if len(r) > 1]
     total = sum(model(r, labels=r).loss * (r.shape[1] - 1) for r in alone)
     loss = fuse(model, backend=QUICK)(**given, use_cache=False).loss
@@ -297,9 +278,10 @@ def test_the_collator_that_packs(extra):
 
 def test_moves_after_fusing():
     """Another dtype, tied weights, a state from elsewhere, and a move from meta to a device."""
-    model = fuse(llama(tie_word_embeddings=True), backend=QUICK)
+    tied = "LlamaConfig", "LlamaForCausalLM", GROUPED | {"tie_word_embeddings": True}
+    model = fuse(built(*tied), backend=QUICK)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    other = llama(tie_word_embeddings=True)
+    other = built(*tied)
     model.load_state_dict(other.state_dict())
     ids, _ = padded("no")
     torch.testing.assert_close(model(ids, use_cache=False).logits, other(ids).logits, rtol=0, atol=1e-6)
