@@ -436,8 +436,8 @@ def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> No
 
 @pytest.mark.thorough
 def test_demo(tmp_path: Path) -> None:
-    for package in ("rich", "matplotlib"):
-        pytest.importorskip(package)
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "song.txt").write_text("".join(f"{i} bottles [/] on the wall\n" for i in range(400)))
     arguments = ("--quick", "--steps", "8", "--text", "text", "--out", "out/here", "--device", "cpu")

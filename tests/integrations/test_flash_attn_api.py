@@ -143,9 +143,8 @@ def test_meaning(name, place):
     assert_right(ours, partial(attend, **options), leaves)
     alone = flash_attn_func(*leaves.values(), **options)
     # Without lse, the torch backend computes out with another function.
-    torch.testing.assert_close(
-        alone, ours(**leaves)[0], rtol=1e-9, atol=1e-6 if alone.dtype != torch.float64 else 1e-12
-    )
+    atol = 1e-6 if alone.dtype != torch.float64 else 1e-12
+    torch.testing.assert_close(alone, ours(**leaves)[0], rtol=1e-9, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -408,10 +407,8 @@ def test_dropout(place):
     q, k, v = (x.double().cpu() for x in (q, k, v))
     scores = 2.0 * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(8) / 2.0)
     expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * keep, v)
-    exact = out.dtype == torch.float64
-    torch.testing.assert_close(
-        out.double().cpu(), expected, rtol=1e-9 if exact else 1e-5, atol=1e-10 if exact else 1e-5
-    )
+    close = {"rtol": 1e-9, "atol": 1e-10} if out.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double().cpu(), expected, **close)
 
 
 def test_deterministic_and_two_runs():

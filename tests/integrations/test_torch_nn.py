@@ -72,6 +72,10 @@ def mask_of(kind: str | None, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.randn(shape, device=DEVICE, dtype=dtype).masked_fill(hidden, -math.inf).requires_grad_()
 
 
+def added_for(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -math.inf)
+
+
 def outcome(module: nn.Module, inputs: list[Tensor], **options: Any) -> list[Tensor | None]:
     """Output, weights, and the gradients of a loss of both by inputs, float masks and parameters."""
     out, weights = module(*inputs, **options)
@@ -155,7 +159,7 @@ def test_causal_hint(backend, kind, padded, inputs):
     reference, fused = pair(backend, batch_first=True)
     inputs = inputs_of(reference, inputs)
     hidden = torch.ones(SEQLEN_Q, inputs[1].shape[1], dtype=torch.bool, device=DEVICE).triu(1)
-    mask = hidden if kind == "bool" else torch.zeros_like(hidden, dtype=exact(backend)).masked_fill(hidden, -math.inf)
+    mask = hidden if kind == "bool" else added_for(hidden, exact(backend))
     options: dict[str, Any] = {"attn_mask": mask, "need_weights": False}
     if padded:
         options["key_padding_mask"] = mask_of("bool", (BATCH, inputs[1].shape[1]), exact(backend))
@@ -246,10 +250,8 @@ def test_dropout_has_torchs_distribution():
 def test_rows_that_see_nothing(backend, kind, need_weights):
     reference, fused = pair(backend, batch_first=True)
     query, key, _ = inputs_of(reference, "memory")
-    padding = torch.zeros(BATCH, SEQLEN_K, dtype=torch.bool, device=DEVICE)
-    padding[0] = True
-    if kind == "float":
-        padding = torch.zeros_like(padding, dtype=query.dtype).masked_fill(padding, -math.inf)
+    padding = torch.tensor([[True], [False]], device=DEVICE).expand(BATCH, SEQLEN_K)
+    padding = padding if kind == "bool" else added_for(padding, query.dtype)
     options = {"key_padding_mask": padding, "need_weights": need_weights}
     out, weights = fused(query, key, key, **options)
     expected, its_weights = reference(query, key, key, **options)
@@ -272,12 +274,11 @@ def test_nan_behind_a_mask(backend, kind, poison):
     _, fused = pair(backend, batch_first=True)
     query, key, _ = inputs_of(fused, "memory")
     hidden = mask_of("bool", (1, SEQLEN_K), query.dtype).expand(BATCH, -1)
-    if kind == "bool mask":
-        options = {"attn_mask": hidden[:1].expand(SEQLEN_Q, -1)}
-    elif kind == "bool padding":
-        options = {"key_padding_mask": hidden}
-    else:
-        options = {"key_padding_mask": torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)}
+    options = {
+        "bool mask": {"attn_mask": hidden[:1].expand(SEQLEN_Q, -1)},
+        "bool padding": {"key_padding_mask": hidden},
+        "float padding": {"key_padding_mask": added_for(hidden, query.dtype)},
+    }[kind]
     for need_weights in (False, True):
         keys = [key.masked_fill(hidden[..., None], fill) for fill in (0.0, poison)]
         assert_same(*(fused(query, x, x, need_weights=need_weights, **options) for x in keys))
@@ -347,10 +348,9 @@ def test_strides(backend):
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_small_sizes(backend, batch, seqlen_q, seqlen_k, need_weights):
     reference, fused = pair(backend, batch_first=True)
-    query = torch.randn(batch, seqlen_q, WIDTH, device=DEVICE, dtype=exact(backend), requires_grad=True)
-    key = torch.randn(batch, seqlen_k, WIDTH, device=DEVICE, dtype=exact(backend), requires_grad=True)
-    options = {"need_weights": need_weights}
-    assert_same(outcome(fused, [query, key, key], **options), outcome(reference, [query, key, key], **options))
+    place = {"device": DEVICE, "dtype": exact(backend), "requires_grad": True}
+    query, key = (torch.randn(batch, n, WIDTH, **place) for n in (seqlen_q, seqlen_k))
+    assert_same(*(outcome(x, [query, key, key], need_weights=need_weights) for x in (fused, reference)))
 
 
 X = torch.randn(BATCH, SEQLEN_Q, WIDTH)
@@ -399,11 +399,9 @@ def test_nested_tensors(backend):
     reference, fused = pair(backend, batch_first=True)
     sequences = [torch.randn(n, WIDTH, device=DEVICE, dtype=exact(backend)) for n in (3, 1, 0, 9)]
     x = torch.nested.nested_tensor(sequences)
-    for module in (reference, fused):
-        module.eval()
     with torch.no_grad():
-        out, weights = fused(x, x, x, need_weights=False)
-        expected, _ = reference(x, x, x, need_weights=False)
+        out, weights = fused.eval()(x, x, x, need_weights=False)
+        expected, _ = reference.eval()(x, x, x, need_weights=False)
     assert weights is None
     assert out.layout == torch.strided
     assert_same(out.unbind(), expected.unbind())
