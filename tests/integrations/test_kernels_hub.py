@@ -233,9 +233,8 @@ def test_layers(load: Any) -> None:
     assert_same([layers.Attention()(q, k, k, visible)], [fusedattn.attention(q, k, k, mask=visible)])
     for layer in (layers.Attention, layers.CausalAttention):  # the library requires this of a layer
         assert layer.__init__ is torch.nn.Module.__init__
-        assert {name for name in vars(layer) if not name.startswith("_")} == {
-            "has_backward", "can_torch_compile", "forward",
-        }  # fmt: skip
+        public = {name for name in vars(layer) if not name.startswith("_")}
+        assert public == {"has_backward", "can_torch_compile", "forward"}
 
 
 def test_layers_compile(load: Any) -> None:
