@@ -35,10 +35,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *_, **__: True)
     monkeypatch.setattr(utils, "_loaded_implementation", None)
-    for name in (
-        "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn",
-        "_process_with_kvcache_kwargs_fn",
-    ):  # fmt: skip
+    for name in ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn"):
+        monkeypatch.setattr(utils, name, None)
+    for name in ("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"):
         monkeypatch.setattr(utils, name, None)
 
 
