@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 
 from fusedattn import __version__, fuse, not_supported_reasons, reference, testing
 from fusedattn.__main__ import main
+from fusedattn.cli import progress
 from fusedattn.cli.check import command as check_command
 from fusedattn.cli.check import comparison, json_report
 from fusedattn.cli.check.outcome import Outcome
@@ -51,13 +53,6 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} green bottles, hanging on the wall.\n" for i in range(400)))
-    return path
-
-
-@pytest.fixture
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo the settings that a command makes for its own process."""
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
@@ -65,15 +60,11 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
     code = (
-        "import sys\n"
-        "from fusedattn.__main__ import main\n"
-        "try:\n"
-        "    main(['--help'])\n"
-        "except SystemExit as stop:\n"
-        "    heavy = {'triton', 'rich', 'matplotlib'} & sys.modules.keys()\n"
-        "    sys.exit(stop.code or sorted(heavy) or 0)"
+        "import sys, fusedattn.__main__ as tool\ntry:\n    tool.main(['--help'])\n"
+        "finally:\n    print(sorted({'triton', 'rich', 'matplotlib'} & sys.modules.keys()))"
     )
     out = run_python("-c", code).stdout
+    assert out.endswith("\n[]\n")
     assert out.startswith("usage: python -m fusedattn")
     assert all(command in out for command in ("demo", "check", "info", "examples:", "exit status"))
 
@@ -166,13 +157,11 @@ def test_demo_says_how_to_install_what_it_needs(package: str, monkeypatch: pytes
 
 
 def test_the_interpreter_needs_numpy() -> None:
+    pytest.importorskip("triton")
     code = (
-        "import sys\n"
-        "sys.modules['numpy'] = None\n"
-        "from fusedattn.__main__ import main\n"
+        "import sys\nsys.modules['numpy'] = None\nfrom fusedattn.__main__ import main\n"
         "sys.exit(main(['check', '--device', 'cpu']))"
     )
-    pytest.importorskip("triton")
     assert "pip install numpy" in run_python("-c", code, status=2).stderr
 
 
@@ -191,16 +180,12 @@ def test_info_gives_every_reason(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
     out = capsys.readouterr().out
     assert "q (2, 4, 64, 1000), k and v (2, 2, 70, 1000)" in out
     q, k = torch.empty(2, 4, 64, 1000), torch.empty(2, 2, 70, 1000)
-    reasons = {
-        backend: not_supported_reasons(
-            q, k, k, bias=torch.empty(2, 4, 64, 70), softcap=30.0, dropout_p=0.1, backend=backend
-        )
-        for backend in ("triton", "torch")
-    }
-    assert any("TRITON_INTERPRET" in reason for reason in reasons["triton"])
-    triton, torch_ = re.split(r"^backend torch", out, flags=re.MULTILINE)
-    for section, backend in ((triton, "triton"), (torch_, "torch")):
-        assert re.findall(r"^  - (.+)$", section, re.MULTILINE) == reasons[backend]
+    options = {"bias": torch.empty(2, 4, 64, 70), "softcap": 30.0, "dropout_p": 0.1}
+    of_triton, of_torch = re.split(r"^backend torch", out, flags=re.MULTILINE)
+    for section, backend in ((of_triton, "triton"), (of_torch, "torch")):
+        reasons = not_supported_reasons(q, k, k, **options, backend=backend)
+        assert re.findall(r"^  - (.+)$", section, re.MULTILINE) == reasons
+    assert "TRITON_INTERPRET" in of_triton
 
 
 def test_info_costs_no_memory(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -242,9 +227,7 @@ def test_check_prints_json() -> None:
     assert report.keys() == {
         "device", "backend", "how", "versions", "budget", "results", "features", "tensors", "against", "ok"
     }  # fmt: skip
-    assert report["ok"] is True
-    assert report["against"] == []
-    assert report["backend"] == "triton"
+    assert (report["ok"], report["against"], report["backend"]) == (True, [], "triton")
     assert report["versions"]["torch"] == torch.__version__
     assert [result["tensor"] for result in report["results"]] == list(testing.TENSORS)
     for result in report["results"]:
@@ -329,12 +312,10 @@ def outcome(case: str, dtype: str, **used: float) -> Outcome:
 
 
 def test_json_has_the_worst_of_each_feature_and_of_each_tensor() -> None:
+    not_run = Outcome("b", "float32", {}, missing={"out": "no"})
     rounds = [
         {"fusedattn": outcome("a", "float32", out=0.5, dq=1.4), "f": outcome("a", "float32", out=3.0)},
-        {
-            "fusedattn": outcome("b", "float32", out=1.2, dq=0.3),
-            "f": Outcome("b", "float32", {}, missing={"out": "no"}),
-        },
+        {"fusedattn": outcome("b", "float32", out=1.2, dq=0.3), "f": not_run},
     ]
     report = json_report.report(rounds, "triton", CPU)
     assert [(row["case"], row["tensor"], row["max"], row["mean"]) for row in report["features"]] == [
@@ -346,10 +327,8 @@ def test_json_has_the_worst_of_each_feature_and_of_each_tensor() -> None:
         ("dq", "a", 1.4, 0.35),
     ]
     other: dict = report["against"][0]
-    assert [(row["tensor"], row["ok"], row["max"]) for row in other["features"]] == [
-        ("out", False, 3.0),
-        (None, None, None),
-    ]
+    of_features = [(row["tensor"], row["ok"], row["max"]) for row in other["features"]]
+    assert of_features == [("out", False, 3.0), (None, None, None)]
     assert other["results"][-1]["missing"] == "no"
     assert report["ok"] is True, "the others do not count"
     assert json.loads(json_report.dumps(report)) == report
@@ -377,9 +356,8 @@ def crash(*arguments, **options):
 def test_check_against_others(tmp_path: Path) -> None:
     """Their errors and refusals are printed, and do not fail the check."""
     (tmp_path / "mine.py").write_text(MINE)
-    arguments = ["check", "--dtype", "float32", "--device", "cpu"]
-    for name in ("sdpa-math", "sdpa-cudnn", "mine:wrong"):
-        arguments += ["--against", name]
+    others = [("--against", name) for name in ("sdpa-math", "sdpa-cudnn", "mine:wrong")]
+    arguments = ["check", "--dtype", "float32", "--device", "cpu", *itertools.chain(*others)]
     code = COMPARED.format(fault="pass", arguments=arguments)
     out = run_python("-c", code, cwd=tmp_path, TRITON_INTERPRET="1").stdout
     table = out[out.index("Error against") :]
@@ -439,12 +417,11 @@ def test_all_solve_what_the_least_of_them_can() -> None:
         out, lse, _ = reference.attention(q, k, v, **options)
         return (out, lse) if return_lse else out
 
-    functions = {"complete": complete}
-    outcomes, same = comparison.measure(functions, inputs, "a", "float32")
+    outcomes, same = comparison.measure({"complete": complete}, inputs, "a", "float32")
     assert same is inputs
     assert outcomes["complete"].lse_gradient
-    functions["math"] = peers.PEERS["torch.sdpa-math"]
-    outcomes, same = comparison.measure(functions, inputs, "a", "float32")
+    both = {"complete": complete, "math": peers.PEERS["torch.sdpa-math"]}
+    outcomes, same = comparison.measure(both, inputs, "a", "float32")
     assert not same.dlse.any()
     assert {outcome.lse_gradient for outcome in outcomes.values()} == {False}
     assert outcomes["complete"].ratios == testing.check(complete, same)
@@ -459,8 +436,8 @@ def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> No
 
 @pytest.mark.thorough
 def test_demo(tmp_path: Path) -> None:
-    for package in ("rich", "matplotlib"):
-        pytest.importorskip(package)
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "song.txt").write_text("".join(f"{i} bottles [/] on the wall\n" for i in range(400)))
     arguments = ("--quick", "--steps", "8", "--text", "text", "--out", "out/here", "--device", "cpu")
@@ -488,11 +465,12 @@ def test_demo(tmp_path: Path) -> None:
     assert out.rstrip().endswith("out/here/fusedattn-demo.png")
 
 
-def test_comparison_sees_a_small_fault(text: Path) -> None:
+def test_comparison_sees_a_small_fault(tmp_path: Path) -> None:
     sizes = settings.CPU_QUICK
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    corpus_ = corpus.read_corpus(str(text), sizes.seqlen)
+    (tmp_path / "text.txt").write_text("".join(f"{i} green bottles, hanging on the wall.\n" for i in range(400)))
+    corpus_ = corpus.read_corpus(str(tmp_path), sizes.seqlen)
     reference = verify.build_model(sizes, 1, sizes.seqlen, CPU)
     fused = fuse(copy.deepcopy(reference), backend="torch")
     for module in fused.modules():
@@ -541,11 +519,8 @@ def test_fastest_number_of_threads() -> None:
 )
 def test_interruption(command: tuple[str, ...], when: bytes, tmp_path: Path) -> None:
     """During the work. While torch imports its compiler, for the first call, the signal may end Python or get lost."""
-    if command[0] == "demo":
-        for package in ("rich", "matplotlib"):
-            pytest.importorskip(package)
-    else:
-        pytest.importorskip("triton")
+    for package in {"demo": ("rich", "matplotlib"), "check": ("triton",)}[command[0]]:
+        pytest.importorskip(package)
     process = subprocess.Popen(
         [sys.executable, "-m", "fusedattn", *command, "--device", "cpu"],
         env=environment(),
@@ -587,8 +562,6 @@ def test_output_that_nobody_reads_to_its_end() -> None:
 
 
 def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fusedattn.cli import progress
-
     assert list(progress.shown("abc", 3)) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

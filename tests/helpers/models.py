@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -71,11 +72,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK = "torch" if DEVICE == "cpu" else "triton"
 
 
+def built(config: str, cls: str, arguments: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    """A model in eval(), with its own eager attention unless the arguments name another."""
+    made = getattr(transformers, config)(**{"attn_implementation": "eager"} | arguments)
+    return getattr(transformers, cls)(made).to(DEVICE, dtype).eval()
+
+
 def make(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """The model in eval(), with its own eager attention."""
-    config, cls, arguments = MODELS[name]
-    model = getattr(transformers, cls)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
-    return model.to(DEVICE, dtype).eval()
+    return built(*MODELS[name], dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +121,20 @@ def outcome(model: Any, given: dict[str, Any], meant: Tensor) -> dict[str, Tenso
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
     out.backward(weights)
     return {"output": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def trained(model: Any, batches: Iterable[dict[str, Any]]) -> list[float]:
+    """The losses of one step of SGD for each batch; all gradients must be finite."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

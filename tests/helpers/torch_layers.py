@@ -10,7 +10,13 @@ import torch
 from tests.conftest import BACKENDS, INTERPRETING
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-
+WARNINGS = (
+    "ignore:Support for mismatched",
+    "ignore:The PyTorch API of nested tensors",
+    "ignore:enable_nested_tensor is True",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`",
+    "ignore:.*TensorFloat32 tensor cores",
+)
 
 BATCH, HEADS, HEAD_DIM, SEQLEN_Q, SEQLEN_K = 2, 2, 8, 5, 7
 WIDTH = HEADS * HEAD_DIM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,10 @@ class Encoder(nn.Module):
         return self.head(x)
 
 
-def gpt() -> nn.Module:
-    return GPTModel(VOCAB, 16, 2, 2, max_len=8, positions="rotary")
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "torch.nn": Encoder}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": partial(GPTModel, VOCAB, 16, 2, 2, max_len=8, positions="rotary"),
+    "torch.nn": Encoder,
+}
 
 
 def whole_batch() -> Tensor:
@@ -135,7 +135,7 @@ def test_two_processes_train_as_one_does(results, case):
 def test_the_comparison_sees_a_wrong_gradient():
     """Half of the batch gives it, as if one process trained without the other."""
     torch.manual_seed(0)
-    model = gpt()
+    model = MODELS["gpt"]()
     _, expected = train_a_step(copy.deepcopy(model), whole_batch())
     _, half = train_a_step(model, whole_batch()[:2])
     with pytest.raises(AssertionError):

@@ -62,12 +62,7 @@ def inputs_of(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, ...]:
     return *qkv, torch.rand(batch, seqlen_k, device=DEVICE) < 0.8
 
 
-DYNAMIC = {
-    "q": {0: Dim.AUTO, 2: Dim.AUTO},
-    "k": {0: Dim.AUTO, 2: Dim.AUTO},
-    "v": {0: Dim.AUTO, 2: Dim.AUTO},
-    "valid": {0: Dim.AUTO, 1: Dim.AUTO},
-}
+DYNAMIC = {**{name: {0: Dim.AUTO, 2: Dim.AUTO} for name in "qkv"}, "valid": {0: Dim.AUTO, 1: Dim.AUTO}}
 
 
 def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
@@ -103,8 +98,7 @@ def test_what_is_exported_is_the_op(strict):
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert called.count("fusedattn.attention_fwd.default") == 1
     assert not any("softmax" in name or "matmul" in name for name in called)
-    decomposed = program.run_decompositions()
-    assert_same(decomposed.module(), Layer("padding", "triton"), *inputs_of(*LENGTHS[1]))
+    assert_same(program.run_decompositions().module(), Layer("padding", "triton"), *inputs_of(*LENGTHS[1]))
 
 
 def test_an_exported_program_has_gradients():
@@ -138,10 +132,8 @@ print(triton_functions.mask_function(2, 4, generator).function.key)
 def test_functions_have_the_same_keys_in_every_process():
     """A saved program calls functions by these keys."""
     mask = triton_functions.mask_function(2, HEADS, torch.Generator())
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS], check=True, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == mask.function.key
+    found = subprocess.check_output([sys.executable, "-c", OTHER_PROCESS], text=True, timeout=120)
+    assert found.strip() == mask.function.key
 
 
 class Packed(nn.Module):
@@ -150,9 +142,8 @@ class Packed(nn.Module):
         self.backend = backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_varlen(
-            q, k, v, stops, stops, 12, 12, mask=masks.causal(), return_lse=True, backend=self.backend
-        )  # fmt: skip
+        options = {"mask": masks.causal(), "return_lse": True, "backend": self.backend}
+        return attention_varlen(q, k, v, stops, stops, 12, 12, **options)
 
 
 @backends
@@ -162,8 +153,7 @@ def test_export_of_packed_sequences(backend):
         qkv = (torch.randn(sum(lengths) + 1, h, HEAD_DIM, device=DEVICE) for h in (HEADS, KV_HEADS, KV_HEADS))
         return *qkv, stops
 
-    tokens = {0: Dim.AUTO}
-    shapes = {"q": tokens, "k": tokens, "v": tokens, "stops": tokens}
+    shapes = {name: {0: Dim.AUTO} for name in ("q", "k", "v", "stops")}
     program = saved_and_loaded(export(Packed(backend), inputs(5, 0, 3), dynamic_shapes=shapes))
     for lengths in ((5, 0, 3), (12, 1, 7, 9, 2)):
         assert_same(program.module(), Packed(backend), *inputs(*lengths))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,79 +29,55 @@ from fusedattn.integrations.flash_attn import (
 )
 from fusedattn.integrations.flash_attn.layers import rotary
 from tests.conftest import BACKENDS, DEVICE
-from tests.helpers.flash_attn_truth import (
-    NoWait,
-    assert_right,
-    attend,
-    attend_packed,
-    place_of,
-    results,
-)
+from tests.helpers.flash_attn_truth import NoWait, assert_right, attend, attend_packed, place_of, results
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-REQUIRED = inspect.Parameter.empty
 OPTIONS = (
-    ("dropout_p", 0.0), ("softmax_scale", None), ("causal", False), ("window_size", (-1, -1)), ("softcap", 0.0),
-    ("alibi_slopes", None), ("deterministic", False), ("return_attn_probs", False),
-)  # fmt: skip
-PACKS = (
-    ("cu_seqlens_q", REQUIRED), ("cu_seqlens_k", REQUIRED), ("max_seqlen_q", REQUIRED), ("max_seqlen_k", REQUIRED),
-)  # fmt: skip
-TABLES = (("cos", REQUIRED), ("sin", REQUIRED))
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+PACKS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 
 # From flash_attn 2.8.3, by module.
-SIGNATURES: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {
-    "flash_attn_interface": {
-        "flash_attn_func": (("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), *OPTIONS),
-        "flash_attn_kvpacked_func": (("q", REQUIRED), ("kv", REQUIRED), *OPTIONS),
-        "flash_attn_qkvpacked_func": (("qkv", REQUIRED), *OPTIONS),
-        "flash_attn_varlen_func": (
-            ("q", REQUIRED), ("k", REQUIRED), ("v", REQUIRED), *PACKS, *OPTIONS, ("block_table", None),
-        ),
-        "flash_attn_varlen_kvpacked_func": (("q", REQUIRED), ("kv", REQUIRED), *PACKS, *OPTIONS),
-        "flash_attn_varlen_qkvpacked_func": (
-            ("qkv", REQUIRED), ("cu_seqlens", REQUIRED), ("max_seqlen", REQUIRED), *OPTIONS,
-        ),
-        "flash_attn_with_kvcache": (
-            ("q", REQUIRED), ("k_cache", REQUIRED), ("v_cache", REQUIRED), ("k", None), ("v", None),
-            ("rotary_cos", None), ("rotary_sin", None), ("cache_seqlens", None), ("cache_batch_idx", None),
-            ("cache_leftpad", None), ("block_table", None), ("softmax_scale", None), ("causal", False),
-            ("window_size", (-1, -1)), ("softcap", 0.0), ("rotary_interleaved", True), ("alibi_slopes", None),
-            ("num_splits", 0), ("return_softmax_lse", False),
-        ),
+SIGNATURES: dict[ModuleType, dict[str, str]] = {
+    flash_attn_interface: {
+        "flash_attn_func": f"q, k, v, {OPTIONS}",
+        "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
+        "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
+        "flash_attn_varlen_func": f"q, k, v, {PACKS}, {OPTIONS}, block_table=None",
+        "flash_attn_varlen_kvpacked_func": f"q, kv, {PACKS}, {OPTIONS}",
+        "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+        "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False",
     },
-    "bert_padding": {
-        "unpad_input": (("hidden_states", REQUIRED), ("attention_mask", REQUIRED), ("unused_mask", None)),
-        "unpad_input_for_concatenated_sequences": (("hidden_states", REQUIRED), ("attention_mask_in_length", REQUIRED)),
-        "pad_input": (("hidden_states", REQUIRED), ("indices", REQUIRED), ("batch", REQUIRED), ("seqlen", REQUIRED)),
+    bert_padding: {
+        "unpad_input": "hidden_states, attention_mask, unused_mask=None",
+        "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
+        "pad_input": "hidden_states, indices, batch, seqlen",
     },
-    "layers.rotary": {
-        "apply_rotary_emb": (
-            ("x", REQUIRED), *TABLES, ("interleaved", False), ("inplace", False), ("seqlen_offsets", 0),
-            ("cu_seqlens", None), ("max_seqlen", None),
-        ),
-        "apply_rotary_emb_qkv_": (
-            ("qkv", REQUIRED), *TABLES, ("cos_k", None), ("sin_k", None), ("interleaved", False), ("seqlen_offsets", 0),
-            ("num_heads_q", None),
-        ),
-        "apply_rotary_emb_kv_": (("kv", REQUIRED), *TABLES, ("interleaved", False), ("seqlen_offsets", 0)),
+    rotary: {
+        "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None",
+        "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
+        "num_heads_q=None",
+        "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
     },
-}  # fmt: skip
-MODULES = {"flash_attn_interface": flash_attn_interface, "bert_padding": bert_padding, "layers.rotary": rotary}
+}
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in SIGNATURES.items() for name in names])
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in SIGNATURES for name in SIGNATURES[module]])
 def test_signature(module, name):
-    function = getattr(MODULES[module], name)
-    parameters = inspect.signature(function).parameters.values()
-    assert tuple((p.name, p.default) for p in parameters) == SIGNATURES[module][name]
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) == SIGNATURES[module][name]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def test_exports():
     """The names that `flash_attn` exports, and the most used names of its modules."""
-    for name in (*SIGNATURES["flash_attn_interface"], "apply_rotary_emb", "pad_input", "unpad_input"):
+    for name in (*SIGNATURES[flash_attn_interface], "apply_rotary_emb", "pad_input", "unpad_input"):
         assert name in flash_attn.__all__
         assert callable(getattr(flash_attn, name))
     assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
@@ -147,36 +125,33 @@ def options_at(place: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]
     return options
 
 
+def out_and_lse(*tensors: Any, function: Callable[..., Any] = flash_attn_func, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call a function that also returns weights if asked to, which are empty without dropout."""
+    out, lse, nothing = function(*tensors, **options, return_attn_probs=True)
+    assert (nothing.shape, nothing.dtype) == ((0,), out.dtype)
+    assert out.is_contiguous()
+    return out, lse
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_meaning(name, place):
     shape, options = CASES[name]
     options = options_at(place, options)
 
-    def ours(**leaves: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, nothing = flash_attn_func(**leaves, **options, return_attn_probs=True)
-        assert nothing.shape == (0,)
-        assert nothing.dtype == out.dtype
-        assert out.is_contiguous()
-        return out, lse
-
+    ours = partial(out_and_lse, **options)
     leaves = {name: x.to(**place) for name, x in qkv_of(*shape).items()}
-    assert_right(ours, lambda **x: attend(**x, **options), leaves)
+    assert_right(ours, partial(attend, **options), leaves)
     alone = flash_attn_func(*leaves.values(), **options)
     # Without lse, the torch backend computes out with another function.
-    torch.testing.assert_close(
-        alone, ours(**leaves)[0], rtol=1e-9, atol=1e-6 if alone.dtype != torch.float64 else 1e-12
-    )
+    atol = 1e-6 if alone.dtype != torch.float64 else 1e-12
+    torch.testing.assert_close(alone, ours(**leaves)[0], rtol=1e-9, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_budget_in_16_bits(dtype):
     leaves = {name: x.to(DEVICE, dtype) for name, x in qkv_of(17, 20, 2, 1, 16).items()}
     options = {"causal": True, "window_size": (11, 0)}
-    assert_right(
-        lambda **x: flash_attn_func(**x, **options, return_attn_probs=True)[:2],
-        lambda **x: attend(**x, **options),
-        leaves,
-    )
+    assert_right(partial(out_and_lse, **options), partial(attend, **options), leaves)
 
 
 def weights_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
@@ -185,18 +160,23 @@ def weights_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     return flash_attn_func(q, k, unit, **options).transpose(1, 2)
 
 
+def assert_kept(out: Tensor, weights: Tensor, v: Tensor) -> None:
+    """Check that out is the sum over weights that are not negative, after dropout of 0.4."""
+    kept = torch.where(weights >= 0, weights, 0) / (1 - 0.4)
+    expected = kept @ v.transpose(1, 2).repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("slopes", [False, True])
 def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
-    """flash_attn's own tests read it so: out is the sum over weights that are not negative."""
+    """flash_attn's own tests read it so."""
     q, k, v = (x.to(**place) for x in qkv_of(13, 17, 4, 2, 8).values())
     options: dict[str, Any] = {"causal": True, "window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.7}
     if slopes:
         options["alibi_slopes"] = torch.rand(2, 4, **place)
     out, _, found = flash_attn_func(q, k, v, dropout_p=0.4, **options, return_attn_probs=True)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found.abs(), weights_of(q, k, **options), **tolerance)
-    kept = torch.where(found >= 0, found, 0) / (1 - 0.4)
-    torch.testing.assert_close(out, (kept @ v.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2), **tolerance)
+    torch.testing.assert_close(found.abs(), weights_of(q, k, **options), rtol=1e-4, atol=1e-5)
+    assert_kept(out, found, v)
     share = (found < 0).sum() / (found != 0).sum()
     assert 0.2 < share < 0.6
     assert not found.requires_grad
@@ -205,40 +185,29 @@ def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_sign_of_weights_of_packed_sequences(shared, place):
     """Each sequence as if alone; 0 after its end. All may share the slopes."""
-    leaves = {name: x.detach() for name, x in packed_leaves(place).items()}
-    device = place["device"]
-    lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
-    n = len(LENGTHS_Q)
-    slopes = torch.rand(1 if shared else n, leaves["q"].shape[1], **place)
-    options = {"causal": True, "alibi_slopes": slopes}
-    slopes = slopes.expand(n, -1)
-    out, _, found = flash_attn_varlen_func(*leaves.values(), *lengths, dropout_p=0.4, **options, return_attn_probs=True)
-    assert found.shape == (len(LENGTHS_Q), leaves["q"].shape[1], 7, 9)
-    q, k, v = (
-        x.split([*sizes, x.shape[0] - sum(sizes)])[: len(sizes)]
-        for x, sizes in zip(leaves.values(), (LENGTHS_Q, LENGTHS_K, LENGTHS_K), strict=True)
-    )
-    start = 0
-    for i, part in enumerate(found):
-        n, m = q[i].shape[0], k[i].shape[0]
-        assert not part[:, n:].any()
-        assert not part[:, :, m:].any()
-        expected = weights_of(q[i][None], k[i][None], causal=True, alibi_slopes=slopes[i]) if n and m else None
-        if expected is not None:
-            torch.testing.assert_close(part[None, :, :n, :m].abs(), expected, rtol=1e-4, atol=1e-5)
-            values = v[i].transpose(0, 1)
-            kept = torch.where(part >= 0, part, 0)[:, :n, :m] / (1 - 0.4)
-            values = values.repeat_interleave(kept.shape[0] // values.shape[0], 0)
-            torch.testing.assert_close(out[start : start + n], (kept @ values).transpose(0, 1), rtol=1e-4, atol=1e-5)
-        start += n
+    leaves, n = packed_leaves(place), len(LENGTHS_Q)
+    slopes = torch.rand(1 if shared else n, 4, **place)
+    options = {"causal": True, "alibi_slopes": slopes, "dropout_p": 0.4, "return_attn_probs": True}
+    out, _, found = flash_attn_varlen_func(*leaves.values(), *cu_seqlens_at(place), 7, 9, **options)
+    assert found.shape == (n, 4, 7, 9)
     assert (found < 0).any()
+    qs, outs = leaves["q"].split(LENGTHS_Q), out.split(LENGTHS_Q)
+    ks, vs = leaves["k"].split(LENGTHS_K), leaves["v"].split(LENGTHS_K)
+    for weights, own, q, k, v, its_out in zip(found, slopes.expand(n, -1), qs, ks, vs, outs, strict=True):
+        assert not weights[:, len(q) :].any()
+        assert not weights[:, :, len(k) :].any()
+        if len(q) and len(k):
+            weights = weights[None, :, : len(q), : len(k)]
+            expected = weights_of(q[None], k[None], causal=True, alibi_slopes=own)
+            torch.testing.assert_close(weights.abs(), expected, rtol=1e-4, atol=1e-5)
+            assert_kept(its_out[None], weights, v[None])
 
 
 def test_gradients_of_slopes(place):
     """flash_attn has none."""
     leaves = {name: x.to(**place) for name, x in qkv_of(6, 8, 2, 2, 8).items()}
     leaves["alibi_slopes"] = torch.rand(2, 2, **place)
-    assert_right(lambda **x: flash_attn_func(**x, return_attn_probs=True)[:2], attend, leaves)
+    assert_right(out_and_lse, attend, leaves)
 
 
 EVERY_OPTION: dict[str, Any] = {"softmax_scale": 0.9, "causal": True, "window_size": (3, 2), "softcap": 0.8}
@@ -260,29 +229,23 @@ def test_packed_tensors(place):
     q, k, v = torch.randn(3, 2, 7, 2, 8).to(**place)
     options = {**EVERY_OPTION, "alibi_slopes": torch.rand(2, **place)}
     expected = packed_gradients(flash_attn_func, q, k, v, **options)
-    out, lse, dq, dkv = packed_gradients(flash_attn_kvpacked_func, q, torch.stack((k, v), 2), **options)
-    for x, y in zip((out, lse, dq, *dkv.unbind(2)), expected, strict=True):
-        assert torch.equal(x, y)
-    out, lse, dqkv = packed_gradients(flash_attn_qkvpacked_func, torch.stack((q, k, v), 2), **options)
-    for x, y in zip((out, lse, *dqkv.unbind(2)), expected, strict=True):
-        assert torch.equal(x, y)
+    *found, dkv = packed_gradients(flash_attn_kvpacked_func, q, torch.stack((k, v), 2), **options)
+    assert all(map(torch.equal, (*found, *dkv.unbind(2)), expected))
+    *found, dqkv = packed_gradients(flash_attn_qkvpacked_func, torch.stack((q, k, v), 2), **options)
+    assert all(map(torch.equal, (*found, *dqkv.unbind(2)), expected))
 
 
 def test_packed_tensors_of_packed_sequences(place):
     q, k, v = torch.randn(3, 9, 2, 8).to(**place)
-    stops = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=place["device"])
     options = {**EVERY_OPTION, "alibi_slopes": torch.rand(3, 2, **place)}
-    lengths = {"cu_seqlens_q": stops, "cu_seqlens_k": stops, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    stops_of_three = stops([4, 0, 5], place["device"])
+    lengths = {"cu_seqlens_q": stops_of_three, "cu_seqlens_k": stops_of_three, "max_seqlen_q": 5, "max_seqlen_k": 5}
     expected = packed_gradients(flash_attn_varlen_func, q, k, v, **lengths, **options)
-    kv = torch.stack((k, v), 1)
-    out, lse, dq, dkv = packed_gradients(flash_attn_varlen_kvpacked_func, q, kv, **lengths, **options)
-    for x, y in zip((out, lse, dq, *dkv.unbind(1)), expected, strict=True):
-        assert torch.equal(x, y)
-    found = packed_gradients(
-        flash_attn_varlen_qkvpacked_func, torch.stack((q, k, v), 1), cu_seqlens=stops, max_seqlen=5, **options
-    )
-    for x, y in zip((*found[:2], *found[2].unbind(1)), expected, strict=True):
-        assert torch.equal(x, y)
+    *found, dkv = packed_gradients(flash_attn_varlen_kvpacked_func, q, torch.stack((k, v), 1), **lengths, **options)
+    assert all(map(torch.equal, (*found, *dkv.unbind(1)), expected))
+    lengths = {"cu_seqlens": stops_of_three, "max_seqlen": 5}
+    *found, dqkv = packed_gradients(flash_attn_varlen_qkvpacked_func, torch.stack((q, k, v), 1), **lengths, **options)
+    assert all(map(torch.equal, (*found, *dqkv.unbind(1)), expected))
 
 
 LENGTHS_Q, LENGTHS_K = [5, 0, 1, 7, 3], [6, 2, 9, 4, 0]
@@ -290,6 +253,10 @@ LENGTHS_Q, LENGTHS_K = [5, 0, 1, 7, 3], [6, 2, 9, 4, 0]
 
 def stops(lengths: list[int], device: str) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+def cu_seqlens_at(place: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return stops(LENGTHS_Q, place["device"]), stops(LENGTHS_K, place["device"])
 
 
 VARLEN: dict[str, dict[str, Any]] = {
@@ -312,23 +279,16 @@ def packed_leaves(place: dict[str, Any], total_k: int = sum(LENGTHS_K)) -> dict[
 @pytest.mark.parametrize("name", VARLEN)
 def test_packed_sequences(name, paged, place):
     options = options_at(place, VARLEN[name])
-    device = place["device"]
-    lengths = stops(LENGTHS_Q, device), stops(LENGTHS_K, device), 7, 9
-    table, pages = pages_of(LENGTHS_K, 4, device)
+    lengths = *cu_seqlens_at(place), 7, 9
+    table, pages = pages_of(LENGTHS_K, 4, place["device"])
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if paged:
             k, v = (in_pages(x, pages, 4, n_pages=12) for x in (k, v))
-            options["block_table"] = table
-        out, lse, nothing = flash_attn_varlen_func(q, k, v, *lengths, **options, return_attn_probs=True)
-        assert nothing.shape == (0,)
-        assert out.is_contiguous()
-        return out, lse
+        block_table = table if paged else None
+        return out_and_lse(q, k, v, *lengths, **options, block_table=block_table, function=flash_attn_varlen_func)
 
-    def truth(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rest = {name: x for name, x in options.items() if name != "block_table"}
-        return attend_packed(q, k, v, LENGTHS_Q, LENGTHS_K, **rest)
-
+    truth = partial(attend_packed, lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, **options)
     assert_right(ours, truth, packed_leaves(place))
 
 
@@ -388,8 +348,7 @@ def test_no_sequence(place):
 
 def test_longest_lengths_as_tensors(place):
     """transformers passes them so."""
-    leaves = packed_leaves(place)
-    cu_seqlens = stops(LENGTHS_Q, place["device"]), stops(LENGTHS_K, place["device"])
+    leaves, cu_seqlens = packed_leaves(place), cu_seqlens_at(place)
     expected = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, 7, 9)
     found = flash_attn_varlen_func(*leaves.values(), *cu_seqlens, *(x.diff().max() for x in cu_seqlens))
     assert torch.equal(found, expected)
@@ -404,10 +363,9 @@ def test_windows_of_other_kinds_of_numbers():
 
 def test_nan_behind_the_mask(place):
     leaves = {name: x.to(**place) for name, x in qkv_of(4, 9, 2, 2, 8).items()}
-    expected = results(lambda **x: flash_attn_func(**x, window_size=(2, 0), return_attn_probs=True)[:2], leaves)
+    expected = results(partial(out_and_lse, window_size=(2, 0)), leaves)
     leaves["k"][:, :3], leaves["v"][:, :3] = math.nan, math.inf  # before the first query's window
-    actual = results(lambda **x: flash_attn_func(**x, window_size=(2, 0), return_attn_probs=True)[:2], leaves)
-    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(results(partial(out_and_lse, window_size=(2, 0)), leaves), expected)
 
 
 def test_any_strides(place):
@@ -449,10 +407,8 @@ def test_dropout(place):
     q, k, v = (x.double().cpu() for x in (q, k, v))
     scores = 2.0 * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(8) / 2.0)
     expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1) * keep, v)
-    exact = out.dtype == torch.float64
-    torch.testing.assert_close(
-        out.double().cpu(), expected, rtol=1e-9 if exact else 1e-5, atol=1e-10 if exact else 1e-5
-    )
+    close = {"rtol": 1e-9, "atol": 1e-10} if out.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double().cpu(), expected, **close)
 
 
 def test_deterministic_and_two_runs():
@@ -464,6 +420,10 @@ X = torch.zeros(2, 5, 2, 8, device=DEVICE)
 P = torch.zeros(5, 2, 8, device=DEVICE)
 CU = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
 PAGES, TABLE = torch.zeros(3, 4, 2, 8, device=DEVICE), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+
+
+def in_some_pages(k: Tensor = PAGES, v: Tensor = PAGES, table: Tensor = TABLE, **options: Any) -> Any:
+    return flash_attn_varlen_func(P, k, v, CU, CU, 3, 3, **options, block_table=table)
 
 
 @pytest.mark.parametrize(
@@ -480,48 +440,20 @@ PAGES, TABLE = torch.zeros(3, 4, 2, 8, device=DEVICE), torch.zeros(2, 1, dtype=t
         (lambda: flash_attn_func(X, X, X, window_size=(1, 2, 3)), ValueError, "window_size: got 3 numbers"),
         (lambda: flash_attn_func(X, X, X, window_size=(1.0, 2)), TypeError, "window_size: got float, allowed are ints"),
         (lambda: flash_attn_func(X, X, X, alibi_slopes=X[0, 0, :, 0].half()), TypeError, "slopes: got torch.float16"),
-        (
-            lambda: flash_attn_func(X, X, X, alibi_slopes=torch.ones(3, device=DEVICE)),
-            ValueError,
-            r"slopes of shape \(3",
-        ),
+        (lambda: flash_attn_func(X, X, X, alibi_slopes=X[0, :3, 0, 0]), ValueError, r"slopes of shape \(3"),
         (lambda: flash_attn_func(X, X, X, dropout_p=-0.1, return_attn_probs=True), ValueError, "dropout_p: got -0.1"),
         (lambda: flash_attn_kvpacked_func(X, X), ValueError, "kv: got shape"),
         (lambda: flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 2, 8)), ValueError, r"allowed is \(batch, seqlen, 3,"),
         (lambda: flash_attn_varlen_func(X, X, X, CU, CU, 3, 3), ValueError, "q: got shape"),
         (lambda: flash_attn_varlen_func(P, P, P, CU.long(), CU, 3, 3), TypeError, "cu_seqlens_q: got torch.int64"),
-        (
-            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3.0, 3),
-            TypeError,
-            "max_seqlen_q: got float, allowed are ints",
-        ),
-        (
-            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, torch.tensor(3.0)),
-            TypeError,
-            "max_seqlen_k: got torch.float32, allowed are ints",
-        ),
+        (lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3.0, 3), TypeError, "max_seqlen_q: got float"),
+        (lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, P.sum()), TypeError, "max_seqlen_k: got torch.float32"),
         (lambda: flash_attn_varlen_kvpacked_func(P, P, CU, CU, 3, 3), ValueError, "kv: got shape"),
         (lambda: flash_attn_varlen_qkvpacked_func(P, CU, 3), ValueError, "qkv: got shape"),
-        (
-            lambda: flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, block_table=TABLE),
-            ValueError,
-            r"k: got shape \(5, 2, 8",
-        ),
-        (
-            lambda: flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, block_table=TABLE.float()),
-            TypeError,
-            "block_table: got torch.float32",
-        ),
-        (
-            lambda: flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, block_table=TABLE[:1]),
-            ValueError,
-            r"block_table: got shape \(1, 1\).* batch = 2",
-        ),
-        (
-            lambda: flash_attn_varlen_func(P, PAGES, PAGES[:2], CU, CU, 3, 3, block_table=TABLE),
-            ValueError,
-            r"v: got pages \(2, 4\)",
-        ),
+        (lambda: in_some_pages(P, P), ValueError, r"k: got shape \(5, 2, 8"),
+        (lambda: in_some_pages(table=TABLE.float()), TypeError, "block_table: got torch.float32"),
+        (lambda: in_some_pages(table=TABLE[:1]), ValueError, r"block_table: got shape \(1, 1\).* batch = 2"),
+        (lambda: in_some_pages(v=PAGES[:2]), ValueError, r"v: got pages \(2, 4\)"),
     ],
 )
 def test_errors(call, error, match):
@@ -548,14 +480,14 @@ def test_nothing_waits_for_pages(monkeypatch):
         monkeypatch.setattr(module, "can_read", lambda x: False)  # as on a GPU
     monkeypatch.setattr(flash_attn_interface, "attention_varlen", lambda q, *_, **options: q)
     with NoWait():
-        flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+        in_some_pages(causal=True)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_gpu_is_not_waited_for():
-    flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+    in_some_pages(causal=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flash_attn_varlen_func(P, PAGES, PAGES, CU, CU, 3, 3, causal=True, block_table=TABLE)
+        in_some_pages(causal=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -73,6 +73,7 @@ NEW: dict[str, tuple[int, int | None, str, dict[str, Any]]] = {
     "more queries than keys": (8, 1, "tensor", {"causal": True, "alibi_slopes": (BATCH, HEADS)}),
     "int": (4, 4, "int", {"causal": True, "alibi_slopes": (BATCH, HEADS)}),
     "int, window": (1, 1, "int", {"window_size": (4, 0)}),
+    "int, nothing new": (1, None, "int", {}),
 }
 
 
@@ -84,7 +85,7 @@ def assert_as_in_truth(
     options = dict(options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.rand(options["alibi_slopes"]).to(**place)
-    rows = [2, 0] if held == "rows" else [0, 1]
+    rows, in_pages = [2, 0] if held == "rows" else [0, 1], held == "pages"
     lengths = {"tensor": LENGTHS, "int": [6] * BATCH, "none": [CAPACITY] * BATCH}[lengths_as]
     table = [[*TABLE[0][:3], 4], TABLE[1]] if lengths_as == "none" else TABLE  # pages of full caches are all in use
     pads = [4, 5] if leftpad else [0] * BATCH
@@ -98,26 +99,23 @@ def assert_as_in_truth(
         lengths=lengths, rows=rows, leftpad=pads, cos=tables[0], sin=tables[1], interleaved=interleaved, **options,
     )  # fmt: skip
     # Rows after the last token are not read.
-    before = []
-    for cache in (k_cache, v_cache):
-        cache = cache.clone()
+    kept = [x.clone() for x in (k_cache, v_cache)]
+    for cache in kept:
         for length, row in zip(lengths, rows, strict=True):
             cache[row, length:] = math.nan
-        before.append(cache)
-    pages = [x.new_full((8, PAGE, KV_HEADS, DIM), math.nan) for x in before]
-    if held == "pages":
-        for page, cache in zip(pages, before, strict=True):
-            for b, numbers in enumerate(table):
-                for i, p in enumerate(numbers):
+    if in_pages:
+        before, kept = kept, [x.new_full((8, PAGE, KV_HEADS, DIM), math.nan) for x in kept]
+        for page, cache in zip(kept, before, strict=True):
+            for numbers, its_pages in zip(table, cache.unflatten(1, (-1, PAGE)), strict=False):
+                for p, tokens in zip(numbers, its_pages, strict=True):
                     if p >= 0:
-                        page[p] = cache[b, i * PAGE : (i + 1) * PAGE]
-    kept = pages if held == "pages" else before
+                        page[p] = tokens
     found = flash_attn_with_kvcache(
         q, *kept, k, v, rotary_cos=tables[0], rotary_sin=tables[1], rotary_interleaved=interleaved,
         cache_seqlens={"tensor": int32(lengths, device), "int": lengths[0], "none": None}[lengths_as],
         cache_batch_idx=int32(rows, device) if held == "rows" else None,
         cache_leftpad=int32(pads, device) if leftpad else None,
-        block_table=int32(table, device) if held == "pages" else None,
+        block_table=int32(table, device) if in_pages else None,
         num_splits=3, return_softmax_lse=True, **options,
     )  # fmt: skip
     close = {"rtol": 1e-9, "atol": 1e-10} if place["dtype"] == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
@@ -126,14 +124,10 @@ def assert_as_in_truth(
     for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
         for cache, after in zip(kept, expected[2:], strict=True):
             stop = length + (n_new or 0)
-            if held == "pages":
-                tokens = cache[int32(table[b], device).clamp(min=0)].flatten(0, 1)
-            else:
-                tokens = cache[row]
+            tokens = cache[int32(table[b], device).clamp(min=0)].flatten(0, 1) if in_pages else cache[row]
             torch.testing.assert_close(tokens[:stop].double(), after[row, :stop], **close)
             assert torch.equal(tokens[:length], (k_cache if cache is kept[0] else v_cache)[row, :length])
-            behind = slice(stop, None if held != "pages" else -(-stop // PAGE) * PAGE)
-            assert tokens[behind].isnan().all()
+            assert tokens[stop : -(-stop // PAGE) * PAGE if in_pages else None].isnan().all()
 
 
 @pytest.mark.parametrize("held", ["first rows", "rows", "pages"])
@@ -176,15 +170,6 @@ def caches(**place: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, *torch.randn(2, BATCH, CAPACITY, KV_HEADS, DIM, **place)
 
 
-def test_int_and_tensor_agree(place):
-    q, k_cache, v_cache = caches(**place)
-    lengths = int32([7, 7], place["device"])
-    for options in ({}, {"causal": True, "window_size": (2, 0)}):
-        by_int = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=7, **options)
-        by_tensor = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **options)
-        torch.testing.assert_close(by_int, by_tensor)
-
-
 def test_without_lse(place):
     q, k_cache, v_cache = caches(**place)
     q = q.expand(-1, 3, -1, -1).clone()
@@ -213,9 +198,8 @@ def test_step_by_step(place):
     k_cache, v_cache = torch.full((2, BATCH, CAPACITY, KV_HEADS, DIM), math.nan, **place)
     steps = []
     for i in range(6):
-        new = (x[:, i : i + 1] for x in (q, k, v))
-        query, key, value = new
-        lengths = torch.full((BATCH,), i, dtype=torch.int32, device=place["device"])
+        query, key, value = (x[:, i : i + 1] for x in (q, k, v))
+        lengths = int32([i] * BATCH, place["device"])
         steps.append(flash_attn_with_kvcache(query, k_cache, v_cache, key, value, cache_seqlens=lengths, causal=True))
     torch.testing.assert_close(torch.cat(steps, dim=1), flash_attn_func(q, k, v, causal=True))
 
@@ -227,10 +211,9 @@ def test_caches_of_any_strides(place):
     copies = k_cache.contiguous(), v_cache.contiguous()
     q = torch.randn(BATCH, 2, HEADS, DIM, **place)
     k, v = torch.randn(2, BATCH, 2, KV_HEADS, DIM, **place)
-    lengths = int32(LENGTHS, place["device"])
-    found = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
-    expected = flash_attn_with_kvcache(q, *copies, k, v, cache_seqlens=lengths, causal=True)
-    torch.testing.assert_close(found, expected)
+    options = {"k": k, "v": v, "cache_seqlens": int32(LENGTHS, place["device"]), "causal": True}
+    found = flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+    torch.testing.assert_close(found, flash_attn_with_kvcache(q, *copies, **options))
     assert torch.equal(k_cache, copies[0])
     assert torch.equal(storage[1].transpose(1, 2), copies[1])
 
@@ -247,7 +230,7 @@ def test_has_no_gradients():
 
 Q, CACHE = torch.zeros(2, 1, 4, 8, device=DEVICE), torch.zeros(3, 6, 2, 8, device=DEVICE)
 NEW_KEY = torch.zeros(2, 1, 2, 8, device=DEVICE)
-TABLES = torch.zeros(6, 4, device=DEVICE)
+TABLES, FILLED = torch.zeros(6, 4, device=DEVICE), int32([1, 2], DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +250,8 @@ TABLES = torch.zeros(6, 4, device=DEVICE)
         ({"k": NEW_KEY, "v": NEW_KEY.half(), "cache_seqlens": 1}, TypeError, "v: got torch.float16"),
         ({"rotary_cos": TABLES}, ValueError, "rotary_cos, rotary_sin: got one of them"),
         ({"rotary_cos": TABLES, "rotary_sin": TABLES}, ValueError, "rotary_cos: got a tensor without k"),
-        (
-            {"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 5, "rotary_cos": TABLES[:5], "rotary_sin": TABLES[:5]},
-            ValueError,
-            r"seqlen_offsets: got 5 .*allowed are positions 0 \.\. 4",
-        ),
+        ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 5, "rotary_cos": TABLES[:5], "rotary_sin": TABLES[:5]},
+         ValueError, r"seqlen_offsets: got 5 .*allowed are positions 0 \.\. 4"),
         ({"cache_seqlens": 7}, ValueError, r"cache_seqlens: got 7 \.\. 7, allowed are 0 \.\. 6"),
         ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1"),
         ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 6}, ValueError, r"cache_seqlens: got 6 .*allowed are 0 \.\. 5"),
@@ -281,13 +261,10 @@ TABLES = torch.zeros(6, 4, device=DEVICE)
         ({"cache_seqlens": int32([1], DEVICE)}, ValueError, r"cache_seqlens: got shape \(1,\)"),
         ({"cache_batch_idx": [0, 1]}, TypeError, "cache_batch_idx: got list"),
         ({"cache_leftpad": 3}, TypeError, "cache_leftpad: got int"),
-        ({"alibi_slopes": torch.ones(3, device=DEVICE), "cache_seqlens": int32([1, 2], DEVICE)}, ValueError, "slopes"),
+        ({"alibi_slopes": torch.ones(3, device=DEVICE), "cache_seqlens": FILLED}, ValueError, "slopes"),
         ({"block_table": int32([[0]], DEVICE)}, ValueError, r"block_table: got shape \(1, 1\)"),
-        (
-            {"block_table": int32([[0], [1]], DEVICE), "cache_batch_idx": int32([0, 1], DEVICE)},
-            ValueError,
-            "cache_batch_idx: got a tensor together with block_table",
-        ),
+        ({"block_table": FILLED[:, None], "cache_batch_idx": FILLED},
+         ValueError, "cache_batch_idx: got a tensor together with block_table"),
         ({"window_size": (1.5, 0)}, TypeError, "window_size: got float"),
         ({"softcap": math.nan}, ValueError, "softcap: got nan"),
     ],
@@ -327,13 +304,15 @@ WAITLESS: list[dict[str, Any]] = [
 ]
 
 
+waitless = pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+
+
 def in_a_cache(options: dict[str, Any]) -> Any:
     q, new = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
-    lengths = int32([1, 2], DEVICE)
-    return flash_attn_with_kvcache(q, CACHE.clone(), CACHE.clone(), new, new, TABLES, TABLES, lengths, **options)
+    return flash_attn_with_kvcache(q, CACHE.clone(), CACHE.clone(), new, new, TABLES, TABLES, FILLED, **options)
 
 
-@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+@waitless
 def test_nothing_waits(options, monkeypatch):
     for module in (kvcache_checks, paging, rotary):
         monkeypatch.setattr(module, "can_read", lambda x: False)  # as on a GPU
@@ -348,20 +327,17 @@ def test_waiting_is_seen():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+@waitless
 def test_a_gpu_is_not_waited_for(options):
     in_a_cache(options)
-    tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
-    lengths, new = int32([1, 2], DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
-    q, k_cache, v_cache = torch.zeros(2, 3, 4, 8, device=DEVICE), CACHE.clone(), CACHE.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flash_attn_with_kvcache(q, k_cache, v_cache, new, new, TABLES, TABLES, lengths, **{**options, **tensors})
+        in_a_cache(options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
+@waitless
 def test_compiles_as_one_graph(options, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)

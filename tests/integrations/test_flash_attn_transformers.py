@@ -11,7 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as utils
 
@@ -19,6 +18,7 @@ from fusedattn.integrations import flash_attn
 from fusedattn.integrations.flash_attn import bert_padding
 from tests.conftest import DEVICE, INTERPRETING
 from tests.helpers.flash_attn_truth import attend
+from tests.helpers.models import built
 
 pytestmark = pytest.mark.usefixtures("installed", "_seed")
 
@@ -41,6 +41,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(utils, name, None)
 
 
+DTYPE = torch.float64 if INTERPRETING else torch.float32
 CLOSE = {"rtol": 1e-9, "atol": 1e-10} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
 CLOSE_FLOATS = {"rtol": 1e-6, "atol": 1e-6}  # for float64 rounded to float32
 
@@ -62,10 +63,7 @@ WIDTH: dict[str, Any] = {
 
 
 def model_of(name: str, **config: Any) -> torch.nn.Module:
-    config = getattr(transformers, f"{name}Config")(**WIDTH, **config)
-    kind = f"{name}ForCausalLM" if name != "Bert" else "BertModel"
-    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
-    return model.eval().to(DEVICE, torch.float64 if INTERPRETING else torch.float32)
+    return built(f"{name}Config", f"{name}ForCausalLM" if name != "Bert" else "BertModel", WIDTH | config, DTYPE)
 
 
 LLAMA = ("Llama", {"num_key_value_heads": 1})
@@ -112,29 +110,22 @@ def test_generation_by_transformers():
     ids = torch.randint(1, 40, (2, 6), device=DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    found = {}
+    options = {"max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    found = []
     for implementation in ("eager", "flash_attention_2"):
         model.config._attn_implementation_internal = implementation
-        found[implementation] = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=3,
-            do_sample=False,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    eager, ours = found.values()
+        found.append(model.generate(ids, attention_mask=mask, **options))
+    eager, ours = found
     assert torch.equal(eager.sequences, ours.sequences)
     torch.testing.assert_close(ours.scores, eager.scores, **(CLOSE_FLOATS if INTERPRETING else CLOSE))
 
 
 def test_paged_caches_of_transformers():
     """The call of its continuous batching: one query per sequence; pages are written and read."""
-    dtype = torch.float64 if INTERPRETING else torch.float32
     lengths, table = [6, 3], torch.tensor([[2, 0], [1, -1]], dtype=torch.int32, device=DEVICE)
-    k_cache, v_cache = torch.randn(2, 3, 4, 1, 8, device=DEVICE, dtype=dtype)
-    q = torch.randn(1, 2, 2, 8, device=DEVICE, dtype=dtype)
-    k, v = torch.randn(2, 1, 2, 1, 8, device=DEVICE, dtype=dtype)
+    k_cache, v_cache = torch.randn(2, 3, 4, 1, 8, device=DEVICE, dtype=DTYPE)
+    q = torch.randn(1, 2, 2, 8, device=DEVICE, dtype=DTYPE)
+    k, v = torch.randn(2, 1, 2, 1, 8, device=DEVICE, dtype=DTYPE)
     out = utils._flash_attention_forward(
         q, k, v, None, query_length=1, is_causal=True, attn_implementation="flash_attention_2", block_table=table,
         cu_seq_lens_k=torch.tensor([0, 6, 9], dtype=torch.int32, device=DEVICE), k_cache=k_cache, v_cache=v_cache,

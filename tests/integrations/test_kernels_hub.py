@@ -152,25 +152,26 @@ def computed(package: Any, given: dict[str, Any], backend: str) -> list[Tensor]:
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def computed_alone(load: str, folder: Path, tmp_path: Path) -> tuple[dict[str, Any], dict[str, list[Tensor]], str]:
+    """The inputs, the results of each backend in another process, and the name that the kernel has there."""
+    given = inputs(torch.float64 if INTERPRETING else torch.float32)
+    torch.save(given, tmp_path / "given.pt")
+    code, paths = load + COMPUTE, (tmp_path / "given.pt", tmp_path / "results.pt")
+    said = json.loads(run_python(code, folder, *paths, cwd=tmp_path))
+    assert said["modules"] == []
+    assert said["namespaces"] == [said["name"]]
+    return given, torch.load(tmp_path / "results.pt"), said["name"]
 
 
 def test_stands_alone(exported: Path, tmp_path: Path) -> None:
-    given = inputs(torch.float64 if INTERPRETING else torch.float32)
-    torch.save(given, tmp_path / "given.pt")
-    code = ALONE + LOAD + COMPUTE
-    said = json.loads(
-        run_python(code, exported / VARIANT, tmp_path / "given.pt", tmp_path / "results.pt", cwd=tmp_path)
-    )
-    assert said["modules"] == []
-    assert said["namespaces"] == [said["name"]]
-    results = torch.load(tmp_path / "results.pt")
+    given, results, _ = computed_alone(ALONE + LOAD, exported / VARIANT, tmp_path)
     expected = by_formula(*(x.double() for x in given["qkv"]), given["valid"], given["dout"].double())
     for backend in ("triton", "torch"):
         if INTERPRETING:
-            for x, y in zip(results[backend], expected, strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[backend], expected, rtol=1e-12, atol=1e-12)
         else:
             assert_same(results[backend], computed(fusedattn, given, backend))
 
@@ -183,10 +184,8 @@ def test_beside_the_package_and_itself(load: Any) -> None:
         for package in (first, second, fusedattn, first):  # no copy has replaced the operators of another
             assert_same(computed(package, given, backend), expected)
     assert all(hasattr(torch.ops, name) for name in ("fusedattn", "hub_kernel_first", "hub_kernel_second"))
-    operators = {
-        id(package.attention.__globals__["backends"].autograd.ops.attention_fwd) for package in (first, second)
-    }
-    assert len(operators) == 2
+    one, other = (x.attention.__globals__["backends"].autograd.ops.attention_fwd for x in (first, second))
+    assert one is not other
 
 
 def test_values_of_another_copy_are_refused(load: Any) -> None:
@@ -212,13 +211,8 @@ def test_rope_bias_dropout_and_packed_sequences(load: Any) -> None:
     seed, slopes = torch.tensor([3], device=DEVICE), torch.rand(4, device=DEVICE)
 
     def results(package: Any, backend: str) -> list[Tensor]:
-        options = {
-            "rope": package.Rope.from_theta(16, 32).to(DEVICE),
-            "bias": package.biases.alibi(slopes),
-            "dropout_p": 0.3,
-            "dropout_seed": seed,
-            "backend": backend,
-        }
+        options = {"dropout_p": 0.3, "dropout_seed": seed, "backend": backend}
+        options |= {"rope": package.Rope.from_theta(16, 32).to(DEVICE), "bias": package.biases.alibi(slopes)}
         packed = [x[0].transpose(0, 1) for x in (q, k, k)]
         return [
             package.attention(q, k, k, **options),
@@ -239,21 +233,15 @@ def test_layers(load: Any) -> None:
     assert_same([layers.Attention()(q, k, k, visible)], [fusedattn.attention(q, k, k, mask=visible)])
     for layer in (layers.Attention, layers.CausalAttention):  # the library requires this of a layer
         assert layer.__init__ is torch.nn.Module.__init__
-        assert {name for name in vars(layer) if not name.startswith("_")} == {
-            "has_backward", "can_torch_compile", "forward",
-        }  # fmt: skip
+        public = {name for name in vars(layer) if not name.startswith("_")}
+        assert public == {"has_backward", "can_torch_compile", "forward"}
 
 
 def test_layers_compile(load: Any) -> None:
-    q, k, _ = inputs()["qkv"]
+    q, k, _ = (x.requires_grad_() for x in inputs()["qkv"])
     layer = load("hub_kernel").layers.CausalAttention()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (layer, compiled):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = function(leaves[0], leaves[1], leaves[1])
-        results.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
-    assert_same(results[1], results[0])
+    outs = [function(q, k, k) for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager"))]
+    assert_same(*([out, *torch.autograd.grad(out.sum(), (q, k))] for out in outs))
 
 
 @pytest.fixture
@@ -267,16 +255,11 @@ def library() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_loads_through_the_library(exported: Path, tmp_path: Path) -> None:
-    given = inputs(torch.float64 if INTERPRETING else torch.float32)
-    torch.save(given, tmp_path / "given.pt")
-    code = f"import kernels\n{ALONE}\nkernel = kernels.get_local_kernel(Path(sys.argv[1]))\n{COMPUTE}"
-    said = json.loads(run_python(code, exported, tmp_path / "given.pt", tmp_path / "results.pt", cwd=tmp_path))
-    assert said["modules"] == []
-    assert said["name"] == json.loads((exported / f"build/torch-{BUILT_FOR}/metadata.json").read_text())["id"]
-    assert said["namespaces"] == [said["name"]]
-    for backend, results in torch.load(tmp_path / "results.pt").items():
-        for x, y in zip(results, computed(fusedattn, given, backend), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    load = f"import kernels\n{ALONE}\nkernel = kernels.get_local_kernel(Path(sys.argv[1]))\n"
+    given, results, name = computed_alone(load, exported, tmp_path)
+    assert name == json.loads((exported / f"build/torch-{BUILT_FOR}/metadata.json").read_text())["id"]
+    for backend, found in results.items():
+        torch.testing.assert_close(found, computed(fusedattn, given, backend), rtol=1e-12, atol=1e-12)
 
 
 KERNELIZE = """
@@ -362,36 +345,29 @@ def test_operators_are_named_by_the_prefix(exported: Path) -> None:
 def test_build_toml(exported: Path, tmp_path: Path) -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     build = tomllib.loads((exported / "build.toml").read_text())
-    assert build == {
-        "general": {
-            "name": "fusedattn",
-            "version": int(fusedattn.__version__.split(".")[0]),
-            "edition": 5,
-            "license": "bsd-3-clause",
-            "backends": ["cpu", "cuda", "rocm"],
-        },
-        "torch-noarch": {},
-    }
+    general = {"name": "fusedattn", "version": int(fusedattn.__version__.split(".")[0]), "edition": 5}
+    general |= {"license": "bsd-3-clause", "backends": ["cpu", "cuda", "rocm"]}
+    assert build == {"general": general, "torch-noarch": {}}
     export(tmp_path / "named", "owner/name")
     named = tomllib.loads((tmp_path / "named" / "build.toml").read_text())
     assert named["general"].pop("hub") == {"repo-id": "owner/name"}
     assert named == build
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_layout(exported: Path) -> None:
-    files = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
-    files = {path for path in files if "__pycache__" not in path}
+    files = {path for path in contents(exported) if "__pycache__" not in path}
     source = {path.removeprefix(f"{SOURCE}/") for path in files if path.startswith(f"{SOURCE}/")}
     assert {"__init__.py", "layers.py", "attention.py", "kernels/attention_fwd.py", "kernels/rope.py"} <= source
     # Not kernel-builder's own _ops.py, and nothing that `import kernels` could mistake for the library.
     assert not source & {"_ops.py", "fusedattn", "kernels/__init__.py"}
     assert not {"testing.py", "fusion.py", "transformer/__init__.py", "cli/__init__.py"} & source
     top = {"build.toml", "flake.nix", "CARD.md", "LICENSE", "build/CARD.md", RECORD}
-    variants = {
-        f"build/torch-{backend}/{path}"
-        for backend in BACKENDS
-        for path in source | {"_ops.py", "LICENSE", "metadata.json"}
-    }
+    built = source | {"_ops.py", "LICENSE", "metadata.json"}
+    variants = {f"build/torch-{backend}/{path}" for backend in BACKENDS for path in built}
     assert files == top | {f"{SOURCE}/{path}" for path in source} | variants
     license_text = (Path(fusedattn.__file__).parents[1] / "LICENSE").read_text()
     assert (exported / "LICENSE").read_text() == license_text
@@ -406,9 +382,9 @@ def test_metadata(exported: Path, backend: str) -> None:
     assert described["backend"] == {"type": backend}
     assert described["digest"]["algorithm"] == "sha256"
     hashes = {
-        path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-        for path in variant.rglob("*")
-        if path.is_file() and path.name != "metadata.json" and "__pycache__" not in path.parts
+        path: base64.b64encode(hashlib.sha256(content).digest()).decode()
+        for path, content in contents(variant).items()
+        if path != "metadata.json" and "__pycache__" not in path
     }
     assert described["digest"]["files"] == hashes
 
@@ -421,10 +397,6 @@ def test_public_names(load: Any) -> None:
     assert not set(kernel.__all__) & {"fuse", "unfuse", "fusion_report", "Replacement"}
     assert all(hasattr(kernel, name) for name in kernel.__all__)
     assert kernel.__version__ == fusedattn.__version__
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_is_deterministic(tmp_path: Path) -> None:

@@ -21,29 +21,14 @@ from fusedattn.integrations import torch_functions
 from fusedattn.integrations.torch_functions import SdpaReplacement, replace_sdpa
 from fusedattn.support import Backend
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers.sdpa import CLOSE, DTYPE, Overriding, normal
 
 pytestmark = pytest.mark.usefixtures("_seed")
-
-# A GPU's kernels have no float64.
-DTYPE = torch.float64 if INTERPRETING else torch.float32
-CLOSE = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
-
-normal = partial(torch.randn, dtype=DTYPE, device=DEVICE)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param  # type: ignore[no-any-return]
-
-
-class Overriding(Tensor):
-    """A tensor with functions of its own."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return "its own"
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -161,29 +146,20 @@ def test_fallback_counts_and_logs_each_reason_once(backend: Backend, caplog: pyt
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_multihead_attention(backend: Backend, training: bool) -> None:
-    module = nn.MultiheadAttention(16, 2, batch_first=True, device=DEVICE, dtype=DTYPE).train(training)
-    x = normal(2, 5, 16)
-    padding = torch.zeros(2, 5, dtype=torch.bool, device=DEVICE)
-    padding[1, 3:] = True
-    with torch.set_grad_enabled(training):
-        expected, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
-        with replace_sdpa(backend=backend) as replaced:
-            actual, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
-    assert replaced.fused == 1
-    torch.testing.assert_close(actual, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_transformer_layers(backend: Backend, training: bool) -> None:
+@pytest.mark.parametrize("kind", ["multihead attention", "encoder layer"])
+def test_modules_of_torch(backend: Backend, kind: str, training: bool) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, device=DEVICE, dtype=DTYPE).train(training)
     x = normal(2, 5, 16)
+    call = partial(layer, x)
+    if kind == "multihead attention":
+        padding = torch.arange(5, device=DEVICE) >= torch.tensor([[5], [3]], device=DEVICE)
+        call = partial(layer.self_attn, x, x, x, key_padding_mask=padding, need_weights=False)
     with torch.set_grad_enabled(training):
-        expected = layer(x)
+        expected = call()
         with replace_sdpa(backend=backend) as replaced, warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)  # Triton 3.6, interpreted
-            actual = layer(x)
+            actual = call()
     assert replaced.fused == 1
     torch.testing.assert_close(actual, expected, **CLOSE)
 
@@ -196,13 +172,11 @@ def test_a_model_of_transformers(backend: Backend) -> None:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(DEVICE, DTYPE).eval()
     ids = torch.randint(30, (2, 5), device=DEVICE)
-    attention_mask = torch.ones_like(ids)
-    attention_mask[1, :2] = 0
-    expected = model(ids, attention_mask=attention_mask).logits
+    seen = torch.arange(5, device=DEVICE) >= torch.tensor([[0], [2]], device=DEVICE)
+    expected = model(ids, attention_mask=seen.long()).logits
     with replace_sdpa(backend=backend) as replaced:
-        actual = model(ids, attention_mask=attention_mask).logits
+        actual = model(ids, attention_mask=seen.long()).logits
     assert replaced.fused == 2
-    seen = attention_mask.bool()
     torch.testing.assert_close(actual[seen], expected[seen], **CLOSE)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,18 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedattn import attention, attention_varlen, masks
 from fusedattn.integrations import torch_flash
-from tests.conftest import DEVICE, INTERPRETING
+from tests.conftest import DEVICE
+from tests.helpers.sdpa import CLOSE, DTYPE, normal
 
 pytestmark = [
     pytest.mark.usefixtures("_seed"),
     pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="no registration"),
 ]
 
-# A GPU's kernels have no float64.
-DTYPE = torch.float64 if INTERPRETING else torch.float32
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
-
-normal = partial(torch.randn, dtype=DTYPE, device=DEVICE)
 sdpa_op = torch.ops.aten._scaled_dot_product_flash_attention
 flash_op = torch.ops.aten._flash_attention_forward
 
@@ -48,6 +43,10 @@ def by_mathematics(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
     return weights @ v, scores.logsumexp(-1)
 
 
+def leaves_of(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [normal(shape).requires_grad_() for shape in shapes]
+
+
 def band(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> Tensor:
     """The visible keys, counted from the last query and key."""
     distance = torch.arange(seqlen_k, device=DEVICE) - torch.arange(seqlen_q, device=DEVICE)[:, None]
@@ -58,12 +57,14 @@ def band(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> T
     return visible if right is None else visible & (distance <= right)
 
 
-def assert_same(results: tuple[Tensor, ...], leaves: list[Tensor], expected: tuple[Tensor, ...]) -> None:
-    """Compare out and lse, and the gradients of out."""
-    torch.testing.assert_close(results[:2], expected, **CLOSE)
-    dout = torch.randn_like(expected[0])
-    actual = torch.autograd.grad(results[0], leaves, dout)
-    torch.testing.assert_close(actual, torch.autograd.grad(expected[0], leaves, dout), **CLOSE)
+def assert_same(
+    results: Sequence[Tensor], leaves: list[Tensor], expected: Sequence[Tensor], **tolerance: float
+) -> None:
+    """Compare out, and lse if expected, and the gradients of out; up to CLOSE unless a tolerance is given."""
+    close, dout = tolerance or CLOSE, torch.randn_like(expected[0])
+    torch.testing.assert_close(results[: len(expected)], expected, **close)
+    actual, wanted = (torch.autograd.grad(x[0], leaves, dout) for x in (results, expected))
+    torch.testing.assert_close(actual, wanted, **close)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -73,8 +74,7 @@ def assert_same(results: tuple[Tensor, ...], leaves: list[Tensor], expected: tup
 def test_dense(lengths: tuple[int, int], is_causal: bool, scale: float | None) -> None:
     """Grouped heads; causal masks end with the last key, and queries before the first key see nothing."""
     seqlen_q, seqlen_k = lengths
-    leaves = [normal(2, 4, seqlen_q, 8), normal(2, 2, seqlen_k, 8), normal(2, 2, seqlen_k, 8)]
-    leaves = [x.requires_grad_() for x in leaves]
+    leaves = leaves_of((2, 4, seqlen_q, 8), *[(2, 2, seqlen_k, 8)] * 2)
     results = sdpa_op(*leaves, 0.0, is_causal, scale=scale)
     visible = band(*lengths, None, 0 if is_causal else None)
     assert_same(results, leaves, by_mathematics(*leaves, visible, scale))
@@ -84,7 +84,7 @@ def test_dense(lengths: tuple[int, int], is_causal: bool, scale: float | None) -
 @pytest.mark.parametrize("window", [(None, None), (-1, -1), (2, -1), (-1, 1), (1, 2), (0, 0)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dense_with_heads_last_and_windows(window: tuple[int | None, int | None], is_causal: bool) -> None:
-    leaves = [normal(1, 5, 2, 8).requires_grad_(), *(normal(1, 7, 2, 8).requires_grad_() for _ in range(2))]
+    leaves = leaves_of((1, 5, 2, 8), *[(1, 7, 2, 8)] * 2)
     left, right = window
     scale = None if left is None else -0.7
     options = {"window_size_left": left, "window_size_right": right, "scale": scale}
@@ -96,16 +96,15 @@ def test_dense_with_heads_last_and_windows(window: tuple[int | None, int | None]
 
 
 STOPS_Q, STOPS_K = [0, 3, 3, 8], [0, 4, 6, 9]
+STOPS = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K)]
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (1, 0), (2, 1)])
 def test_packed(window: tuple[int, int]) -> None:
     """Some rows belong to no sequence; the operator that writes into a given tensor is tested too."""
-    leaves = [normal(10, 4, 8).requires_grad_(), *(normal(9, 2, 8).requires_grad_() for _ in range(2))]
-    stops_q, stops_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
-    left, right = window
-    arguments = (*leaves, stops_q, stops_k, 5, 4, 0.0, window == (-1, 0), False)
-    windows = {"window_size_left": left, "window_size_right": right}
+    leaves = leaves_of((10, 4, 8), *[(9, 2, 8)] * 2)
+    arguments = (*leaves, *STOPS, 5, 4, 0.0, window == (-1, 0), False)
+    windows = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
     results = flash_op(*arguments, **windows)
     out, lse = torch.zeros_like(leaves[0]), torch.full((4, 10), -torch.inf, dtype=DTYPE, device=DEVICE)
     for i in range(3):
@@ -144,23 +143,17 @@ def test_gradients_are_those_of_attention_bit_for_bit(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_drops_the_same_weights_backwards(packed: bool) -> None:
-    shapes = [(n, 2, 8) for n in (8, 9, 9)] if packed else [(2, 2, n, 8) for n in (8, 9, 9)]
-    leaves = [normal(shape).requires_grad_() for shape in shapes]
-    stops = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
-    dout = normal(shapes[0])
-    if packed:
-        out, _, rng_state, _, _ = flash_op(*leaves, *stops, 5, 4, 0.4, False, False)
-    else:
-        out, *_, rng_state, _, _ = sdpa_op(*leaves, 0.4)
-    gradients = torch.autograd.grad(out, leaves, dout)
+    leaves = leaves_of(*((n, 2, 8) if packed else (2, 2, n, 8) for n in (8, 9, 9)))
+
+    def call() -> tuple[Tensor, ...]:
+        return flash_op(*leaves, *STOPS, 5, 4, 0.4, False, False) if packed else sdpa_op(*leaves, 0.4)
+
+    out, *_, rng_state, _, _ = call()
     seed = rng_state.view(torch.int64).reshape(-1)[:1]
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": seed, "backend": "triton"}
-    expected = attention_varlen(*leaves, *stops, 5, 4, **options) if packed else attention(*leaves, **options)
-    assert torch.equal(out, expected)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(expected, leaves, dout), strict=True))
-    assert not torch.equal(
-        out, (flash_op(*leaves, *stops, 5, 4, 0.4, False, False) if packed else sdpa_op(*leaves, 0.4))[0]
-    )
+    expected = attention_varlen(*leaves, *STOPS, 5, 4, **options) if packed else attention(*leaves, **options)
+    assert_same([out], leaves, [expected], rtol=0, atol=0)
+    assert not torch.equal(out, call()[0])
 
 
 def test_strides_and_empty_sizes() -> None:
@@ -178,14 +171,10 @@ def test_strides_and_empty_sizes() -> None:
 
 def test_varlen_attn_of_torch() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    leaves = [normal(8, 4, 8).requires_grad_(), *(normal(9, 4, 8).requires_grad_() for _ in range(2))]
-    stops = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K)]
-    out = varlen.varlen_attn(*leaves, *stops, 5, 4, window_size=(-1, 0))
-    expected = attention_varlen(*leaves, *stops, 5, 4, mask=masks.causal(), backend="triton")
-    dout = torch.randn_like(out)
-    assert torch.equal(out, expected)
-    for a, b in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True):
-        assert torch.equal(a, b)
+    leaves = leaves_of((8, 4, 8), *[(9, 4, 8)] * 2)
+    out = varlen.varlen_attn(*leaves, *STOPS, 5, 4, window_size=(-1, 0))
+    expected = attention_varlen(*leaves, *STOPS, 5, 4, mask=masks.causal(), backend="triton")
+    assert_same([out], leaves, [expected], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -195,31 +184,24 @@ def test_results_are_what_torchs_compiler_expects(packed: bool) -> None:
     operator = sdpa_op.default
     if packed:
         q, k = torch.randn(8, 4, 8, device=DEVICE), torch.randn(9, 4, 8, device=DEVICE)
-        stops = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (STOPS_Q, STOPS_K))
-        arguments = (q, k, k, *stops, 5, 4, 0.0, True, False)
+        arguments = (q, k, k, *STOPS, 5, 4, 0.0, True, False)
         operator = flash_op.default
     real = operator(*arguments)
     with FakeTensorMode() as mode:
         fake = operator(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
-    for actual, expected in zip(real, fake, strict=True):
-        if isinstance(actual, Tensor):
-            assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
-        else:
-            assert actual == expected
+
+    def described(results: Any) -> list[Any]:
+        return [(x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in results]
+
+    assert described(real) == described(fake)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled() -> None:
     torch._dynamo.reset()
-    leaves = [normal(2, 2, n, 8).requires_grad_() for n in (5, 7, 7)]
+    leaves = leaves_of(*((2, 2, n, 8) for n in (5, 7, 7)))
     call = torch.compile(lambda *x: sdpa_op(*x, 0.0, True)[0] * 2, backend="aot_eager", fullgraph=True)
-    out = call(*leaves)
-    expected = 2 * by_mathematics(*leaves, band(5, 7, None, 0), None)[0]
-    dout = torch.randn_like(out)
-    torch.testing.assert_close(out, expected, **CLOSE)
-    torch.testing.assert_close(
-        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), **CLOSE
-    )
+    assert_same([call(*leaves)], leaves, [2 * by_mathematics(*leaves, band(5, 7, None, 0), None)[0]])
 
 
 def test_what_the_kernels_cannot_do_is_refused_with_every_reason() -> None:

@@ -19,18 +19,14 @@ from fusedattn import attention, masks
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
 from fusedattn.support import _release
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers.sdpa import CLOSE, DTYPE, Overriding, normal
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-# A GPU's kernels have no float64.
-DTYPE = torch.float64 if INTERPRETING else torch.float32
-CLOSE = {"rtol": 1e-10, "atol": 1e-11} if INTERPRETING else {"rtol": 1e-3, "atol": 1e-4}
 L, S, E, EV = 5, 7, 8, 6
 
 # The treatment of arguments is the same for all backends, and the interpreter is slow.
 on_fastest_backend = pytest.mark.parametrize("backend", ["torch" if INTERPRETING else "triton"], indirect=True)
-
-normal = partial(torch.randn, dtype=DTYPE, device=DEVICE)
 
 
 def random_mask(*shape: int) -> Tensor:
@@ -87,11 +83,21 @@ def assert_same(
         torch.manual_seed(1)
         dout = torch.randn(out.shape, dtype=torch.float64, device=out.device).to(out.dtype)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
+    torch.testing.assert_close(*results, **CLOSE)
+
+
+def assert_as_in_torch(tensors: dict[str, Any], **options: Any) -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors, **options)
 
 
 Q, K, V = (2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)
+
+
+def drawn(query: tuple[int, ...] = Q, key: tuple[int, ...] = K, value: tuple[int, ...] = V) -> dict[str, Tensor]:
+    return {"query": normal(query), "key": normal(key), "value": normal(value)}
+
+
 SHAPES = {
     "two dimensions": ((L, E), (S, E), (S, EV)),
     "three": ((3, L, E), (3, S, E), (3, S, EV)),
@@ -121,9 +127,7 @@ SHAPES = {
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_shapes(shapes: tuple[tuple[int, ...], ...], is_causal: bool) -> None:
-    tensors = dict(zip(("query", "key", "value"), (normal(shape) for shape in shapes), strict=True))
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors, is_causal=is_causal)
+    assert_as_in_torch(drawn(*shapes), is_causal=is_causal)
 
 
 GQA = {
@@ -140,22 +144,13 @@ GQA = {
 @on_fastest_backend
 @pytest.mark.parametrize("shapes", GQA.values(), ids=GQA)
 def test_grouped_queries(shapes: tuple[tuple[int, ...], ...]) -> None:
-    tensors = dict(zip(("query", "key", "value"), (normal(shape) for shape in shapes), strict=True))
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors, enable_gqa=True)
+    assert_as_in_torch(drawn(*shapes), enable_gqa=True)
 
 
 @pytest.mark.parametrize("shapes", [GQA["different numbers"], SHAPES["one KV head"], SHAPES["different ones"]])
 def test_shapes_on_every_backend(shapes: tuple[tuple[int, ...], ...]) -> None:
-    tensors = dict(zip(("query", "key", "value"), (normal(shape) for shape in shapes), strict=True))
     attn_mask = normal(shapes[0][-3] if len(shapes[0]) > 2 else 1, L, S)
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(
-            scaled_dot_product_attention,
-            F.scaled_dot_product_attention,
-            tensors | {"attn_mask": attn_mask},
-            enable_gqa=shapes is GQA["different numbers"],
-        )
+    assert_as_in_torch(drawn(*shapes) | {"attn_mask": attn_mask}, enable_gqa=shapes is GQA["different numbers"])
 
 
 @on_fastest_backend
@@ -172,25 +167,21 @@ def test_shapes_on_every_backend(shapes: tuple[tuple[int, ...], ...]) -> None:
         (2, 1, 1, S),
         (1, 4, L, 1),
         (2, 4, 1, 1),
-        (*Q[:2], L, S),
+        (2, 4, L, S),
     ],
     ids=str,
 )
 def test_masks(shape: tuple[int, ...], kind: torch.dtype) -> None:
-    tensors = {"query": normal(Q), "key": normal(K), "value": normal(V)}
     attn_mask = random_mask(*shape) if kind == torch.bool else normal(shape).to(kind)
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors | {"attn_mask": attn_mask})
+    assert_as_in_torch(drawn() | {"attn_mask": attn_mask})
 
 
 @on_fastest_backend
 @pytest.mark.parametrize(
-    "shape", [(), (S,), (3, 1, 2, L, S), (2, 3, 1, 1, S), (1, 1, 2, L, S), (1, 3, 1, L, 1)], ids=str
+    "shape", [(), (S,), (2, 1, 2, L, S), (2, 3, 1, 1, S), (1, 1, 2, L, S), (1, 3, 1, L, 1)], ids=str
 )
 def test_masks_of_several_batches_and_of_fewer_dimensions_than_torch_takes(shape: tuple[int, ...]) -> None:
-    tensors = {"query": normal(2, 3, 2, L, E), "key": normal(2, 3, 2, S, E), "value": normal(2, 3, 2, S, EV)}
-    if shape and shape[0] == 3:
-        shape = (2, *shape[1:])
+    tensors = drawn((2, 3, 2, L, E), (2, 3, 2, S, E), (2, 3, 2, S, EV))
     for attn_mask in (random_mask(*shape), normal(shape)):
         assert_same(scaled_dot_product_attention, by_mathematics, tensors | {"attn_mask": attn_mask})
 
@@ -198,7 +189,7 @@ def test_masks_of_several_batches_and_of_fewer_dimensions_than_torch_takes(shape
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_is_causal_beside_a_mask_is_both(kind: str) -> None:
     """As in torch's CPU kernel before 2.15; now all of its paths raise."""
-    tensors = {"query": normal(Q), "key": normal(K), "value": normal(*V[:3], E)}
+    tensors = drawn(value=K)
     attn_mask = random_mask(L, S) if kind == "bool" else normal(L, S)
     assert_same(scaled_dot_product_attention, by_mathematics, tensors | {"attn_mask": attn_mask}, is_causal=True)
     if DEVICE == "cpu" and _release(torch.__version__) < (2, 15):
@@ -212,14 +203,11 @@ def test_is_causal_beside_a_mask_is_both(kind: str) -> None:
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 def test_causal_biases(make: Callable[..., Tensor], lengths: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
-    tensors = {"query": normal(2, 2, seqlen_q, E), "key": normal(2, 2, seqlen_k, E), "value": normal(2, 2, seqlen_k, E)}
     visible = torch.ones(lengths, dtype=torch.bool, device=DEVICE)
     visible = visible.tril(seqlen_k - seqlen_q if make is causal_lower_right else 0)
-    assert_same(
-        partial(scaled_dot_product_attention, attn_mask=make(*lengths)),
-        partial(by_mathematics, attn_mask=visible),
-        tensors,
-    )
+    ours = partial(scaled_dot_product_attention, attn_mask=make(*lengths))
+    keys = (2, 2, seqlen_k, E)
+    assert_same(ours, partial(by_mathematics, attn_mask=visible), drawn((2, 2, seqlen_q, E), keys, keys))
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -229,9 +217,8 @@ def test_rows_that_see_nothing_are_0_as_torchs_are(kind: str) -> None:
     attn_mask = (
         visible if kind == "bool" else torch.zeros(L, S, dtype=DTYPE, device=DEVICE).masked_fill(~visible, -torch.inf)
     )
-    tensors = {"query": normal(Q), "key": normal(K), "value": normal(V), "attn_mask": attn_mask}
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors)
+    tensors = drawn() | {"attn_mask": attn_mask}
+    assert_as_in_torch(tensors)
     query = tensors["query"].requires_grad_()
     out = scaled_dot_product_attention(**tensors)
     assert out[:, :, 2].eq(0).all()
@@ -239,7 +226,7 @@ def test_rows_that_see_nothing_are_0_as_torchs_are(kind: str) -> None:
 
 
 def test_nan_behind_a_mask_stays_there() -> None:
-    query, key, value = normal(Q), normal(K), normal(V)
+    query, key, value = drawn().values()
     clean = scaled_dot_product_attention(query, key[:, :, :-1], value[:, :, :-1])
     key[:, :, -1], value[:, :, -1] = torch.nan, torch.inf
     visible = torch.ones(S, dtype=torch.bool, device=DEVICE)
@@ -249,9 +236,7 @@ def test_nan_behind_a_mask_stays_there() -> None:
 
 @pytest.mark.parametrize("scale", [0.3, -0.5, 0.0, 2, torch.tensor(0.3), np.float32(0.3)], ids=repr)
 def test_scales(scale: Any) -> None:
-    tensors = {"query": normal(Q), "key": normal(K), "value": normal(V)}
-    with sdpa_kernel(SDPBackend.MATH):
-        assert_same(scaled_dot_product_attention, F.scaled_dot_product_attention, tensors, scale=scale)
+    assert_as_in_torch(drawn(), scale=scale)
 
 
 def test_strides() -> None:
@@ -291,7 +276,7 @@ def test_one_kv_head_and_shared_batches_are_not_copied(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_it_is_attention(dtype: torch.dtype) -> None:
-    query, key, value = (normal(shape).to(dtype) for shape in (Q, K, V))
+    query, key, value = (x.to(dtype) for x in drawn().values())
     attn_mask = torch.randn(4, L, S, device=DEVICE)
     actual = scaled_dot_product_attention(query, key, value, attn_mask, is_causal=True, scale=0.2)
     expected = attention(query, key, value, bias=attn_mask, mask=masks.causal("top_left"), scale=0.2)
@@ -299,15 +284,15 @@ def test_it_is_attention(dtype: torch.dtype) -> None:
     assert torch.equal(actual, expected)
 
 
-def test_dropout_follows_the_generator_and_has_the_mean_of_no_dropout() -> None:
-    query, key, value = normal(2, 2, 4, E), normal(2, 2, 20, E), normal(2, 2, 20, E)
-    torch.manual_seed(3)
-    first = scaled_dot_product_attention(query, key, value, dropout_p=0.5)
-    torch.manual_seed(3)
-    assert torch.equal(first, scaled_dot_product_attention(query, key, value, dropout_p=0.5))
-    torch.manual_seed(3)
-    assert torch.equal(first, attention(query, key, value, dropout_p=0.5))
-    assert not torch.equal(first, scaled_dot_product_attention(query, key, value, dropout_p=0.5))
+def test_dropout_follows_the_generator() -> None:
+    tensors = normal(2, 2, 4, E), normal(2, 2, 20, E), normal(2, 2, 20, E)
+    found = []
+    for function in (scaled_dot_product_attention, scaled_dot_product_attention, attention):
+        torch.manual_seed(3)
+        found.append(function(*tensors, dropout_p=0.5))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], scaled_dot_product_attention(*tensors, dropout_p=0.5))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's autocast of other devices is tested there by torch")
@@ -397,31 +382,13 @@ def test_wrong_arguments(case: tuple[type[Exception], str, dict[str, Any]]) -> N
     assert replaced.left_to_torch == 0
 
 
-class Overriding(Tensor):
-    """A tensor with functions of its own."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return "its own"
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class Plain(Tensor):
-    """A tensor subclass without them."""
-
-
 def test_what_cannot_be_run_is_refused_with_every_reason() -> None:
-    query, key, value = normal(Q), normal(K), normal(V)
-    with pytest.raises(NotImplementedError) as caught:
+    query, key, value = drawn().values()
+    with pytest.raises(NotImplementedError, match=r"query: got Overriding.*dropout_p: got 1\.0"):
         scaled_dot_product_attention(query.as_subclass(Overriding), key, value, dropout_p=1.0)
-    assert "query: got Overriding" in str(caught.value)
-    assert "dropout_p: got 1.0" in str(caught.value)
-    torch.testing.assert_close(
-        scaled_dot_product_attention(query.as_subclass(Plain), key, value).as_subclass(Tensor),
-        by_mathematics(query, key, value),
-        **CLOSE,
-    )
+    without_functions = type("Plain", (Tensor,), {})
+    found = scaled_dot_product_attention(query.as_subclass(without_functions), key, value).as_subclass(Tensor)
+    torch.testing.assert_close(found, by_mathematics(query, key, value), **CLOSE)
     # Not transposed, so ragged in the place of the heads.
     ragged = torch.nested.nested_tensor([normal(3, 2, E), normal(4, 2, E)], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match=r"query: got a nested tensor .*; key: .*; attn_mask: "):

@@ -7,7 +7,6 @@ import itertools
 import math
 import pickle
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,20 +27,14 @@ from tests.helpers.torch_layers import (
     HEADS,
     SEQLEN_K,
     SEQLEN_Q,
+    WARNINGS,
     WIDTH,
     assert_same,
     backends,
     exact,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("_seed"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
-]
+pytestmark = [pytest.mark.usefixtures("_seed"), pytest.mark.filterwarnings(*WARNINGS)]
 
 
 def pair(backend: str, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -79,18 +72,19 @@ def mask_of(kind: str | None, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.randn(shape, device=DEVICE, dtype=dtype).masked_fill(hidden, -math.inf).requires_grad_()
 
 
+def added_for(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -math.inf)
+
+
 def outcome(module: nn.Module, inputs: list[Tensor], **options: Any) -> list[Tensor | None]:
     """Output, weights, and the gradients of a loss of both by inputs, float masks and parameters."""
     out, weights = module(*inputs, **options)
     generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum()
-        for x in (out, weights)
-        if x is not None
-    )
+    results = [x for x in (out, weights) if x is not None]
+    drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in results]
     leaves = {id(x): x for x in (*inputs, *options.values(), *module.parameters()) if torch.is_tensor(x)}
-    differentiable = [x for x in leaves.values() if x.requires_grad]
-    return [out, weights, *torch.autograd.grad(loss, differentiable, allow_unused=True, materialize_grads=True)]
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    return [out, weights, *torch.autograd.grad(results, wanted, drawn, allow_unused=True, materialize_grads=True)]
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -109,8 +103,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def pairs_of_options() -> list[dict[str, Any]]:
     """Combinations that contain every pair of values of different options."""
-    possible = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-    possible = [case for case in possible if not case["widths"] or case["inputs"] == "all"]
+    combined = (dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values()))
+    possible = [case for case in combined if not case["widths"] or case["inputs"] == "all"]
     random.Random(0).shuffle(possible)
     chosen: list[dict[str, Any]] = []
     met: set[Any] = set()
@@ -133,20 +127,17 @@ PAIRS = pairs_of_options()
 )
 def test_options(backend, case):
     batched = case["batch"] is not None
-    reference, fused = pair(
-        backend, batch_first=case["batch"] == "first", bias=case["bias"], add_bias_kv=case["add_bias_kv"],
-        add_zero_attn=case["add_zero_attn"], **case["widths"],
-    )  # fmt: skip
+    made = {name: case[name] for name in ("bias", "add_bias_kv", "add_zero_attn")} | case["widths"]
+    reference, fused = pair(backend, batch_first=case["batch"] == "first", **made)
     for module in (reference, fused):
         module.train(case["training"])
     inputs = inputs_of(reference, case["inputs"], batched)
     seqlen_k = SEQLEN_Q if case["inputs"] == "self" else SEQLEN_K
     kind, _, of_heads = (case["attn_mask"] or "").partition(" ")
     heads = (BATCH * HEADS if batched else HEADS,) if of_heads else ()
+    of_batch = (BATCH,) if batched else ()
     options = {
-        "key_padding_mask": mask_of(
-            case["key_padding_mask"], (BATCH, seqlen_k) if batched else (seqlen_k,), exact(backend)
-        ),
+        "key_padding_mask": mask_of(case["key_padding_mask"], (*of_batch, seqlen_k), exact(backend)),
         "attn_mask": mask_of(kind or None, (*heads, SEQLEN_Q, seqlen_k), exact(backend)),
         "need_weights": case["weights"] is not None,
         "average_attn_weights": case["weights"] == "average",
@@ -168,7 +159,7 @@ def test_causal_hint(backend, kind, padded, inputs):
     reference, fused = pair(backend, batch_first=True)
     inputs = inputs_of(reference, inputs)
     hidden = torch.ones(SEQLEN_Q, inputs[1].shape[1], dtype=torch.bool, device=DEVICE).triu(1)
-    mask = hidden if kind == "bool" else torch.zeros_like(hidden, dtype=exact(backend)).masked_fill(hidden, -math.inf)
+    mask = hidden if kind == "bool" else added_for(hidden, exact(backend))
     options: dict[str, Any] = {"attn_mask": mask, "need_weights": False}
     if padded:
         options["key_padding_mask"] = mask_of("bool", (BATCH, inputs[1].shape[1]), exact(backend))
@@ -259,10 +250,8 @@ def test_dropout_has_torchs_distribution():
 def test_rows_that_see_nothing(backend, kind, need_weights):
     reference, fused = pair(backend, batch_first=True)
     query, key, _ = inputs_of(reference, "memory")
-    padding = torch.zeros(BATCH, SEQLEN_K, dtype=torch.bool, device=DEVICE)
-    padding[0] = True
-    if kind == "float":
-        padding = torch.zeros_like(padding, dtype=query.dtype).masked_fill(padding, -math.inf)
+    padding = torch.tensor([[True], [False]], device=DEVICE).expand(BATCH, SEQLEN_K)
+    padding = padding if kind == "bool" else added_for(padding, query.dtype)
     options = {"key_padding_mask": padding, "need_weights": need_weights}
     out, weights = fused(query, key, key, **options)
     expected, its_weights = reference(query, key, key, **options)
@@ -285,12 +274,11 @@ def test_nan_behind_a_mask(backend, kind, poison):
     _, fused = pair(backend, batch_first=True)
     query, key, _ = inputs_of(fused, "memory")
     hidden = mask_of("bool", (1, SEQLEN_K), query.dtype).expand(BATCH, -1)
-    if kind == "bool mask":
-        options = {"attn_mask": hidden[:1].expand(SEQLEN_Q, -1)}
-    elif kind == "bool padding":
-        options = {"key_padding_mask": hidden}
-    else:
-        options = {"key_padding_mask": torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)}
+    options = {
+        "bool mask": {"attn_mask": hidden[:1].expand(SEQLEN_Q, -1)},
+        "bool padding": {"key_padding_mask": hidden},
+        "float padding": {"key_padding_mask": added_for(hidden, query.dtype)},
+    }[kind]
     for need_weights in (False, True):
         keys = [key.masked_fill(hidden[..., None], fill) for fill in (0.0, poison)]
         assert_same(*(fused(query, x, x, need_weights=need_weights, **options) for x in keys))
@@ -360,10 +348,9 @@ def test_strides(backend):
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_small_sizes(backend, batch, seqlen_q, seqlen_k, need_weights):
     reference, fused = pair(backend, batch_first=True)
-    query = torch.randn(batch, seqlen_q, WIDTH, device=DEVICE, dtype=exact(backend), requires_grad=True)
-    key = torch.randn(batch, seqlen_k, WIDTH, device=DEVICE, dtype=exact(backend), requires_grad=True)
-    options = {"need_weights": need_weights}
-    assert_same(outcome(fused, [query, key, key], **options), outcome(reference, [query, key, key], **options))
+    place = {"device": DEVICE, "dtype": exact(backend), "requires_grad": True}
+    query, key = (torch.randn(batch, n, WIDTH, **place) for n in (seqlen_q, seqlen_k))
+    assert_same(*(outcome(x, [query, key, key], need_weights=need_weights) for x in (fused, reference)))
 
 
 X = torch.randn(BATCH, SEQLEN_Q, WIDTH)
@@ -412,11 +399,9 @@ def test_nested_tensors(backend):
     reference, fused = pair(backend, batch_first=True)
     sequences = [torch.randn(n, WIDTH, device=DEVICE, dtype=exact(backend)) for n in (3, 1, 0, 9)]
     x = torch.nested.nested_tensor(sequences)
-    for module in (reference, fused):
-        module.eval()
     with torch.no_grad():
-        out, weights = fused(x, x, x, need_weights=False)
-        expected, _ = reference(x, x, x, need_weights=False)
+        out, weights = fused.eval()(x, x, x, need_weights=False)
+        expected, _ = reference.eval()(x, x, x, need_weights=False)
     assert weights is None
     assert out.layout == torch.strided
     assert_same(out.unbind(), expected.unbind())
@@ -542,16 +527,9 @@ def test_hooks_and_parametrizations():
     assert called == ["module"] * 5
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
 @backends
 def test_compile_of_all_options(backend):
+    torch._dynamo.reset()
     options = {"batch_first": True, "add_bias_kv": True, "add_zero_attn": True, "dropout": 0.5}
     module = fuse(nn.MultiheadAttention(WIDTH, HEADS, **options), backend=backend).to(DEVICE)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +14,9 @@ from fusedattn import attention, fuse, unfuse
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from tests.conftest import DEVICE
-from tests.helpers.torch_layers import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WIDTH, assert_same, backends, exact
+from tests.helpers.torch_layers import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, WARNINGS, WIDTH, assert_same, backends, exact
 
-pytestmark = [
-    pytest.mark.usefixtures("_seed"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),
-]
+pytestmark = [pytest.mark.usefixtures("_seed"), pytest.mark.filterwarnings(*WARNINGS)]
 
 # The derivative of ReLU has a jump; torch's fused layer supports only ReLU and GELU.
 LAYER: dict[str, Any] = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 24, "dropout": 0.0, "activation": "gelu"}
@@ -70,25 +61,24 @@ def arguments_of(name: str, dtype: torch.dtype, batch_first: bool, wanted: str) 
     return inputs, options
 
 
-@contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FusedMultiheadAttention]]:
-    """Modules whose fused forward was called. Hooks cannot count: with any, torch leaves its fast path."""
-    calls: list[FusedMultiheadAttention] = []
+@pytest.fixture
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The queries of calls of the fused forward. Hooks cannot collect them: with any, torch leaves its fast path."""
+    seen: list[Tensor] = []
     forward = FusedMultiheadAttention.forward
 
-    def counting(self: FusedMultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-        calls.append(self)
-        return forward(self, *args, **kwargs)
+    def watched(self: FusedMultiheadAttention, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query)
+        return forward(self, query, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(FusedMultiheadAttention, "forward", counting)
-        yield calls
+    monkeypatch.setattr(FusedMultiheadAttention, "forward", watched)
+    return seen
 
 
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize(("norm_first", "batch_first"), [(False, True), (True, False)])
 @pytest.mark.parametrize("wanted", ["", PADDED, f"{CAUSAL}, {PADDED}"])
-def test_layers_of_torch(name, norm_first, batch_first, wanted, monkeypatch):
+def test_layers_of_torch(name, norm_first, batch_first, wanted, queries):
     backend = "triton" if name == "encoder layer" and wanted else "torch"
     reference = stack(name, norm_first=norm_first, batch_first=batch_first).to(DEVICE, exact(backend))
     fused = fuse(copy.deepcopy(reference), backend=backend)
@@ -96,33 +86,26 @@ def test_layers_of_torch(name, norm_first, batch_first, wanted, monkeypatch):
     for training in (True, False):
         results = []
         for model in (reference.train(training), fused.train(training)):
-            with counted(monkeypatch) as calls:
-                out = model(*inputs, **options)
-            assert len(calls) == (calls_of(name) if model is fused else 0)
+            queries.clear()
+            out = model(*inputs, **options)
+            assert len(queries) == (calls_of(name) if model is fused else 0)
             results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, *model.parameters()])])
         assert_same(results[1], results[0])
 
-    with torch.no_grad(), counted(monkeypatch) as calls:
-        out = fused(*inputs, **options)
-        assert len(calls) == calls_of(name)
-        assert_same([out], [reference(*inputs, **options)])  # nested tensors give zeros in padding, in both
+    queries.clear()
+    with torch.no_grad():
+        # Nested tensors give zeros in padding, in both.
+        assert_same([fused(*inputs, **options)], [reference(*inputs, **options)])
+    assert len(queries) == calls_of(name)
 
 
-def test_nested_tensors_reach_the_module(monkeypatch):
+def test_nested_tensors_reach_the_module(queries):
     """Otherwise the test above would prove nothing about nested tensors."""
     model = fuse(stack("encoder of nested tensors", batch_first=True), backend="torch").eval()
     (x,), options = arguments_of("encoder", torch.float32, True, PADDED)
-    nested = []
-    forward = FusedMultiheadAttention.forward
-
-    def watched(self: FusedMultiheadAttention, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nested.append(query.is_nested)
-        return forward(self, query, *args, **kwargs)
-
-    monkeypatch.setattr(FusedMultiheadAttention, "forward", watched)
     with torch.no_grad():
         out = model.to(DEVICE)(x, **options)
-    assert nested == [True, True]
+    assert [query.is_nested for query in queries] == [True, True]
     assert out[0, 3:].eq(0).all()
     assert out[0, :3].ne(0).all()
 
@@ -172,19 +155,11 @@ def test_padding_before_a_causal_mask(training, nested):
     torch.testing.assert_close(out[:1, 2:], alone)
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
 @backends
 def test_compile(backend):
     """A layer in training; the graph of the first length serves all others."""
-    model = stack("encoder layer", batch_first=True).to(DEVICE)
-    fuse(model, backend=backend)
+    torch._dynamo.reset()
+    model = fuse(stack("encoder layer", batch_first=True), backend=backend).to(DEVICE)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     graphs = []

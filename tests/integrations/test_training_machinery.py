@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-import io
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fusedattn import (
-    ArgGradient,
-    Rope,
-    ScoreMod,
-    attention,
-    attention_varlen,
-    biases,
-    checks,
-    fuse,
-    masks,
-)
+from fusedattn import Rope, ScoreMod, attention, attention_varlen, biases, checks, fuse, masks
 from fusedattn.backends.triton import ops
+from fusedattn.kernels import attention_bwd, attention_fwd
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers.copies import through_pickle, through_torch_save
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -71,49 +62,29 @@ def gradients(function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        assert a is not None
-        assert e is not None
-        assert torch.equal(a, e)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 @pytest.fixture
 def launches(monkeypatch) -> dict[str, int]:
     """The number of calls of each launcher."""
-    from fusedattn.kernels import attention_bwd, attention_fwd
-
     counts = {"forward": 0, "backward": 0}
 
-    def counted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(launch)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return launch(*args, **kwargs)
+    def counted(name: str, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return launch(*args, **kwargs)
 
-        return wrapper
-
-    monkeypatch.setattr(attention_fwd, "launch", counted("forward", attention_fwd.launch))
-    monkeypatch.setattr(attention_bwd, "launch", counted("backward", attention_bwd.launch))
+    for name, module in (("forward", attention_fwd), ("backward", attention_bwd)):
+        monkeypatch.setattr(module, "launch", partial(counted, name, module.launch))
     return counts
 
 
 @backends
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(backend, use_reentrant):
-    inputs, function = leaves(), attend(backend)
-
-    def checkpointed(*x: Tensor) -> Tensor:
-        return checkpoint(function, *x, use_reentrant=use_reentrant)
-
-    # The reentrant one only supports backward().
-    checkpointed(*inputs).square().sum().backward()
-    assert_equal([x.grad for x in inputs], gradients(function, inputs))
-
-
-@backends
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_draws_the_same_dropout_again(backend, use_reentrant):
-    inputs, function = leaves(), attend(backend, dropout_p=0.4)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_checkpointing(backend, use_reentrant, dropout_p):
+    """The second computation draws the same dropout. Reentrant checkpoints support backward() only."""
+    inputs, function = leaves(), attend(backend, dropout_p=dropout_p)
     torch.manual_seed(5)
     checkpoint(function, *inputs, use_reentrant=use_reentrant).square().sum().backward()
     torch.manual_seed(5)
@@ -149,7 +120,7 @@ def test_selective_checkpointing_by_a_policy(launches):
 
     model = fuse(GPTModel(11, 16, 2, 2, max_len=16, positions="rotary").to(DEVICE), backend="triton")
     ids = torch.randint(11, (1, SEQLEN), device=DEVICE)
-    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
     checkpoint(model, ids, use_reentrant=False, context_fn=context_fn).sum().backward()
     assert launches == {"forward": 2, "backward": 2}
     found = [parameter.grad for parameter in model.parameters()]
@@ -164,8 +135,7 @@ def test_accumulated_gradients_are_those_of_all_batches(backend):
     *by_batch, sinks = inputs
     for part in (slice(0, 1), slice(1, 2)):
         function(*(x[part] for x in by_batch), sinks).square().sum().backward()
-    for x, e in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(x.grad, e)
+    torch.testing.assert_close([x.grad for x in inputs], list(expected))
 
 
 @backends
@@ -208,45 +178,39 @@ def in_another_layout(x: Tensor) -> Tensor:
     return torch.stack((x, x), dim=-1)[..., 0]
 
 
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="pinned memory is for a GPU")
+HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "double, on the CPU": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.device, x.dtype, x.double().cpu() if x.is_floating_point() else x.cpu()),
+        lambda packed: packed[2].to(*packed[:2]),
+    ),
+    "another layout": lambda: torch.autograd.graph.saved_tensors_hooks(in_another_layout, lambda x: x),
+    "nothing": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "pinned": partial(torch.autograd.graph.save_on_cpu, pin_memory=True),
+}
+
+
 @backends
-@pytest.mark.parametrize("kind", ["double, on the CPU", "another layout", "nothing"])
+@pytest.mark.parametrize("kind", [*list(HOOKS)[:-1], pytest.param("pinned", marks=on_a_gpu)])
 def test_hooks_on_saved_tensors(backend, kind):
     inputs, function = leaves(), attend(backend)
-    expected = gradients(function, inputs)
-    packs: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-        "double, on the CPU": (
-            lambda x: (x.device, x.dtype, x.double().cpu() if x.is_floating_point() else x.cpu()),
-            lambda packed: packed[2].to(*packed[:2]),
-        ),
-        "another layout": (in_another_layout, lambda x: x),
-        "nothing": (lambda x: x, lambda x: x),
-    }
-    with torch.autograd.graph.saved_tensors_hooks(*packs[kind]):
+    with HOOKS[kind]():
         loss = function(*inputs).square().sum()
-    found = torch.autograd.grad(loss, inputs)
-    for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(f, e)
+    found, expected = torch.autograd.grad(loss, inputs), gradients(function, inputs)
+    if kind == "another layout":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert_equal(found, expected)
 
 
 def test_hooks_that_change_the_layout_of_16_bits():
     """16-bit inputs save one more tensor: the rounding residual of out."""
     inputs = [x.detach().half().requires_grad_() for x in leaves()[:3]]
-    function = functools.partial(attention, mask=masks.causal(), backend="triton")
+    function = partial(attention, mask=masks.causal(), backend="triton")
     with torch.autograd.graph.saved_tensors_hooks(in_another_layout, lambda x: x):
         loss = function(*inputs).float().square().sum()
-    assert_equal(
-        torch.autograd.grad(loss, inputs), torch.autograd.grad(function(*inputs).float().square().sum(), inputs)
-    )
-
-
-@backends
-@pytest.mark.parametrize("pin_memory", [False, pytest.param(True, marks=pytest.mark.skipif(
-    DEVICE == "cpu", reason="pinned memory is for a GPU"))])  # fmt: skip
-def test_saved_tensors_on_the_cpu(backend, pin_memory):
-    inputs, function = leaves(), attend(backend)
-    with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
-        loss = function(*inputs).square().sum()
-    assert_equal(torch.autograd.grad(loss, inputs), gradients(function, inputs))
+    assert_equal(torch.autograd.grad(loss, inputs), gradients(lambda *x: function(*x).float(), inputs))
 
 
 def test_a_saved_tensor_that_was_overwritten_is_noticed():
@@ -258,29 +222,19 @@ def test_a_saved_tensor_that_was_overwritten_is_noticed():
         loss.backward()
 
 
-def test_hooks_on_modules_tensors_and_nodes():
-    model = fuse(GPTModel(11, 32, 4, 1, max_len=16).to(DEVICE), backend="triton")
-    seen: list[str] = []
-    core = next(m for m in model.modules() if type(m).__name__ == "FusedScaledDotProductAttention")
-    core.register_forward_hook(lambda *_: seen.append("forward"))
-    core.register_full_backward_hook(lambda *_: seen.append("backward"))
-    model(torch.randint(11, (2, SEQLEN), device=DEVICE)).sum().backward()
-    assert seen == ["forward", "backward"]
-
-    inputs = leaves()
+def test_hooks_on_tensors_and_nodes():
+    inputs, seen, accumulated = leaves(), [], []
     out = attend("triton")(*inputs)
     out.register_hook(lambda grad: 2.0 * grad)
     out.grad_fn.register_hook(lambda dinputs, douts: seen.append(type(out.grad_fn).__name__))
-    inputs[0].register_hook(lambda grad: torch.zeros_like(grad))
-    accumulated = []
+    inputs[0].register_hook(torch.zeros_like)
     inputs[1].register_post_accumulate_grad_hook(lambda x: accumulated.append(x.grad))
     out.sum().backward()
-    assert "Attention" in seen[-1]
+    assert "Attention" in seen[0]
     assert inputs[0].grad.eq(0).all()
-    with torch.no_grad():
-        fresh = [x.detach().requires_grad_() for x in inputs]
-    expected = torch.autograd.grad(attend("triton")(*fresh).sum() * 2.0, fresh[1])[0]
-    assert torch.equal(accumulated[0], expected)
+    fresh = [x.detach().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(attend("triton")(*fresh).sum() * 2.0, fresh[1])
+    assert_equal(accumulated, expected)
 
 
 @backends
@@ -288,7 +242,7 @@ def test_hooks_on_modules_tensors_and_nodes():
 def test_autocast(backend, dtype):
     """As if the inputs had been cast explicitly; the gradients come back in float32."""
     q, k, v = leaves()[:3]
-    function = functools.partial(attention, mask=masks.causal(), backend=backend)
+    function = partial(attention, mask=masks.causal(), backend=backend)
     with torch.autocast(DEVICE, dtype=dtype):
         out = function(q, k, v)
     assert out.dtype == dtype
@@ -303,7 +257,7 @@ def test_autocast(backend, dtype):
 
 @backends
 def test_autocast_and_checkpointing(backend):
-    inputs, function = leaves()[:3], functools.partial(attention, mask=masks.causal(), backend=backend)
+    inputs, function = leaves()[:3], partial(attention, mask=masks.causal(), backend=backend)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         loss = checkpoint(function, *inputs, use_reentrant=False).float().square().sum()
         expected = function(*inputs).float().square().sum()
@@ -319,53 +273,17 @@ def test_autocast_of_packed_sequences():
     assert torch.equal(out, expected)
 
 
-@triton.jit
-def _steeper(score, batch, head, q_index, k_index, args):
-    return score * tl.load(args[0] + head)
-
-
-@triton.jit
-def _steepness(score, batch, head, q_index, k_index, args):
-    return tl.load(args[0] + head) + 0.0 * score
-
-
-@triton.jit
-def _of_head(batch, head, q_index, k_index, args):
-    return head
-
-
-@triton.jit
-def _by_gain(score, batch, head, q_index, k_index, args):
-    return score
-
-
-def _steeper_eager(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return score * args[0][head]
-
-
 class OwnScores(nn.Module):
     """A layer whose score function has learned parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gains = nn.Parameter(torch.rand(HEADS, device=DEVICE) + 0.5)
-        self.score_mod = ScoreMod(
-            _steeper, _steepness, _steeper_eager, (self.gains,), (ArgGradient(0, _of_head, _by_gain),)
-        )
+        score_mod = triton_functions.score_function(HEADS, torch.Generator()).to(DEVICE)
+        self.gains = nn.Parameter(score_mod.args[0])
+        self.score_mod = replace(score_mod, args=(self.gains, *score_mod.args[1:]))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, score_mod=self.score_mod)
-
-
-def through_pickle(x: Any) -> Any:
-    return pickle.loads(pickle.dumps(x))
-
-
-def through_torch_save(x: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def options_of_every_kind() -> dict[str, dict[str, Any]]:
@@ -405,15 +323,6 @@ def test_a_model_is_copied_with_what_its_function_learns(copied):
     model(q, k, v).square().sum().backward()
     assert torch.equal(again.gains.grad, model.gains.grad)
     assert model.gains.grad.abs().min() > 0
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
-def test_a_fused_model_is_copied(copied):
-    model = fuse(GPTModel(11, 32, 4, 1, max_len=16, positions="rotary").to(DEVICE), backend="triton")
-    again = copied(model)
-    ids = torch.randint(11, (2, SEQLEN), device=DEVICE)
-    assert torch.equal(again(ids), model(ids))
-    assert [type(x) for x in again.modules()] == [type(x) for x in model.modules()]
 
 
 @pytest.mark.parametrize("value", ["mask", "score_mod"])
@@ -459,6 +368,15 @@ def graph_stream() -> Iterator[torch.cuda.Stream]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def captured(step: Callable[[], tuple[Tensor, ...]], stream: torch.cuda.Stream) -> tuple[Any, tuple[Tensor, ...]]:
+    """A graph of one step, and the tensors that it writes; steps before the capture compile the kernels."""
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        return graph, step()
+
+
 def masks_for_graphs(valid: Tensor, ids: Tensor) -> dict[str, Mask]:
     return {
         "causal": masks.causal(),
@@ -477,7 +395,7 @@ def test_cuda_graph(kind, dropout_p, graph_stream):
     During a capture, the host's work depends only on shapes, strides, dtypes and Python numbers. Checks read no tensor
     on a GPU. The arguments of masks are computed on the device, by torch functions whose results have the shapes of
     their inputs (sort, searchsorted, cumulative sums). Launchers choose tiles and grids by shape. The dropout seed is
-    drawn on the device, and a graph advances its generator at each replay. The first calls compile the kernels.
+    drawn on the device, and a graph advances its generator at each replay.
     """
     valid = torch.ones(BATCH, SEQLEN, dtype=torch.bool, device=DEVICE)
     ids = torch.zeros(BATCH, SEQLEN, dtype=torch.int64, device=DEVICE)
@@ -493,12 +411,7 @@ def test_cuda_graph(kind, dropout_p, graph_stream):
         )  # fmt: skip
         return (out, *torch.autograd.grad(out.square().sum(), inputs))
 
-    for _ in range(3):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=graph_stream):
-        results = step()
-
+    graph, results = captured(step, graph_stream)
     for round_ in range(3):
         with torch.no_grad():
             for x in inputs:
@@ -518,11 +431,7 @@ def test_a_cuda_graph_draws_other_dropout_each_time(graph_stream):
         out = attention(q, k, v, dropout_p=0.5)
         return (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
 
-    for _ in range(3):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=graph_stream):
-        results = step()
+    graph, results = captured(step, graph_stream)
     seen = []
     for _ in range(3):
         graph.replay()
@@ -541,11 +450,7 @@ def test_cuda_graph_of_packed_sequences(graph_stream):
         out = attention_varlen(*x, stops, stops, 12, 12, mask=masks.causal())
         return (out, *torch.autograd.grad(out.square().sum(), x))
 
-    for _ in range(3):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=graph_stream):
-        results = step()
+    graph, results = captured(step, graph_stream)
     for others in ([0, 12, 12, 15], [0, 1, 2, 3], [0, 8, 16, 20]):
         stops.copy_(torch.tensor(others, dtype=torch.int32))
         graph.replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -14,20 +15,26 @@ from torch import Tensor
 
 from fusedattn import fuse, fusion_report
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
-from fusedattn.integrations.transformers.sources import reasons_by_name
+from fusedattn.integrations.transformers.attention import unknown_arguments
+from fusedattn.integrations.transformers.sources import passed_by_name, reasons_by_name
 from tests.conftest import BACKENDS, DEVICE
 from tests.helpers.models import (
     BATCH,
+    EXPERTS,
     GROUPED,
-    IDS,
     LENGTH,
+    MODELS,
     PLAIN,
     QUICK,
     SEQ2SEQ,
     VOCAB,
     WIDTH,
     _exact_eager,  # noqa: F401  (for every test)
+    arguments,
+    built,
+    make,
     padded,
+    trained,
 )
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -93,15 +100,20 @@ def test_a_part_is_refused_by_its_own_file():
         transformers.ClapModel(transformers.ClapConfig(text_config=PLAIN, attn_implementation=NAME))
 
 
-def sam(kind: str) -> Any:
-    config = getattr(transformers, f"{kind}VisionConfig")(**SAM)
-    return getattr(transformers, f"{kind}VisionModel")(config)
-
-
-@pytest.mark.parametrize("kind", ["Sam", "SamHQ"])
-def test_a_model_that_would_never_call_it(kind):
-    with pytest.raises(NotImplementedError, match=f"{kind}VisionModel computes attention in {kind}VisionSdpaAttention"):
-        fuse(sam(kind))
+@pytest.mark.parametrize(
+    ("config", "cls", "changes", "own"),
+    [
+        ("SamVisionConfig", "SamVisionModel", SAM, "SamVisionSdpaAttention"),
+        ("SamHQVisionConfig", "SamHQVisionModel", SAM, "SamHQVisionSdpaAttention"),
+        ("GitConfig", "GitForCausalLM", PLAIN | {"vision_config": IMAGE}, "GitSelfAttention"),
+    ],
+)
+def test_a_model_with_an_attention_of_its_own(config, cls, changes, own):
+    """GIT looks up the attention of its vision layers, but adds masks to scores in its text layers."""
+    model = getattr(transformers, cls)(getattr(transformers, config)(**changes))
+    with pytest.raises(NotImplementedError, match=f"{cls} computes attention in {own} itself"):
+        fuse(model)
+    assert fusion_report(model) == []
 
 
 def test_the_report_names_what_stays():
@@ -118,9 +130,6 @@ def test_arguments_that_would_be_refused_in_forward_are_refused_before():
     class Inkling2LikeAttention(transformers.models.llama.modeling_llama.LlamaAttention):
         pass
 
-    from fusedattn.integrations.transformers.attention import unknown_arguments
-    from fusedattn.integrations.transformers.sources import passed_by_name
-
     inkling = transformers.models.inkling2.modeling_inkling2.Inkling2FullAttention
     minimax = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl
     assert unknown_arguments(passed_by_name(inkling)) == ["sinks"]
@@ -130,8 +139,7 @@ def test_arguments_that_would_be_refused_in_forward_are_refused_before():
 
 @pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
 def test_keys_that_an_index_selects(family):
-    config = getattr(transformers, f"{family}Config")(**SPARSE, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE, torch.float64).eval()
+    model = built(f"{family}Config", f"{family}ForCausalLM", SPARSE)
     ids, real = padded("left")
     expected = model(ids, attention_mask=real).logits[real.bool()]
     got = fuse(model, backend=QUICK)(ids, attention_mask=real).logits[real.bool()]
@@ -139,9 +147,7 @@ def test_keys_that_an_index_selects(family):
 
 
 def of_text(model: Any) -> dict[str, Tensor]:
-    ids, real = padded("left")
-    given = {"input_ids": ids, "attention_mask": real}
-    return given | ({"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {})
+    return arguments(model, *padded("left"))[0]
 
 
 def of_images(model: Any) -> dict[str, Tensor]:
@@ -160,7 +166,7 @@ def of_speech(model: Any) -> dict[str, Tensor]:
 
 
 CONFORMER = WIDTH | {"model_type": "parakeet_encoder", "num_mel_bins": 8, "subsampling_conv_channels": 8}
-NANO = IDS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+NANO = MODELS["GPT-2"][2]
 WINDOWS = GROUPED | {"sliding_window": 4}
 RECORDED: dict[str, tuple[str, dict[str, Any], Any]] = {
     "GPT2": ("LMHeadModel", NANO, of_text),
@@ -188,7 +194,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any], Any]] = {
     "GraniteSWA": ("ForCausalLM", WINDOWS, of_text),
     "GptOss": (
         "ForCausalLM",
-        WINDOWS | {"num_experts_per_tok": 1, "experts_implementation": "eager", "head_dim": 8, "num_local_experts": 2},
+        WINDOWS | EXPERTS | {"head_dim": 8, "num_local_experts": 2},
         of_text,
     ),
     "SiglipVision": ("Model", IMAGE, of_images),
@@ -202,9 +208,8 @@ RECORDED: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 
 def recorded(family: str) -> Any:
-    suffix, arguments, _ = RECORDED[family]
-    config = getattr(transformers, f"{family}Config")(**arguments, attn_implementation="eager")
-    model = getattr(transformers, family + suffix)(config).to(DEVICE, torch.float64).eval()
+    suffix, changes, _ = RECORDED[family]
+    model = built(f"{family}Config", family + suffix, changes)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
@@ -278,12 +283,9 @@ def test_a_prompt_in_chunks_for_a_decoder_that_sees_an_encoder():
 
 def test_bridge_tower():
     """Its cross-attention gets the text mask for one query; its image layers are causal in name only."""
-    config = transformers.BridgeTowerConfig(
-        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48,
-        text_config=PLAIN | {"hidden_size": 64}, vision_config=IMAGE | {"hidden_size": 64, "num_attention_heads": 1},
-        attn_implementation="eager",
-    )  # fmt: skip
-    model = transformers.BridgeTowerModel(config).to(DEVICE, torch.float64).eval()
+    wide = {"hidden_size": 64}
+    parts = {"text_config": PLAIN | wide, "vision_config": IMAGE | wide | {"num_attention_heads": 1}}
+    model = built("BridgeTowerConfig", "BridgeTowerModel", WIDTH | wide | {"num_hidden_layers": 1} | parts)
     ids, real = padded("right")
     given = {"input_ids": ids, "attention_mask": real, **of_images(model)}
     expected = model(**given)
@@ -299,25 +301,9 @@ def test_bfloat16_with_the_lowest_number_for_padding(backend):
     ids, real = padded("left")
     hidden = ~(torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril() & real.bool()[:, None, None])
     mask = torch.zeros(hidden.shape, dtype=torch.bfloat16, device=DEVICE).masked_fill(hidden, lowest)
-    labels = ids.masked_fill(real == 0, -100)
-
-    def losses(attention: str) -> list[float]:
-        torch.manual_seed(1)
-        config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager")
-        model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
-        if attention != "eager":
-            fuse(model, backend=attention)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        found = []
-        for _ in range(4):
-            loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
-            optimizer.zero_grad()
-            loss.backward()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
-            optimizer.step()
-            found.append(loss.item())
-        return found
-
-    expected = losses("eager")
+    batches = [{"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(real == 0, -100)}] * 4
+    model = make("Llama, grouped queries", torch.bfloat16).train()
+    twin = copy.deepcopy(model)
+    expected = trained(model, batches)
     assert expected[-1] < expected[0]
-    assert losses(backend) == pytest.approx(expected, abs=0.02)
+    assert trained(fuse(twin, backend=backend), batches) == pytest.approx(expected, abs=0.02)

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,15 +22,20 @@ from tests.conftest import DEVICE
 from tests.helpers.models import (
     EXPERTS,
     GROUPED,
+    MODELS,
     PLAIN,
     QUICK,
     SEQ2SEQ,
     VOCAB,
+    WIDTH,
     _exact_eager,  # noqa: F401  (for every test)
+    arguments,
     assert_same,
+    built,
     make,
     outcome,
     padded,
+    trained,
 )
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -40,14 +44,13 @@ LATENT = PLAIN | {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "first_k_dense_replace": 2,
 }  # fmt: skip
-VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
-    "patch_size": 4,
-}  # fmt: skip
+VISION = WIDTH | {"image_size": 16, "patch_size": 4}
 CONVOLUTIONS = {
     "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer", "mask_time_prob": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
+
+T5_GEMMA = GROUPED | {"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8}
 
 # By name: the config, the class of the model, and arguments. No dropout stays on in eval().
 TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -90,35 +93,20 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Marian": ("MarianConfig", "MarianMTModel", SEQ2SEQ),
     "Pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", SEQ2SEQ),
     "mBART": ("MBartConfig", "MBartForConditionalGeneration", SEQ2SEQ),
+    # Its encoder sees sliding_window keys on either side, and also passes that number on.
+    "T5Gemma, windows both ways": (
+        "T5GemmaConfig", "T5GemmaForConditionalGeneration",
+        {"encoder": dict(T5_GEMMA), "decoder": dict(T5_GEMMA), "vocab_size": VOCAB, "attn_implementation": "eager"},
+    ),
 }  # fmt: skip
 
 GENERATING = [name for name in TEXT if name.startswith(("Llama 4", "DeepSeek V2", "Cohere", "Phi", "OPT", "Marian"))]
 
 
-def built(config: str, cls: str, arguments: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
-    """A model in eval(), with eager attention."""
-    model = getattr(transformers, cls)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
-    return model.to(DEVICE, dtype).eval()
-
-
-def llama(**changes: Any) -> Any:
-    return built("LlamaConfig", "LlamaForCausalLM", GROUPED | changes)
-
-
-def given_to(model: Any, side: str) -> tuple[dict[str, Any], Tensor]:
-    ids, real = padded(side)
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
-    if not model.config.is_encoder_decoder:
-        return given, real.bool()
-    given["decoder_input_ids"] = ids[:, :6]
-    return given, torch.ones_like(ids[:, :6], dtype=torch.bool)
-
-
-@pytest.mark.parametrize("side", ["left"])
 @pytest.mark.parametrize("name", TEXT)
-def test_a_family_computes_what_it_did(name, side):
+def test_a_family_computes_what_it_did(name):
     model = built(*TEXT[name])
-    given, meant = given_to(model, side)
+    given, meant = arguments(model, *padded("left"))
     expected = outcome(model, given, meant)
     fuse(model, backend=QUICK)
     assert_same(outcome(model, given, meant), expected)
@@ -150,7 +138,7 @@ def test_vision_and_sound():
     spectrum = torch.randn(2, 8, 40, dtype=torch.float64, device=DEVICE)
     asked = torch.randint(3, VOCAB, (2, 5), device=DEVICE)
     both = {"text_config": PLAIN, "vision_config": VISION, "projection_dim": 16}
-    for config, cls, arguments, given, key in (
+    for config, cls, changes, given, key in (
         ("ViTConfig", "ViTModel", VISION, {"pixel_values": images()}, "last_hidden_state"),
         ("Dinov2Config", "Dinov2Model", VISION, {"pixel_values": images()}, "last_hidden_state"),
         ("CLIPConfig", "CLIPModel", both, {"pixel_values": images(), "input_ids": asked}, "logits_per_text"),
@@ -159,7 +147,7 @@ def test_vision_and_sound():
         ("WhisperConfig", "WhisperForConditionalGeneration", whisper,
          {"input_features": spectrum, "decoder_input_ids": asked}, "logits"),
     ):  # fmt: skip
-        model = built(config, cls, arguments)
+        model = built(config, cls, changes)
         expected = model(**given)[key]
         got = fuse(model, backend=QUICK)(**given)[key]
         short = (slice(1, None),) if cls == "Wav2Vec2Model" else ()
@@ -170,8 +158,8 @@ def test_images_among_words():
     """Tokens of an image see each other; other tokens are causal, with windows and padding."""
     text = GROUPED | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     special = {"image_token_index": 59, "boi_token_index": 58, "eoi_token_index": 57}
-    arguments = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **special}
-    model = built("Gemma3Config", "Gemma3ForConditionalGeneration", arguments)
+    parts = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4}
+    model = built("Gemma3Config", "Gemma3ForConditionalGeneration", parts | special)
     ids = torch.randint(3, 50, (2, 14), device=DEVICE)
     ids[:, 6:10] = 59
     real = (torch.arange(14, device=DEVICE) >= torch.tensor([[3], [0]], device=DEVICE)).long()
@@ -197,13 +185,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_writes_its_own_softmax_is_refused(name):
-    config, cls, arguments = REFUSED[name]
-    model = built(config, cls, {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48} | arguments)
+    config, cls, changes = REFUSED[name]
+    model = built(config, cls, {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48} | changes)
     classes = {n: type(m) for n, m in model.named_modules()}
     with pytest.raises(NotImplementedError, match=f"{cls} does not choose its attention by attn_implementation"):
         fuse(nn.Sequential(nn.MultiheadAttention(32, 4), model))
     assert {n: type(m) for n, m in model.named_modules()} == classes
     assert model.config._attn_implementation == "eager"
+    assert fusion_report(model) == []
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -217,21 +206,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("windows", [True])
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_generate(way, windows):
-    name, changes = ("Mistral", {"sliding_window": 4}) if windows else ("Llama", {})
-
-    def model() -> Any:
-        return built(f"{name}Config", f"{name}ForCausalLM", GROUPED | changes)
-
-    writer = model()
+def test_ways_to_generate(way):
+    writer = make("Mistral, windows")
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None} | WAYS[way]
     ids, real = padded("left")
     if way in ("from the prompt", "assisted"):
         ids, real = ids[1:], real[1:]
     if way == "assisted":
-        options["assistant_model"] = model()
+        options["assistant_model"] = make("Mistral, windows")
 
     def written() -> Tensor:
         torch.manual_seed(3)
@@ -245,7 +228,7 @@ def test_ways_to_generate(way, windows):
 
 
 def test_embeddings_and_a_second_turn():
-    model = llama()
+    model = make("Llama, grouped queries")
     ids, real = padded("left")
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
@@ -264,48 +247,20 @@ def test_embeddings_and_a_second_turn():
         assert torch.equal(got, wanted)
 
 
-def trained(prepare: Callable[[Any], Any], steps: int = 3) -> list[float]:
-    """Losses of a few steps of SGD."""
-    torch.manual_seed(1)
-    model = prepare(llama()).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(2)
-    losses = []
-    for _ in range(steps):
-        ids = torch.randint(3, VOCAB, (2, 7), generator=generator).to(DEVICE)
-        real = (torch.arange(7, device=DEVICE) < torch.tensor([[4], [7]], device=DEVICE)).long()
-        labels = ids.masked_fill(real == 0, -100)
-        loss = model(ids, attention_mask=real, labels=labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def checkpointing(reentrant: bool) -> Callable[[Any], Any]:
-    def prepare(model: Any) -> Any:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return fuse(model, backend=QUICK)
-
-    return prepare
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*torch.utils.checkpoint", "ignore:.*use_reentrant", "ignore:.*gradient_checkpointing_enable"
 )
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda m: fuse(m, backend=QUICK),
-        checkpointing(True),
-        checkpointing(False),
-        lambda m: copy.deepcopy(fuse(m, backend=QUICK)),
-    ],
-    ids=["plain", "checkpointing, reentrant", "checkpointing", "a copy"],
-)
-def test_a_few_steps_of_training(prepare):
-    assert trained(prepare) == pytest.approx(trained(lambda m: m), abs=1e-6)
+@pytest.mark.parametrize("kind", ["plain", "checkpointing, reentrant", "checkpointing", "a copy"])
+def test_a_few_steps_of_training(kind):
+    real = (torch.arange(7, device=DEVICE) < torch.tensor([[4], [7]], device=DEVICE)).long()
+    steps = torch.randint(3, VOCAB, (3, 2, 7), device=DEVICE)
+    batches = [{"input_ids": x, "attention_mask": real, "labels": x.masked_fill(real == 0, -100)} for x in steps]
+    model = make("Llama, grouped queries").train()
+    expected = trained(copy.deepcopy(model), batches)
+    if kind.startswith("checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in kind})
+    fuse(model, backend=QUICK)
+    assert trained(copy.deepcopy(model) if kind == "a copy" else model, batches) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("extra", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}], ids=str)
@@ -314,7 +269,7 @@ def test_the_collator_that_packs(extra):
     rows = [torch.randint(3, VOCAB, (n,)).tolist() for n in (4, 1, 6)]
     batch = transformers.DataCollatorWithFlattening(**extra)([{"input_ids": r, "labels": r} for r in rows])
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    model = llama()
+    model = make("Llama, grouped queries")
     alone = [torch.tensor([r], device=DEVICE) for r in rows if len(r) > 1]
     total = sum(model(r, labels=r).loss * (r.shape[1] - 1) for r in alone)
     loss = fuse(model, backend=QUICK)(**given, use_cache=False).loss
@@ -323,9 +278,10 @@ def test_the_collator_that_packs(extra):
 
 def test_moves_after_fusing():
     """Another dtype, tied weights, a state from elsewhere, and a move from meta to a device."""
-    model = fuse(llama(tie_word_embeddings=True), backend=QUICK)
+    tied = "LlamaConfig", "LlamaForCausalLM", GROUPED | {"tie_word_embeddings": True}
+    model = fuse(built(*tied), backend=QUICK)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    other = llama(tie_word_embeddings=True)
+    other = built(*tied)
     model.load_state_dict(other.state_dict())
     ids, _ = padded("no")
     torch.testing.assert_close(model(ids, use_cache=False).logits, other(ids).logits, rtol=0, atol=1e-6)
@@ -340,8 +296,9 @@ def test_moves_after_fusing():
 def test_one_part_by_its_name():
     """Each part of a composite model has its own implementation."""
     register()
-    arguments = {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}}  # fmt: skip # noqa: E501
-    model = built("LlavaConfig", "LlavaForConditionalGeneration", arguments | {"image_token_index": 59})
+    text, vision = GROUPED | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    parts = {"text_config": text, "vision_config": vision, "image_token_index": 59}
+    model = built("LlavaConfig", "LlavaForConditionalGeneration", parts)
     ids, real = padded("left")
     ids = ids.clamp(max=50)
     expected = model(ids, attention_mask=real).logits[real.bool()]
@@ -351,37 +308,10 @@ def test_one_part_by_its_name():
     torch.testing.assert_close(model(ids, attention_mask=real).logits[real.bool()], expected, rtol=0, atol=1e-6)
 
 
-def test_an_attention_of_ones_own_beside_one_that_is_looked_up():
-    """GIT adds masks to scores in its text layers; only its vision layers look their attention up."""
-    config = transformers.GitConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        vision_config={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-                       "image_size": 16, "patch_size": 8},
-    )  # fmt: skip
-    model = transformers.GitForCausalLM(config)
-    with pytest.raises(NotImplementedError, match="computes attention in GitSelfAttention itself"):
-        fuse(model)
-    assert fusion_report(model) == []
-
-
 def test_a_model_without_attention():
     model = transformers.MambaModel(transformers.MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(ValueError, match="without known attention"):
         fuse(model)
-
-
-def test_windows_both_ways_are_those_of_the_mask():
-    """T5Gemma's encoder sees sliding_window keys on either side, and also passes that number on."""
-    module = GROUPED | {"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8}
-    config = transformers.T5GemmaConfig(
-        encoder=dict(module), decoder=dict(module), vocab_size=60, attn_implementation="eager"
-    )
-    model = transformers.T5GemmaForConditionalGeneration(config).double().eval().to(DEVICE)
-    ids = torch.randint(3, 60, (2, 13), device=DEVICE)
-    expected = model(input_ids=ids, decoder_input_ids=ids[:, :5]).logits
-    fuse(model, backend="torch")
-    got = model(input_ids=ids, decoder_input_ids=ids[:, :5]).logits
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
 def test_a_prepared_mask_is_a_tensor_to_who_asks():
@@ -418,28 +348,25 @@ def test_outputs_are_contiguous_and_inputs_need_not_be():
 
 def test_unfuse_restores_every_part():
     model = make("Llama, grouped queries")
-    fuse(model.model)
-    fuse(model)
-    unfuse(model)
-    assert model.config._attn_implementation == "eager"
-    fuse(model.model)
-    unfuse(model)
-    assert model.config._attn_implementation == "eager"
+    for parts in ((model.model, model), (model.model,)):
+        for part in parts:
+            fuse(part)
+        unfuse(model)
+        assert model.config._attn_implementation == "eager"
+    config, cls, changes = MODELS["GPT-2"]
     composite = transformers.VisionEncoderDecoderModel(
-        encoder=transformers.ViTModel(transformers.ViTConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16,
-            patch_size=8, attn_implementation="sdpa",
-        )),
-        decoder=transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=60, n_embd=32, n_layer=1, n_head=4, add_cross_attention=True, attn_implementation="eager",
-        )),
-    )  # fmt: skip
-    before = composite.encoder.config._attn_implementation, composite.decoder.config._attn_implementation
-    assert before == ("sdpa", "eager")
+        encoder=built("ViTConfig", "ViTModel", VISION | {"attn_implementation": "sdpa"}),
+        decoder=built(config, cls, changes | {"add_cross_attention": True}),
+    )
+
+    def implementations() -> list[str]:
+        return [part.config._attn_implementation for part in (composite.encoder, composite.decoder)]
+
+    assert implementations() == ["sdpa", "eager"]
     fuse(composite)
-    assert {m.config._attn_implementation for m in (composite.encoder, composite.decoder)} == {"fusedattn"}
+    assert implementations() == ["fusedattn"] * 2
     unfuse(composite)
-    assert (composite.encoder.config._attn_implementation, composite.decoder.config._attn_implementation) == before
+    assert implementations() == ["sdpa", "eager"]
 
 
 OLD = """
@@ -465,6 +392,9 @@ def test_beside_an_old_transformers():
     assert "transformers: got 4.57.6, allowed are 5.4 and newer" in second
 
 
+TWO_HEADS = WIDTH | {"num_attention_heads": 2}
+
+
 def outputs_of(model: Any, implementation: str, given: dict[str, Any], name: str) -> Tensor:
     if implementation == NAME:
         fuse(model, backend=QUICK)
@@ -478,11 +408,8 @@ def outputs_of(model: Any, implementation: str, given: dict[str, Any], name: str
 @pytest.mark.skipif(not hasattr(transformers, "NemotronAsrStreamingEncoder"), reason="newer than this transformers")
 def test_eager_attention_that_inverts_its_mask_is_no_measure():
     """Nemotron's streaming encoder inverts a mask of 0 and -inf by testing for 0. Its sdpa attention is right."""
-    config = transformers.NemotronAsrStreamingEncoderConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        num_mel_bins=16, subsampling_conv_channels=8,
-    )  # fmt: skip
-    model = transformers.NemotronAsrStreamingEncoder(config).to(DEVICE, torch.float64).eval()
+    changes = TWO_HEADS | {"num_key_value_heads": 2, "num_mel_bins": 16, "subsampling_conv_channels": 8}
+    model = built("NemotronAsrStreamingEncoderConfig", "NemotronAsrStreamingEncoder", changes)
     real = torch.ones(2, 64, dtype=torch.bool, device=DEVICE)
     real[1, 40:] = False
     given = {"input_features": torch.randn(2, 64, 16, dtype=torch.float64, device=DEVICE), "attention_mask": real}
@@ -494,13 +421,9 @@ def test_eager_attention_that_inverts_its_mask_is_no_measure():
 @pytest.mark.parametrize(("dtype", "measure"), [(torch.float32, "eager"), (torch.float64, "sdpa")])
 def test_embeddings_behind_queries_that_see_nothing(dtype, measure):
     """Aimv2, padded on the left; in float64 its eager attention makes such queries NaN, and everything after them."""
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.Aimv2Config(
-        text_config={"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49, **small},
-        vision_config={"image_size": 8, "patch_size": 4, **small},
-        projection_dim=16,
-    )
-    model = transformers.Aimv2Model(config).to(DEVICE, dtype).eval()
+    text = TWO_HEADS | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49}
+    parts = {"text_config": text, "vision_config": TWO_HEADS | {"image_size": 8, "patch_size": 4}, "projection_dim": 16}
+    model = built("Aimv2Config", "Aimv2Model", parts, dtype)
     ids = torch.randint(0, 49, (2, 7), device=DEVICE)
     ids[:, -1] = 49
     real = torch.ones_like(ids)

@@ -28,15 +28,17 @@ def positions_in(ids: Tensor) -> Tensor:
     return torch.stack([at - torch.searchsorted(row, row) for row in ids])
 
 
+def valid_of(n: int) -> Tensor:
+    return (torch.arange(n, device=DEVICE) % 3 > 0).expand(BATCH, -1)
+
+
 KNOWN = {
     "causal": lambda n: hf.causal_mask_function,
     "bidirectional": lambda n: hf.bidirectional_mask_function,
     "window": lambda n: hf.sliding_window_causal_mask_function(3),
     "window both ways": lambda n: hf.sliding_window_bidirectional_mask_function(2),
     "chunks": lambda n: hf.chunked_causal_mask_function(4, torch.tensor([0, 3], device=DEVICE)),
-    "padding": lambda n: hf.and_masks(
-        hf.causal_mask_function, hf.padding_mask_function((torch.arange(n, device=DEVICE) % 3 > 0).expand(BATCH, -1))
-    ),
+    "padding": lambda n: hf.and_masks(hf.causal_mask_function, hf.padding_mask_function(valid_of(n))),
     "packed": lambda n: hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids_of(n))),
     "packed, positions of each": lambda n: hf.packed_sequence_compatibility_function(
         hf.sliding_window_causal_mask_function(3), positions_in(ids_of(n)), ids_of(n)
@@ -58,9 +60,7 @@ UNKNOWN = {
         hf.chunked_causal_mask_function(2, torch.tensor([0, 1], device=DEVICE)), positions_in(ids_of(n)), ids_of(n)
     ),
     "padding of a packed sequence": lambda n: hf.packed_sequence_compatibility_function(
-        hf.padding_mask_function((torch.arange(n, device=DEVICE) % 3 > 0).expand(BATCH, -1)),
-        positions_in(ids_of(n)),
-        ids_of(n),
+        hf.padding_mask_function(valid_of(n)), positions_in(ids_of(n)), ids_of(n)
     ),
 }
 
@@ -130,9 +130,9 @@ def test_the_masks_that_models_ask_for():
     ):
         is_causal = create is not hf.create_bidirectional_mask
         for filled, cache in ((0, None), (2, DynamicCache(config=config)), (2, StaticCache(config, max_cache_len=8))):
-            if cache is not None and not is_causal:
-                continue
             if cache is not None:
+                if not is_causal:
+                    continue
                 for layer in range(2):
                     states = torch.zeros(BATCH, 1, filled, 8, device=DEVICE)
                     cache.update(states, states, layer)

@@ -17,18 +17,7 @@ from fusedattn.transformer import (
     SelfAttention,
     scaled_dot_product_attention,
 )
-from tests.helpers.layers import (
-    WIDTH,
-    B,
-    D,
-    H,
-    L,
-    S,
-    complex_rotation,
-    padding,
-    qkv,
-    torch_mha,
-)
+from tests.helpers.layers import WIDTH, B, D, H, L, S, complex_rotation, padding, qkv, torch_mha
 
 pytestmark = [pytest.mark.usefixtures("_seed")]
 
@@ -46,19 +35,19 @@ def test_attention_equals_torch(kv_heads, scale):
     assert (weights[~allowed] == 0).all()
 
 
-def test_attention_causal_is_bottom_right_and_top_left_is_is_causal():
+@pytest.mark.parametrize(
+    ("mask", "visible"),
+    [
+        (masks.causal(), torch.ones(L, S, dtype=torch.bool).tril(S - L)),
+        (masks.causal("top_left"), torch.ones(L, S, dtype=torch.bool).tril()),
+        (masks.causal() & masks.padding(padding()), torch.ones(L, S).bool().tril(S - L) & padding()[:, None, None]),
+    ],
+    ids=["causal", "top-left", "causal and padding"],
+)
+def test_attention_masks(mask, visible):
     q, k, v = qkv()
-    _, weights = scaled_dot_product_attention(q, k, v, masks.causal())
-    visible = torch.ones(L, S, dtype=torch.bool).tril(S - L)
+    out, weights = scaled_dot_product_attention(q, k, v, mask)
     assert torch.equal(weights > 0, visible.expand(B, H, L, S))
-    out, _ = scaled_dot_product_attention(q, k, v, masks.causal("top_left"))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-def test_attention_combines_masks():
-    q, k, v = qkv()
-    out, _ = scaled_dot_product_attention(q, k, v, masks.causal() & masks.padding(padding()))
-    visible = torch.ones(L, S, dtype=torch.bool).tril(S - L) & padding()[:, None, None, :]
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask=visible))
 
 
@@ -66,12 +55,9 @@ def test_attention_without_heads_is_one_head():
     q, k, v = (x[:, 0] for x in qkv())
     per_batch = torch.rand(B, L, S) < 0.7
     per_batch[..., 0] = True
-    for mask, dense in (
-        (None, None),
-        (per_batch, per_batch),
-        (per_batch[0], per_batch[0]),
-        (masks.padding(padding()), padding()[:, None]),
-    ):
+    of_padding = masks.padding(padding())
+    for mask in (None, per_batch, per_batch[0], of_padding):
+        dense = padding()[:, None] if mask is of_padding else mask
         out, weights = scaled_dot_product_attention(q, k, v, mask)
         torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask=dense))
         assert weights.shape == (B, L, S)
@@ -146,20 +132,20 @@ def test_attention_rejects_shapes(shapes, message):
         scaled_dot_product_attention(*(torch.randn(s) for s in shapes))
 
 
-def test_attention_rejects_masks_and_rope():
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="bool"):
-        scaled_dot_product_attention(q, k, v, torch.zeros(L, S))
-    with pytest.raises(TypeError, match="mask"):
-        scaled_dot_product_attention(q, k, v, "causal")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="broadcast to"):
-        scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="padding"):
-        scaled_dot_product_attention(q, k, v, masks.padding(padding()[:, 1:]))
-    with pytest.raises(ValueError, match="rows"):
-        scaled_dot_product_attention(q, k, v, rope=Rope.from_theta(D, S - 1))
-    with pytest.raises(ValueError, match="rotary_dim"):
-        scaled_dot_product_attention(q, k, v, rope=Rope.from_theta(2 * D, 32))
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": torch.zeros(L, S)}, TypeError, "bool"),
+        ({"mask": "causal"}, TypeError, "mask"),
+        ({"mask": torch.ones(L, S + 1, dtype=torch.bool)}, ValueError, "broadcast to"),
+        ({"mask": masks.padding(padding()[:, 1:])}, ValueError, "padding"),
+        ({"rope": Rope.from_theta(D, S - 1)}, ValueError, "rows"),
+        ({"rope": Rope.from_theta(2 * D, 32)}, ValueError, "rotary_dim"),
+    ],
+)
+def test_attention_rejects_masks_and_rope(options, error, message):
+    with pytest.raises(error, match=message):
+        scaled_dot_product_attention(*qkv(), **options)
 
 
 def test_attention_module_equals_function():
@@ -198,14 +184,8 @@ def test_multi_head_attention_equals_torch():
     allowed = torch.rand(L, S) < 0.7
     allowed[:, 0] = True
     out, weights = ours(query, key, value, allowed & padding()[:, None, None], need_weights=True)
-    want, want_weights = theirs(  # True hides here
-        query,
-        key,
-        value,
-        key_padding_mask=~padding(),
-        attn_mask=~allowed,
-        average_attn_weights=False,
-    )
+    hidden = {"key_padding_mask": ~padding(), "attn_mask": ~allowed}
+    want, want_weights = theirs(query, key, value, **hidden, average_attn_weights=False)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(weights, want_weights)
 
@@ -236,19 +216,12 @@ def test_multi_head_attention_hands_views_and_rope_to_its_attention():
     assert seen["q"].shape == (B, H, L, D)
     assert seen["k"].shape == seen["v"].shape == (B, 2, L, D)
     assert all(seen[name]._is_view() and seen[name].stride(-1) == 1 for name in "qkv")
-    torch.testing.assert_close(  # not rotated yet
-        seen["k"], module.k_proj(x).view(B, L, 2, D).permute(0, 2, 1, 3)
-    )
+    torch.testing.assert_close(seen["k"], module.k_proj(x).unflatten(2, (2, D)).transpose(1, 2))  # not rotated
     assert seen["mask"] is mask
     assert seen["rope"].cos is rope.cos
     assert seen["need_weights"] is False
-    want = F.scaled_dot_product_attention(
-        complex_rotation(seen["q"], torch.arange(L)),
-        complex_rotation(seen["k"], torch.arange(L)),
-        seen["v"],
-        is_causal=True,
-        enable_gqa=True,
-    )
+    q, k = (complex_rotation(seen[name], torch.arange(L)) for name in "qk")
+    want = F.scaled_dot_product_attention(q, k, seen["v"], is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, module.out_proj(want.permute(0, 2, 1, 3).reshape(B, L, WIDTH)))
     module(x, need_weights=True)
     assert seen["need_weights"] is True
@@ -315,14 +288,11 @@ def test_self_attention_equals_the_literal_formula(causal):
     k = torch.einsum("blhd,ed->blhe", keys.reshape(B, S, H, D), module.keys.weight)
     q = torch.einsum("blhd,ed->blhe", query.reshape(B, L, H, D), module.queries.weight)
     energy = torch.einsum("nqhd,nkhd->nhqk", q, k) / WIDTH**0.5
-    visible = torch.ones(L, S, dtype=torch.bool).tril(S - L) if causal else None
-    if visible is not None:
-        energy = energy.masked_fill(~visible, -1e20)
-    out = torch.einsum("nhqk,nkhd->nqhd", energy.softmax(dim=3), v).reshape(B, L, WIDTH)
-    want = module.fc_out(out)
-    torch.testing.assert_close(module(values, keys, query, visible), want)
-    mask = masks.causal() if causal else None
-    torch.testing.assert_close(module(values, keys, query, mask), want)
+    visible = torch.ones(L, S, dtype=torch.bool).tril(S - L if causal else S)
+    energy = energy.masked_fill(~visible, -1e20)
+    want = module.fc_out(torch.einsum("nhqk,nkhd->nqhd", energy.softmax(dim=3), v).reshape(B, L, WIDTH))
+    for mask in (visible, masks.causal() if causal else None):
+        torch.testing.assert_close(module(values, keys, query, mask), want)
 
 
 def test_self_attention_structure_and_errors():
