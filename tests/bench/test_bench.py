@@ -194,7 +194,7 @@ def test_a_peer_that_computes_something_else_is_not_timed() -> None:
     assert not gate.report()["ok"]
 
 
-def test_what_fails_of_ours_is_red_and_what_it_cannot_do_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_failures_are_red_and_unsupported_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(CPU)
     for error, n_failures in ((NotImplementedError("head_dim: too large"), 0), (RuntimeError("illegal access"), 1)):
 
@@ -207,7 +207,7 @@ def test_what_fails_of_ours_is_red_and_what_it_cannot_do_is_not(monkeypatch: pyt
         assert (row["best_own"], row["speedup"], len(gate.failures)) == (None, None, n_failures)
 
 
-def test_what_is_not_within_the_budget_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_beyond_the_budget_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate really measures: it is red for attention without its mask."""
     monkeypatch.setattr("fusedattn.cli.check.command.attention", lambda *a, mask, **k: attention(*a, mask=None, **k))
     gate = Gate(CPU)
@@ -226,7 +226,7 @@ def test_a_forward_without_gradients_is_checked_too(monkeypatch: pytest.MonkeyPa
     assert failure.startswith("of the error budget out without gradients uses")
 
 
-def test_the_gate_is_green_for_what_is_right_and_absent_checks_are_not_green() -> None:
+def test_the_gate_is_green_only_for_checks_that_ran_and_passed() -> None:
     gate = Gate(CPU)
     assert gate.report()["ok"] is False
     assert gate.passes(WORK.cases())
@@ -234,7 +234,7 @@ def test_the_gate_is_green_for_what_is_right_and_absent_checks_are_not_green() -
     assert 0.0 < gate.report()["most_used"] <= gate.limit
 
 
-def test_what_is_checked_is_what_is_timed_in_small() -> None:
+def test_the_check_is_the_timed_work_in_small() -> None:
     """At every scale: few heads in the same ratio, equal head_dim, dtype and features, lengths that no tile divides."""
     for scale in (suites.GPU, suites.CPU, suites.QUICK):
         for work in suites.works(list(suites.SUITES), scale):
@@ -299,7 +299,7 @@ def test_every_name_of_work_is_unique_and_the_most_important_comes_first() -> No
     assert all(work.amount > 0 for work in suites.works(list(suites.SUITES), suites.GPU))
 
 
-def test_the_work_of_a_gpu_is_what_the_page_says() -> None:
+def test_the_work_of_a_gpu_is_that_of_the_page() -> None:
     cases = [work.case for work in suites.works(["forward"], suites.GPU) if isinstance(work, AttentionWork)]
     assert {case.head_dim for case in cases} == {64, 128, 256}
     assert {case.nheads_q * case.head_dim for case in cases} == {2048}

@@ -57,7 +57,7 @@ def written(folder: Path, name: str = "a.json", **changes: Any) -> Path:
     ],
 )
 @pytest.mark.parametrize("command", ["plot", "table"])
-def test_what_is_not_green_is_refused(command: str, changes, message: str, tmp_path: Path, capsys) -> None:
+def test_a_result_that_is_not_green_is_refused(command: str, changes, message: str, tmp_path: Path, capsys) -> None:
     before = (table.PAGE.read_bytes(), table.README.read_bytes())
     assert main([command, str(written(tmp_path, **changes))]) == 2
     assert message in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_tables() -> None:
     assert table.with_results(new_page, new_readme, made) == (new_page, new_readme)
 
 
-def test_what_a_cpu_measured_is_not_in_the_tables_of_a_gpu() -> None:
+def test_cpu_measurements_are_not_in_the_tables_of_a_gpu() -> None:
     made = report(environment=REPORT["environment"] | {"is_gpu": False, "device": "CPU Y"})
     page, readme = table.PAGE.read_text(), table.README.read_text()
     new_page, new_readme = table.with_results(page, readme, made)
@@ -186,7 +186,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_compiled")
-def test_a_budget_stops_cleanly_and_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_budget_stops_cleanly_and_keeps_earlier_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock passes the end of the budget after the second piece of work."""
     done: list[str] = []
 
@@ -229,7 +229,7 @@ def test_a_red_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ([], {"TRITON_INTERPRET": "1"}, "the interpreter's times say nothing"),
     ],
 )
-def test_what_the_user_can_put_right_is_one_line(arguments: list[str], extra: dict[str, str], message: str) -> None:
+def test_an_error_that_the_user_can_fix_is_one_line(arguments: list[str], extra: dict[str, str], message: str) -> None:
     done = compiling.run("-m", "bench", *QUICK, *arguments, **extra)
     assert done.returncode == 2
     assert message in done.stderr
@@ -242,7 +242,7 @@ def test_list_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[0].startswith("0 decode, grouped queries 4:1, batch 2")
 
 
-def test_the_environment_names_what_was_measured() -> None:
+def test_the_environment_names_the_measured_versions() -> None:
     found = environment.describe(CPU, "b" * 40)
     assert found["commit"] == "b" * 40
     assert found["versions"]["torch"] == torch.__version__

@@ -96,7 +96,7 @@ def test_a_verdict_says_where_it_is_lowest(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(terminal.goal_cells(missing)) == ["g", "0.90", "–", "0 of 1", "–", "–"]
 
 
-def test_smaller_work_of_the_same_name_is_not_what_the_goals_are_about() -> None:
+def test_goals_are_not_about_smaller_work_of_the_same_name() -> None:
     assert list(goals.verdicts(REPORT | {"results": [row(1)]}))
     for other in ({"environment": {"is_gpu": False}}, {"arguments": {"quick": True}}):
         assert not list(goals.verdicts(REPORT | other | {"results": [row(1)]}))

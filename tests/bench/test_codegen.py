@@ -142,7 +142,7 @@ for head_dim in (64, 62):
     ]
 
 
-def test_what_a_launcher_gets_wrong_is_found(tmp_path: Path) -> None:
+def test_an_error_of_a_launcher_is_found(tmp_path: Path) -> None:
     """A surplus constant is a fault, and a missing one is an error."""
     script = """
 import torch
@@ -280,7 +280,7 @@ def judged(report: Report, before: baseline.Baseline) -> list[str]:
         ({"error": "OutOfMemory"}, "does not compile: OutOfMemory"),
     ],
 )
-def test_what_is_wrong_in_itself(change: dict[str, Any], fault: str) -> None:
+def test_faults_without_a_baseline(change: dict[str, Any], fault: str) -> None:
     assert not REPORT.faults
     assert replace(REPORT, **change).faults == [fault]
 
@@ -313,7 +313,7 @@ def test_calls_in_which_numbers_are_1_need_not_be_fast() -> None:
         ({"config": REPORT.config | {"num_stages": 3}}, "is launched as 128x64 w8 s3, in the baseline as 128x64 w8 s2"),
     ],
 )
-def test_what_is_worse_than_the_baseline(change: dict[str, Any], fault: str | None) -> None:
+def test_faults_against_the_baseline(change: dict[str, Any], fault: str | None) -> None:
     before = baseline.updated([REPORT], None, "3.7.1", set(), accept_faults=False)
     assert judged(replace(REPORT, **change), before) == ([fault] if fault else [])
 

@@ -156,7 +156,7 @@ def test_warps_share_the_clocks_of_a_scheduler() -> None:
     assert bound(steps, H200, warps=8, ctas=1).clocks == pytest.approx(528, rel=0.04)
 
 
-def test_what_limits_changes_with_the_counts() -> None:
+def test_the_limit_changes_with_the_counts() -> None:
     def limiter(n_mufu: int, n_alu: int) -> str:
         steps = loop([PRODUCT] * 4, [Step("mufu")] * n_mufu, [Step("alu")] * n_alu, WAIT)
         return bound(steps, H200, warps=4, ctas=1).limiters[0]
@@ -166,7 +166,7 @@ def test_what_limits_changes_with_the_counts() -> None:
     assert limiter(4, 400) == "alu"
 
 
-def test_what_comes_after_a_wait_overlaps_with_nothing_of_the_same_warp() -> None:
+def test_code_after_a_wait_overlaps_with_nothing_of_the_same_warp() -> None:
     """256 clocks of products, then 256 of exponentials; a second program fills the gaps."""
     serial = loop([PRODUCT] * 8, WAIT, [Step("mufu")] * 32)
     alone, shared = (bound(serial, H200, warps=4, ctas=ctas) for ctas in (1, 2))
@@ -196,7 +196,7 @@ def test_a_barrier_holds_the_warps_of_a_program() -> None:
     assert held.clocks > 1.4 * free.clocks
 
 
-def test_a_scoreboard_delays_who_needs_the_result() -> None:
+def test_a_scoreboard_delays_instructions_that_need_the_result() -> None:
     ask = Step("shuffle", order=Order(result=2))
     used, unused = Step("fma", order=Order(needs=(2,))), Step("fma", order=Order(needs=(3,)))
     late, soon = (bound(loop(ask, x), H200, warps=4, ctas=1).clocks for x in (used, unused))

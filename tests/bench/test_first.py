@@ -44,7 +44,7 @@ def test_each_kernel_is_called_once_at_least() -> None:
     assert sorted(named) == sorted(OUTPUTS)
 
 
-def test_what_is_asked_is_in_the_order_of_worth_and_has_names() -> None:
+def test_jobs_are_in_the_order_of_importance_and_have_names() -> None:
     for device_type in ("cuda", "cpu"):
         found = plan.jobs(device_type)
         assert len({(job.part, job.name) for job in found}) == len(found)
@@ -188,7 +188,7 @@ def breaking(connection: Any, works: list[Any], device: str, measured: Any, *_: 
 
 
 @pytest.mark.thorough
-def test_timing_goes_on_behind_what_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_goes_on_after_a_job_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "measure_all", breaking)
     works: list[Any] = [SimpleNamespace(name=name) for name in ("dies", "one", "breaks", "refused", "two")]
     report = {"results": [], "ceilings": {}, "correctness": timings.NOTHING}

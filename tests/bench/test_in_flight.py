@@ -158,7 +158,7 @@ def test_a_scoreboard_must_order_every_path() -> None:
     assert [touch.is_ordered for touch in touches(code)] == [False]
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
+def test_code_that_cannot_be_followed_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="BRX at 0x10"):
         touches(disassembly(FROM_REGISTERS, "BRX R2 -0x10", "EXIT"))
     with pytest.raises(NotImplementedError, match="several"):

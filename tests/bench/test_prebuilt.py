@@ -46,7 +46,7 @@ def compiled(checkout: Path, *arguments: Path) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_another_checkout_finds_what_was_compiled(tmp_path: Path) -> None:
+def test_another_checkout_finds_the_compiled_kernels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     archive = tmp_path / "kernels.tar.xz"
     n_compiled, n_found, kernels = compiled(ROOT, tmp_path / "cache", archive)

@@ -90,7 +90,7 @@ def panels(monkeypatch: pytest.MonkeyPatch, path: Path, compared: list[Compariso
     return [axes.get_title(loc="left") for axes in saved[0].axes]
 
 
-def test_a_panel_of_what_was_not_measured_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_panel_without_measurements_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     training, time, memory = panels(monkeypatch, tmp_path, comparisons())
     assert panels(monkeypatch, tmp_path, comparisons(peak=None)) == [training, time]
     assert panels(monkeypatch, tmp_path, []) == [training]

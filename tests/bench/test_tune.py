@@ -68,7 +68,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 @pytest.mark.parametrize(("part", "kernel"), KERNELS.items())
-def test_what_is_timed_is_the_kernel_of_the_slot_with_the_candidate(part: Part, kernel: str) -> None:
+def test_the_timed_kernel_is_that_of_the_slot_with_the_candidate(part: Part, kernel: str) -> None:
     for which, set_ups in slot(part).set_ups(SMALL, CPU, {"a": TILE}).items():
         tiled = {(name, m, n) for name, m, n in launched(set_ups["a"]()) if n is not None and m is not None}
         assert tiled == {(kernel, TILE.BLOCK_M, TILE.BLOCK_N)}, which
@@ -121,7 +121,7 @@ def test_every_slot_has_work_of_its_own_kind() -> None:
         asked.clear()
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
+def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
     """Tiles of 64 rows keep the budget, of 128 exceed it, and of 1024 do not run."""
 
     def used(its: Slot, device: torch.device) -> Any:
@@ -167,7 +167,7 @@ def two(number: int) -> Any:
 
 
 @pytest.mark.thorough
-def test_a_process_that_dies_or_hangs_has_said_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_before_a_process_dies_or_hangs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     number, process = trial.apart(two, 5)
     assert number == 5
     assert process != os.getpid()
@@ -222,7 +222,7 @@ TIMINGS = {
 }
 
 
-def test_gains_and_what_is_no_noise() -> None:
+def test_gains_and_noise() -> None:
     assert trial.base(TIMINGS) == "own"
     assert trial.gains(TIMINGS)["one"] == {"x": 2.0, "y": 1.0}
     assert [name for name, _ in trial.ranked(TIMINGS)] == ["both", "one", "near", "own"]
@@ -277,7 +277,7 @@ def test_all_candidates_take_turns_and_one_that_fails_has_a_reason(monkeypatch: 
 
 
 @interpreted
-def test_what_was_timed_before_the_device_broke_is_kept(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
+def test_timings_before_the_device_broke_are_kept(monkeypatch: pytest.MonkeyPatch, in_this_process) -> None:
     monkeypatch.setattr(Slot, "cases", lambda _: {"a": SMALL})
     broken: list[bool] = []
 
@@ -357,7 +357,7 @@ def test_a_table_that_is_wrong_ends_with_status_1(monkeypatch: pytest.MonkeyPatc
     assert "out uses 300%" in capsys.readouterr().out
 
 
-def test_what_is_asked_for() -> None:
+def test_choices_of_the_command() -> None:
     parser = command.build_parser()
 
     def names(*arguments: str) -> list[str]:

@@ -109,7 +109,7 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.usefixtures("_own_environment")
-def test_what_the_user_can_put_right_is_one_line(
+def test_an_error_that_the_user_can_fix_is_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,7 +150,7 @@ def test_too_little_text(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_own_environment")
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
-def test_demo_says_how_to_install_what_it_needs(package: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_demo_says_how_to_install_missing_packages(package: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["demo"]) == 2
     assert capsys.readouterr().err.endswith(f"{package} not installed: pip install 'fusedattn[demo]'\n")
@@ -409,7 +409,7 @@ def test_the_most_accurate_is_marked(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_all_solve_what_the_least_of_them_can() -> None:
+def test_all_models_solve_the_task_of_the_weakest() -> None:
     """A function with a gradient through lse is measured without it beside a function that has none."""
     inputs = testing.make_inputs(testing.Case(seqlen_q=8, seqlen_k=8, head_dim=8))
 
@@ -427,7 +427,7 @@ def test_all_solve_what_the_least_of_them_can() -> None:
     assert outcomes["complete"].ratios == testing.check(complete, same)
 
 
-def test_check_of_the_torch_backend_measures_what_it_returns_without_lse() -> None:
+def test_check_of_the_torch_backend_also_measures_out_without_lse() -> None:
     case = testing.Case("causal", causal="bottom_right")
     ratios = check_command.measure(case, "torch", CPU)
     assert set(ratios) == {"out", "dq", "dk", "dv"}
@@ -482,7 +482,7 @@ def test_comparison_sees_a_small_fault(tmp_path: Path) -> None:
     assert not any(kind.ok for kind in kinds if kind.name.startswith("grad"))
 
 
-def test_a_folder_is_read_in_order_without_what_is_hidden_or_binary(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_without_hidden_or_binary_files(tmp_path: Path) -> None:
     for name, content in (("b.txt", b"b" * 900), ("a/z.py", b"z" * 900), (".git/x", b"x" * 900), ("c", b"\0" * 900)):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

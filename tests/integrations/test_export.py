@@ -92,7 +92,7 @@ def test_export(kind, strict, backend):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_is_exported_is_the_op(strict):
+def test_the_exported_node_is_the_operator(strict):
     """On the Triton backend: one node, and no operation of eager attention."""
     program = export(Layer("padding", "triton"), inputs_of(*LENGTHS[0]), dynamic_shapes=DYNAMIC, strict=strict)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]

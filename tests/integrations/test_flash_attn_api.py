@@ -168,7 +168,7 @@ def assert_kept(out: Tensor, weights: Tensor, v: Tensor) -> None:
 
 
 @pytest.mark.parametrize("slopes", [False, True])
-def test_the_sign_of_weights_says_what_is_dropped(slopes, place):
+def test_the_sign_of_weights_says_which_are_dropped(slopes, place):
     """flash_attn's own tests read it so."""
     q, k, v = (x.to(**place) for x in qkv_of(13, 17, 4, 2, 8).values())
     options: dict[str, Any] = {"causal": True, "window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.7}
@@ -312,7 +312,7 @@ def in_pages(x: Tensor, places: list[tuple[int, int]], size: int, n_pages: int) 
     return empty.index_copy(0, index, x).unflatten(0, (n_pages, size))
 
 
-def test_pages_get_the_gradients_of_what_is_read(place):
+def test_pages_that_are_read_get_gradients(place):
     """A page that two sequences share gets the sum of both gradients, and an unread page gets 0."""
     k = torch.randn(3, 4, 1, 8, **place, requires_grad=True)
     q = torch.randn(2, 1, 8, **place)

@@ -166,7 +166,7 @@ def test_a_leaf_is_changed_in_place(function, shape):
     torch.testing.assert_close(x.grad, before.grad, rtol=0, atol=0)
 
 
-def test_what_needs_no_gradient_is_changed_in_place_by_tables_that_do():
+def test_a_tensor_without_gradient_is_rotated_in_place_by_tables_with_one():
     """It then requires a gradient, as after torch's own in-place functions."""
     cos, sin = (table.clone().requires_grad_() for table in tables())
     x = torch.randn(2, 7, 3, 8, **EXACT)

@@ -430,7 +430,7 @@ def test_writes_over_an_earlier_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["not empty", "a file", "changed", "another's where it writes"])
-def test_refuses_what_it_did_not_write(case: str, tmp_path: Path) -> None:
+def test_refuses_files_that_it_did_not_write(case: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     what = "out: got"
     if case == "a file":

@@ -178,7 +178,7 @@ def test_varlen_attn_of_torch() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_results_are_what_torchs_compiler_expects(packed: bool) -> None:
+def test_results_are_those_that_torchs_compiler_expects(packed: bool) -> None:
     q, k = (torch.randn(2, n, 4, 8, device=DEVICE).transpose(1, 2) for n in (5, 7))
     arguments: tuple[Any, ...] = (q, k, k, 0.0, True)
     operator = sdpa_op.default
@@ -204,7 +204,7 @@ def test_compiled() -> None:
     assert_same([call(*leaves)], leaves, [2 * by_mathematics(*leaves, band(5, 7, None, 0), None)[0]])
 
 
-def test_what_the_kernels_cannot_do_is_refused_with_every_reason() -> None:
+def test_unsupported_calls_are_refused_with_every_reason() -> None:
     q = normal(2, 5, 2, 8)
     slopes = torch.rand(2, device=DEVICE)
     used = torch.tensor([3, 4], dtype=torch.int32, device=DEVICE)

@@ -297,7 +297,7 @@ def test_dropout_follows_the_generator() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's autocast of other devices is tested there by torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_autocast_casts_what_torch_casts(dtype: torch.dtype) -> None:
+def test_autocast_casts_as_torch_does(dtype: torch.dtype) -> None:
     query, key, value, attn_mask = (torch.randn(shape).to(dtype) for shape in (Q, K, V, (L, S)))
     with torch.autocast("cpu", torch.bfloat16):
         actual = scaled_dot_product_attention(query, key, value, attn_mask)
@@ -382,7 +382,7 @@ def test_wrong_arguments(case: tuple[type[Exception], str, dict[str, Any]]) -> N
     assert replaced.left_to_torch == 0
 
 
-def test_what_cannot_be_run_is_refused_with_every_reason() -> None:
+def test_an_unsupported_call_is_refused_with_every_reason() -> None:
     query, key, value = drawn().values()
     with pytest.raises(NotImplementedError, match=r"query: got Overriding.*dropout_p: got 1\.0"):
         scaled_dot_product_attention(query.as_subclass(Overriding), key, value, dropout_p=1.0)

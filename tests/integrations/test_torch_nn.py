@@ -449,7 +449,7 @@ def test_nested_tensors_that_are_refused():
         module(x, x, x, need_weights=False)
 
 
-def test_the_module_stays_what_it_was():
+def test_the_module_is_unchanged():
     reference = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
     parameters, names = list(reference.parameters()), list(reference.state_dict())
     module = fuse(reference, backend="torch")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fusedattn import Rope, ScoreMod, attention, attention_varlen, biases, checks, fuse, masks
+from fusedattn import Rope, ScoreMod, attention, attention_varlen, biases, call_checks, fuse, masks
 from fusedattn.backends.triton import ops
 from fusedattn.kernels import attention_bwd, attention_fwd
 from fusedattn.masks import Mask
@@ -313,7 +313,7 @@ def test_values_are_copied_and_pickled(kind, copied):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
-def test_a_model_is_copied_with_what_its_function_learns(copied):
+def test_a_model_is_copied_with_the_parameters_of_its_function(copied):
     model = OwnScores()
     again = copied(model)
     assert again.score_mod.args[0] is again.gains
@@ -467,8 +467,8 @@ def test_the_host_reads_no_tensor(monkeypatch, packed):
     # These read tensors on a CPU only.
     monkeypatch.setattr(Rope, "check_positions", lambda self: None)
     if packed:
-        monkeypatch.setattr(checks, "check_packed", lambda *_: None)
-        monkeypatch.setattr(checks, "check_rope", lambda *_: None)
+        monkeypatch.setattr(call_checks, "check_packed", lambda *_: None)
+        monkeypatch.setattr(call_checks, "check_rope", lambda *_: None)
 
     with FakeTensorMode():
         kinds, (q, k, v, bias, sinks) = options_of_every_kind(), leaves()

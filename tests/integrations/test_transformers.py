@@ -70,7 +70,7 @@ WITH_KERNELS = [name for name in MODELS if name.startswith(("Gemma 2", "gpt-oss"
         *itertools.product(WITH_KERNELS if DEVICE == "cpu" else (), ["left"], ["triton"]),  # in float64: interpreted
     ],
 )
-def test_a_model_computes_what_it_did(name, side, backend, calls):
+def test_a_model_computes_the_same(name, side, backend, calls):
     """In float64: the output and all gradients, at real tokens."""
     model = make(name)
     given, meant = arguments(model, *padded(side))
@@ -348,7 +348,7 @@ def test_dropout_in_training_only(name, calls):
 
 
 @pytest.mark.parametrize("name", ["head_mask", "layer_head_mask", "cache", "block_indices", "seq_idx"])
-def test_what_is_unknown_is_refused(name):
+def test_an_unknown_model_is_refused(name):
     q = torch.randn(1, 2, 3, 8, device=DEVICE)
     with pytest.raises(NotImplementedError, match=f"got {name}, which it does not know"):
         attention_function(nn.Module(), q, q, q, None, **{name: torch.ones(2)})

@@ -116,7 +116,7 @@ def test_a_model_with_an_attention_of_its_own(config, cls, changes, own):
     assert fusion_report(model) == []
 
 
-def test_the_report_names_what_stays():
+def test_the_report_names_modules_that_stay():
     config = transformers.SamConfig(
         vision_config=SAM,
         prompt_encoder_config={"hidden_size": 32, "image_size": 16, "patch_size": 4, "mask_input_channels": 4},

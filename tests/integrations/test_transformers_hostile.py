@@ -104,7 +104,7 @@ GENERATING = [name for name in TEXT if name.startswith(("Llama 4", "DeepSeek V2"
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_a_family_computes_what_it_did(name):
+def test_a_family_computes_the_same(name):
     model = built(*TEXT[name])
     given, meant = arguments(model, *padded("left"))
     expected = outcome(model, given, meant)
@@ -116,7 +116,7 @@ def test_a_family_computes_what_it_did(name):
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_a_family_generates_what_it_did(name):
+def test_a_family_generates_the_same(name):
     """Longer than its window, after padding of most of a row."""
     model = built(*TEXT[name])
     ids = torch.randint(3, VOCAB, (2, 11), device=DEVICE)
@@ -184,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_writes_its_own_softmax_is_refused(name):
+def test_a_model_with_its_own_softmax_is_refused(name):
     config, cls, changes = REFUSED[name]
     model = built(config, cls, {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48} | changes)
     classes = {n: type(m) for n, m in model.named_modules()}
@@ -314,7 +314,7 @@ def test_a_model_without_attention():
         fuse(model)
 
 
-def test_a_prepared_mask_is_a_tensor_to_who_asks():
+def test_a_prepared_mask_is_a_tensor():
     valid = torch.tensor([[True, True, False], [True, True, True]])
     mask = mask_function(2, 3, 3, attention_mask=valid)
     dense = mask.dense()

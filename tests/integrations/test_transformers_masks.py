@@ -81,7 +81,7 @@ offsets = st.integers(0, 6)
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 @settings(max_examples=25)
 @given(q_length=lengths, kv_length=lengths, q_offset=offsets, kv_offset=offsets, padded=st.integers(0, 15))
-def test_what_transformers_writes_out(name, q_length, kv_length, q_offset, kv_offset, padded):
+def test_masks_are_those_that_transformers_writes_out(name, q_length, kv_length, q_offset, kv_offset, padded):
     function = {**KNOWN, **UNKNOWN}[name](20)
     spans = (BATCH, q_length, kv_length, q_offset, kv_offset, function)
     # A padding mask may end before the keys do; the keys after it are hidden.

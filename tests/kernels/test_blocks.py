@@ -476,7 +476,7 @@ WORK = {
 
 @by_direction
 @pytest.mark.parametrize("name", WORK)
-def test_work_is_proportional_to_what_is_visible(name, by_query):
+def test_work_is_proportional_to_visible_pairs(name, by_query):
     mask, visited, boundary = WORK[name]
     tiles = visits(problem_of(mask, 1, AT.numel(), AT.numel()), 16, 16, by_query=by_query, heads=1)
     n_boundary = sum(len(x.boundary) for x in tiles)

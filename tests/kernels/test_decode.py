@@ -164,7 +164,7 @@ def test_shapes(queries, group):
 @quick.every(3)
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), [(17, 1), (9, 2), (5, 3), (3, 8), (2, 9), (2, 20)])
-def test_what_does_not_fit_into_one_tile_is_computed_as_usual(queries, group):
+def test_queries_beyond_one_tile_are_computed_as_usual(queries, group):
     inputs = inputs_of(shaped(BASE, queries, group))
     with tilings() as found:
         got = forward(inputs)
@@ -200,7 +200,7 @@ def test_gradients(feature):
 
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"dropout_p": 0.3}])
-def test_what_rounding_took_from_the_output_is_kept(monkeypatch, options):
+def test_the_rounding_residual_is_kept(monkeypatch, options):
     """If keys and values have a common part, out plus its rounding residual is far closer to the truth than out."""
     inputs = inputs_of(replace(BASE, nheads_q=3, nheads_kv=1, offset=4.0, dtype=torch.bfloat16, **options))
     kept = []
@@ -337,7 +337,7 @@ def test_hidden_keys_and_values_have_no_part(value, dtype):
 @quick.every(10)
 @pytest.mark.parametrize("options", [{}, {"sinks": True}])
 @pytest.mark.parametrize("kind", ["infinite", "minus infinite", "NaN score", "NaN value", "NaN value of no weight"])
-def test_what_is_not_finite_goes_where_one_program_lets_it(kind, options):
+def test_non_finite_values_reach_the_same_rows_as_in_one_program(kind, options):
     """In a part of one split, in one whole split, and in all."""
     parts = [slice(40, 41), slice(SPLIT, 2 * SPLIT), slice(None)]
     for where, run in zip(parts, (functools.partial(testing.run, triton_attention), forward, forward), strict=True):

@@ -76,7 +76,7 @@ def test_equal_operands_have_equal_results():
     assert (noise.div_full(X, X[::-1]) != noise.div_full(X[::-1], X)[::-1]).sum() == 0
 
 
-def test_what_documents_fix_is_exact():
+def test_documented_instructions_are_exact():
     inf = np.float32("inf")
     x = np.array([0.0, -0.0, 1e-40, -inf, inf, np.nan, -126.5, -1000.0], np.float32)
     np.testing.assert_array_equal(noise.ex2(x), np.array([1, 1, 1, 0, inf, np.nan, 0, 0], np.float32))

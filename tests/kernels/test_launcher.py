@@ -29,7 +29,7 @@ KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # 
 
 
 @pytest.mark.thorough
-def test_what_is_launched_again(tmp_path: Path) -> None:
+def test_repeated_launches(tmp_path: Path) -> None:
     """In its own process, because kernels must not be interpreted; most calls are replayed."""
     result = compiling("-W", "ignore", "-m", "tests.helpers.launched", cache=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -157,7 +157,7 @@ def test_other_tiles(monkeypatch, block_m, block_n, edge, style):
     ],
     ids=str,
 )
-def test_a_poisoned_key_reaches_whom_it_reached(case, value):
+def test_a_poisoned_key_reaches_the_same_rows(case, value):
     """NaN or the same numbers in the same places as from two kernels, for keys that some, all or no queries see."""
     inputs = inputs_of(replace(case, batch=1, nheads_q=3, nheads_kv=1, seqlen_q=80, seqlen_k=90, head_dim=16))
     k = inputs.k
@@ -247,7 +247,7 @@ def test_the_total_is_all_that_it_allocates(monkeypatch):
 
 
 @interpreted
-def test_who_runs_when(monkeypatch):
+def test_the_kernels_of_a_call(monkeypatch):
     """Two kernels by default, and if the GPU has no config for one pass."""
     inputs = inputs_of(SMALL)
     assert launched(one_pass, inputs) == ["attention_bwd_dkdv", "attention_bwd_dq_sum"]
@@ -273,7 +273,7 @@ def test_torch_overrules_when_the_backward_runs():
 
 @interpreted
 @pytest.mark.parametrize(("needed", "name"), [("q", "attention_bwd_dq"), ("k", "attention_bwd_dkdv")])
-def test_what_is_not_needed_is_not_computed(needed, name):
+def test_gradients_that_are_not_needed_are_not_computed(needed, name):
     inputs = inputs_of(SMALL)
     x = {name: getattr(inputs, name).detach().requires_grad_(name in needed) for name in "qkv"}
     with checked_accesses() as accesses:

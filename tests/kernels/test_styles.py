@@ -123,7 +123,7 @@ def test_persistent_programs_pass_over_tiles_that_packed_sequences_lack(monkeypa
 
 @interpreted
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_goes_to_the_same_places(monkeypatch, value):
+def test_non_finite_values_reach_the_same_rows(monkeypatch, value):
     """Visible to all, some or no queries; also in the first block, for which the pipelined order has no weights yet."""
     inputs = inputs_of(Case("", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=80, seqlen_k=90, causal="bottom_right"))
     for place in (0, 40, 85):

@@ -49,7 +49,7 @@ def test_pieces_of_fewer_features(monkeypatch):
 @quick.every(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tensor", "feature"), [("k", 0), ("k", 259), ("v", 259)])
-def test_a_nan_reaches_who_sees_it(tensor, feature, dtype):
+def test_a_nan_reaches_the_rows_that_see_it(tensor, feature, dtype):
     """The NaN may lie in any piece; it reaches no other query."""
     inputs = testing.make_inputs(Case(**SHAPE, head_dim=260, dtype=dtype), DEVICE)
     inputs = replace(inputs, mask=masks.causal())

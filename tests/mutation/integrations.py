@@ -60,7 +60,7 @@ TORCH_FUNCTIONS = (
     Fault(FUNCTIONS, "x.shape[-3] not in (1, nheads)", "x.shape[-3] != nheads", "sdpa: one head is copied for many", sdpa("not_copied")),
     Fault(FUNCTIONS, "return torch.as_tensor(total).to(query.dtype).expand(shape)", "return query.new_zeros(shape)", "sdpa: a result without elements has no gradient", sdpa("test_shapes")),
     Fault(FUNCTIONS, 'if dropout_p == 1:\n', "if False:\n", "sdpa: dropout of all weights is an error that no fallback takes", replaced("fallback_counts")),
-    Fault(FUNCTIONS, " or x.lengths() is not None:", ":", "sdpa: nested tensors with gaps are not among what cannot be run", sdpa("cannot_be_run")),
+    Fault(FUNCTIONS, " or x.lengths() is not None:", ":", "sdpa: nested tensors with gaps are not among what cannot be run", sdpa("unsupported_call")),
     Fault(FUNCTIONS, "if isinstance(x, numbers.Real) and not isinstance(x, (int, float)):", "if False:", "sdpa: numbers of NumPy refused", sdpa("scales")),
 )
 
@@ -112,11 +112,11 @@ TORCH_NN = (
 
 FUSING = (
     Fault(FUSION, "core.__dict__.update(backend=backend, deterministic=deterministic)", "core.__dict__.setdefault(\"backend\", backend)", "fuse: the backend of the first time stays", FUSED),
-    Fault(FUSION, 'for name in ("backend", "deterministic"):', 'for name in ("deterministic",):', "unfuse: a backend stays behind", multihead("stays_what")),
+    Fault(FUSION, 'for name in ("backend", "deterministic"):', 'for name in ("deterministic",):', "unfuse: a backend stays behind", multihead("module_is_unchanged")),
     Fault(FUSION, "            hugging_face.unfuse(pretrained)\n", "            pass\n", "unfuse: models of transformers stay fused", models("unfuse")),
     Fault(FUSION, "hugging_face.fuse(pretrained, backend, deterministic)", "hugging_face.fuse(pretrained, None, deterministic)", "fuse: backend ignored for models of transformers", models("rotation_inside and not triton")),
     Fault(FUSION, "return found + (torch_nn.reasons(module) if isinstance(module, nn.MultiheadAttention) else [])", "return found", "fuse: a module of torch that cannot be fused is", multihead("reasons")),
-    Fault(FUSION, "for reason in hugging_face.reasons(pretrained)]", "for reason in ()]", "fuse: a model of transformers that cannot be fused is left silently", hostile("writes_its_own")),
+    Fault(FUSION, "for reason in hugging_face.reasons(pretrained)]", "for reason in ()]", "fuse: a model of transformers that cannot be fused is left silently", hostile("its_own_softmax")),
     Fault(FUSION, "return TWINS | hugging_face.TWINS if hugging_face else TWINS", "return TWINS", "fuse: rotations stay outside", models("rotation_inside and not triton")),
     Fault(FUSION, 'if "transformers" not in sys.modules:', "if False:", "fuse: imports transformers for everyone", models("import")),
     Fault(HF_MODELS, "known.get(id(part.config), part.config._attn_implementation)", "part.config._attn_implementation", "transformers: fused in parts, what was before is forgotten", hostile("restores")),
@@ -210,7 +210,7 @@ FLASH_ATTN = (
 
 HUB_KERNEL = (
     Fault(KERNELS_HUB, "path.encode() + _sha256(variant[path])", "path.encode()", "hub: one namespace for all contents", hub("follows_the_content")),
-    Fault(KERNELS_HUB, "    if changed:\n", "    if False:\n", "hub: overwrites what it did not write", hub("refuses_what")),
+    Fault(KERNELS_HUB, "    if changed:\n", "    if False:\n", "hub: overwrites what it did not write", hub("refuses_files")),
     Fault(KERNELS_HUB, "        (folder / path).unlink(missing_ok=True)\n", "        pass\n", "hub: files of an earlier export stay", hub("earlier")),
     Fault(KERNELS_HUB, '(NAME, "import_module", "__import__")', "(NAME,)", "hub: imports by name are not refused", hub("reach_out")),
     Fault(KERNELS_HUB, '{"torch", "triton"}', '{"torch", "triton", "numpy"}', "hub: imports of NumPy are not refused", hub("reach_out")),

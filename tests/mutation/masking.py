@@ -42,7 +42,7 @@ VISITED = (
     Fault(MASKING, " & (bounds.contiguous != 0)", "", "query_blocks: gaps in the padding overlooked", BLOCKS),
     Fault(MASKING, "tl.where(i >= blocks.n_left, blocks.n_full, 0)", "0", "boundary blocks on the right fall on full ones", BLOCKS),
     Fault(MASKING, "tl.where(i >= blocks.n_left, blocks.n_full, 0)", "blocks.n_full", "boundary blocks on the left fall on full ones", BLOCKS),
-    Fault(MASKING, "start_n = blocks.start + (blocks.n_left + i) * BLOCK_N", "start_n = blocks.start + i * BLOCK_N", "any_keys: full blocks start at the boundary", "tests/public/test_masking.py -k 'reaches_whom and window and triton'"),
+    Fault(MASKING, "start_n = blocks.start + (blocks.n_left + i) * BLOCK_N", "start_n = blocks.start + i * BLOCK_N", "any_keys: full blocks start at the boundary", "tests/public/test_masking.py -k 'nan_reaches and window and triton'"),
     Fault(MASKING, "boundary_keys(i - blocks.n_full, blocks,", "boundary_keys(i, blocks,", "any_keys: boundary blocks counted from the full ones", EXACT),
     Fault(MASKING, "n = blocks.n_full + blocks.n_boundary\n", "n = blocks.n_boundary\n", "tile_visited: as if there were no full blocks", budget("bias")),
     Fault(MASKING, "(start_n + BLOCK_N > blocks.start)", "(start_n >= blocks.start)", "tile_visited: a tile that blocks begin in is left out", budget("bias")),

@@ -19,7 +19,7 @@ SUMS = one_pass("gradcheck")
 POISON = one_pass("poison")
 ACCELERATOR = one_pass("accelerator")
 PACKED = "tests/public/test_varlen.py -k 'meaning and one and pass'"
-WHO = one_pass("who_runs or overrules")
+WHO = one_pass("kernels_of_a_call or overrules")
 
 # fmt: off
 FAULTS = (

@@ -24,7 +24,7 @@ def integration(library: str, *words: str) -> str:
 GRADIENTS = "tests/public/test_gradcheck.py -k of_a_feature"
 EXACT = "tests/public/test_attention.py -k 'test_budget and float32'"
 HALVES = "tests/public/test_attention.py -k 'test_budget and bfloat16'"
-COMMON = "tests/public/test_attention.py -k common"
+COMMON = "tests/public/test_attention.py -k share"
 BLOCKS = "tests/kernels/test_blocks.py"
 MEMORY = "tests/public/test_memory.py"
 LARGE = "tests/public/test_large_tensors.py"

@@ -195,7 +195,7 @@ def test_only_the_kernels_that_are_needed_run(monkeypatch, needed, launched):
     ],
     ids=lambda case: case.name,
 )
-def test_what_keys_and_values_have_in_common_cancels(case, dtype):
+def test_parts_that_keys_and_values_share_cancel(case, dtype):
     """dq multiplies an error of delta by the sum of the keys: out rounded to 16 bits would be error enough."""
     inputs = inputs_of(replace(case, dtype=dtype))
     assert_budget(triton_attention, inputs, case)
@@ -500,7 +500,7 @@ def test_float32_matmul_precision_may_be_set_either_way():
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="AMD's kernels have no TF32")
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
-def test_float32_precision_is_what_torch_is_set_to(setting, expected):
+def test_float32_precision_is_that_of_torch(setting, expected):
     """TF32 only if the user allowed it, and only for float32; the interpreter ignores both."""
     from fusedattn.backends.triton.launching import _precision
 

@@ -323,7 +323,7 @@ def test_compile_under_autocast(backend):
     ],
     ids=str,
 )
-def test_compile_hides_what_padding_hides(backend, options):
+def test_compiled_padding_hides_nan(backend, options):
     """A compiled graph cannot look for NaN, but it has the mask; forward and backward."""
     q, k, v = qkv(6, 6)
     valid = torch.ones(BATCH, 6, dtype=torch.bool, device=DEVICE)
@@ -344,7 +344,7 @@ def test_compile_hides_what_padding_hides(backend, options):
 
 
 @backends
-def test_compile_raises_what_eager_raises(backend):
+def test_compile_raises_as_eager_does(backend):
     q, k, v = qkv(requires_grad=False)
     compiled = torch.compile(functools.partial(attention, backend=backend), backend="aot_eager")
     with pytest.raises(ValueError, match="v: got batch 1"):
@@ -390,7 +390,7 @@ def test_arguments_may_come_from_a_compiled_region():
 @pytest.mark.thorough
 @backends
 @pytest.mark.parametrize("kind", ["t5", "shaw", "slopes", "sinks", "learned"])
-def test_compile_gives_what_is_learned_its_gradient(kind, backend):
+def test_compile_gives_learned_tensors_their_gradient(kind, backend):
     generator = torch.Generator().manual_seed(0)
     of_scores = triton_functions.score_function(HEADS, generator).to(DEVICE)
     shape = {"t5": (8, HEADS), "shaw": (9, HEAD_DIM)}.get(kind, (HEADS,))

@@ -84,7 +84,7 @@ def test_tiles_do_not_depend_on_batch_or_length():
 
 
 @dtypes
-def test_a_sequence_does_not_know_what_else_is_in_its_batch(dtype):
+def test_a_sequence_does_not_depend_on_its_batch(dtype):
     """Other contents, other lengths, even NaN: the bits of the first member stay the same."""
     case = Case(seqlen_q=37, seqlen_k=37, nheads_q=2, nheads_kv=1, head_dim=16, dtype=dtype, causal="bottom_right")
     inputs = testing.make_inputs(replace(case, padding="right"), DEVICE)

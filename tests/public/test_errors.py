@@ -328,7 +328,7 @@ def test_good_packed_sequences(backend):
 
 @backends
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_what_is_not_supported(name, backend):
+def test_unsupported_calls(name, backend):
     """The message lists all reasons at once, the same as not_supported_reasons."""
     changes, refuse, contains = NOT_SUPPORTED[name]
     call = {**good(), "backend": backend, **changes}

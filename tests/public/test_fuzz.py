@@ -25,7 +25,7 @@ from tests.helpers.problems import HALF, PROBLEMS, SMALL
 from tests.tools import fuzz, reproduce
 
 
-def test_what_cannot_be_compared_with_the_truth():
+def test_results_that_cannot_be_compared_with_the_truth():
     """Rotations of ordinary size can be compared, and so can large scores without a rotation."""
     chosen = PROBLEMS["scores of 100,000, of which the rounding of a rotation chooses the largest"]
     assert contract.rounding_decides(chosen.inputs(DEVICE))
@@ -55,7 +55,7 @@ def test_the_contract_holds(problem):
 # On a GPU most problems compile their own kernels.
 @quick.only(seed=0)
 @pytest.mark.parametrize("seed", range(4 if INTERPRETING else 2))
-def test_the_contract_holds_for_what_is_drawn(seed):
+def test_the_contract_holds_for_drawn_problems(seed):
     fuzz.checked(seed, check, max_examples=fuzz.RUN, database=None)()
 
 

@@ -336,7 +336,7 @@ def _from_the_diagonal(score, batch, head, q_index, k_index, args):
     return score / (q_index - k_index)
 
 
-def test_what_hidden_pairs_have_does_not_matter():
+def test_hidden_pairs_do_not_matter():
     """The derivative is infinite on the diagonal, which the mask hides."""
     score_mod, (factors,) = learning(temperature(torch.float32))
     odd = replace(score_mod, arg_gradients=(ArgGradient(0, _head, _from_the_diagonal),))
@@ -367,7 +367,7 @@ def test_nothing_to_see_gives_zeros():
             assert (gradient == 0).all()
 
 
-def test_a_nan_reaches_what_its_query_reads():
+def test_a_nan_reaches_the_tensors_that_its_query_reads():
     """It reaches nothing else."""
     score_mod, (factors,) = learning(temperature(torch.float32))
     slopes = torch.rand(BATCH, HEADS, device=DEVICE, requires_grad=True)
@@ -428,7 +428,7 @@ def test_sums_of_both_ends_of_the_range():
         ([math.nan], None),
     ],
 )
-def test_sums_of_what_is_not_finite(terms, expected):
+def test_sums_of_non_finite_terms(terms, expected):
     """The sum beside it is not touched."""
     got = exactly(torch.tensor([*terms, 2.0]), torch.tensor([*(1 for _ in terms), 0]), 3)
     assert got[0].item() == 2.0

@@ -109,7 +109,7 @@ POISONED: dict[str, dict[str, Any]] = {
         *((kind, "k", -math.inf, torch.bfloat16) for kind in ("causal", "boolean")),
     ],
 )
-def test_what_reaches_whom(kind, tensor, value, dtype, backend):
+def test_rows_that_a_nan_reaches(kind, tensor, value, dtype, backend):
     """A NaN reaches the queries that see it. It reaches no other query, and no key that only other queries see."""
     inputs = testing.make_inputs(Case(**SHAPE_ONLY | POISONED[kind], dtype=dtype), DEVICE)
     poisoned = torch.zeros(2, 2, inputs.k.shape[2], dtype=torch.bool, device=DEVICE)

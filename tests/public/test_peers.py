@@ -82,7 +82,7 @@ def test_flex_computes_the_same_and_has_no_gradients_on_a_cpu(case):
 
 
 @pytest.mark.parametrize("name", ["torch.sdpa-efficient", "torch.sdpa-cudnn"])
-def test_what_needs_a_gpu_says_so(name):
+def test_a_peer_that_needs_a_gpu_says_so(name):
     found = testing.measure(PEERS[name], testing.make_inputs(SQUARE))
     assert found.ratios == {}
     assert set(found.missing) == set(TENSORS)
@@ -100,7 +100,7 @@ def test_what_needs_a_gpu_says_so(name):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
-def test_what_has_no_argument_is_refused_with_a_reason(name, feature, reason):
+def test_a_feature_without_an_argument_is_refused_with_a_reason(name, feature, reason):
     found = testing.measure(PEERS[name], testing.make_inputs(replace(SQUARE, **feature)))
     if name == "flex" and not {"sinks", "dropout_p"} & set(feature):
         assert "out" in found.ratios

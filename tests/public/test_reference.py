@@ -157,7 +157,7 @@ def gradients(chosen: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[s
     [("mask", "bias"), ("mask", "bias", "softcap"), ("mask", "bias", "score_mod"), ("mask", "bias", "sinks"), OPTIONS],
     ids="-".join,
 )
-def test_what_is_hidden_reaches_nothing(names, value):
+def test_hidden_values_reach_nothing(names, value):
     """Keys and values that no query sees, and hidden entries of a bias, change no result."""
     q, k, v = inputs()
     chosen = options(*names)
@@ -188,7 +188,7 @@ def test_what_is_hidden_reaches_nothing(names, value):
 
 
 @pytest.mark.parametrize("names", [("mask", "bias"), OPTIONS], ids="-".join)
-def test_a_nan_reaches_those_who_see_it_alone(names):
+def test_a_nan_reaches_only_the_rows_that_see_it(names):
     """A visible NaN in a key, a value or a bias makes the rows that see it NaN, and nothing else."""
     q, k, v = inputs()
     chosen = options(*names)
@@ -224,7 +224,7 @@ def test_a_nan_reaches_those_who_see_it_alone(names):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
-def test_a_nan_in_16_bits_reaches_those_who_see_it_alone(poisoned, dtype):
+def test_a_nan_in_16_bits_reaches_only_the_rows_that_see_it(poisoned, dtype):
     # With lengths that are no multiple of 4, torch's product of 16-bit matrices passes a NaN on to the row before.
     row = 6
     inputs = {name: torch.randn(1, 2, 46, 10).to(dtype) for name in ("q", "k", "v")}

@@ -161,7 +161,7 @@ def test_the_table_is_that_of_the_package():
 @quick.every(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row", range(len(CALLS)), ids=lambda i: FEATURES[i].name)
-def test_what_it_says_runs(row, backend):
+def test_supported_features_run(row, backend):
     if FEATURES[row].name == "float64" and backend == "triton" and not INTERPRETING:
         pytest.skip("a GPU has no float64 kernels")
     out = CALLS[row](backend)
@@ -179,7 +179,7 @@ def test_what_it_says_runs(row, backend):
     ],
     ids=str,
 )
-def test_what_the_interpreter_needs(monkeypatch, installed, reason):
+def test_requirements_of_the_interpreter(monkeypatch, installed, reason):
     """NumPy 2.4 and later makes no number of an array with dimensions, and Triton before 3.7 requires it."""
 
     def version(name):

@@ -32,7 +32,7 @@ def three(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return (golden + NOISE * a).to(dtype), golden, (golden + NOISE * b).to(dtype)
 
 
-def test_what_is_as_good_as_the_baseline_passes() -> None:
+def test_results_as_good_as_the_baseline_pass() -> None:
     actual, golden, baseline = three()
     assert_within_budget(actual, golden, baseline)
     assert_within_budget(baseline, golden, baseline)
@@ -90,7 +90,7 @@ def test_a_fault_of_the_mean_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite(value: float) -> None:
+def test_non_finite_results(value: float) -> None:
     actual, golden, baseline = three()
     actual[0, 0, 0, 0] = value
     with pytest.raises(AssertionError, match=r"^out: 1 of 3072 elements are NaN or infinite"):
@@ -160,7 +160,7 @@ def test_a_result_of_a_few_numbers_is_judged_by_its_terms() -> None:
     assert not testing.compare_results(*many, torch.float32, sums)["dbias"].ok
 
 
-def test_what_cancels_is_judged_by_its_terms() -> None:
+def test_cancelling_sums_are_judged_by_their_terms() -> None:
     """A bias per query changes nothing: without a gradient of lse, its gradient is 0 up to rounding."""
     inputs = testing.without_lse_gradient(testing.make_inputs(replace(SMALL, seqlen_q=64, bias="per_query")))
     truth, terms = testing.golden(inputs), testing.bias_terms(inputs)
@@ -229,7 +229,7 @@ def test_measure_of_a_complete_function_is_check() -> None:
     ],
     ids=["lse", "gradients", "both", "gradient of lse"],
 )
-def test_measure_of_what_there_is(function, missing, through_lse) -> None:
+def test_measure_of_the_results_there_are(function, missing, through_lse) -> None:
     """The function is the reference, so all ratios are 1."""
     inputs = testing.make_inputs(SMALL)
     found = testing.measure(function, inputs)
@@ -243,7 +243,7 @@ def test_measure_of_what_there_is(function, missing, through_lse) -> None:
 BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True, alibi=True, score_mod=True)
 
 
-def test_measure_without_the_gradients_of_what_is_added() -> None:
+def test_measure_without_the_gradients_of_biases() -> None:
     """The gradients of q, k and v are still measured."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: object) -> object:
@@ -319,7 +319,7 @@ def test_check_insists_on_a_gradient_through_lse() -> None:
         (lambda q: (q, q[..., :1]), ValueError, r"returned lse of shape \(2, 2, 9, 1\), allowed is \(2, 2, 9\)"),
     ],
 )
-def test_what_a_function_may_not_return(returned, error, message) -> None:
+def test_results_that_a_function_may_not_return(returned, error, message) -> None:
     with pytest.raises(error, match=message):
         testing.check(lambda q, k, v, **_: returned(q), testing.make_inputs(SMALL))
 

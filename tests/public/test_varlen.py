@@ -168,7 +168,7 @@ def test_a_sequence_is_as_if_it_were_alone():
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_what_belongs_to_no_sequence(backend):
+def test_rows_of_no_sequence(backend):
     """Out is 0, lse -inf, gradients are 0, and NaN there reaches nothing."""
     q, k, v = packed_inputs()
     q[-3:], k[-2:], v[-2:] = torch.nan, torch.nan, torch.nan
@@ -249,7 +249,7 @@ def test_nested_and_dense_do_not_mix():
         attention(old, old, old)
 
 
-def test_sinks_get_nothing_from_what_belongs_to_no_sequence():
+def test_sinks_get_nothing_from_rows_of_no_sequence():
     """Its lse is -inf without any sink, so its gradient must not reach the sinks."""
     q, k, v = packed_inputs()
     found = []

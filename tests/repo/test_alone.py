@@ -53,13 +53,13 @@ def python(site: Path, *arguments: str, cwd: Path = ROOT, status: int = 0, path:
     return done.stdout + done.stderr
 
 
-def test_what_others_need_is_not_there(site: Path) -> None:
+def test_optional_packages_are_absent(site: Path) -> None:
     names = ("rich", "matplotlib", "hypothesis", "xdist", "pytest_benchmark", "transformers", "PIL", "fusedattn")
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
     assert python(site, "-c", code, cwd=site) == "[]\n"
 
 
-def test_tests_run_and_name_what_was_left_out(site: Path) -> None:
+def test_tests_run_and_name_the_modules_left_out(site: Path) -> None:
     without_hypothesis = ("tests/public/test_properties.py", "tests/public/test_fuzz.py")  # the second by a tool
     modules = ("tests/kernels/test_devices.py", "tests/bench/test_terminal.py", *without_hypothesis)
     out = python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *modules, "bench/test_speed.py")
@@ -95,7 +95,7 @@ def test_the_check_and_the_timings_run(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_gpu_is_asked_first_begins(site: Path, tmp_path: Path) -> None:
+def test_the_first_jobs_of_a_gpu_begin(site: Path, tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--jobs", "1", "--budget", "5", "--out", str(tmp_path))
     assert "call it again with --out" in python(site, "-m", "bench", "first", *arguments)
     assert (tmp_path / "summary.txt").exists()

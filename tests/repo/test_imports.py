@@ -273,5 +273,5 @@ def test_bare_kernels_is_left_to_the_package_of_that_name(tmp_path: Path) -> Non
     assert output("-c", "import kernels; print(kernels.__file__)", PYTHONPATH=path) == f"{theirs}\n"
 
 
-def test_dir_shows_what_is_public():
+def test_dir_shows_public_names():
     assert dir(fusedattn) == sorted(fusedattn.__all__)

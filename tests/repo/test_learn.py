@@ -122,7 +122,7 @@ ERROR = re.compile(r"\d\.\de-\d\d")
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_page_shows_what_the_step_prints(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_output_of_the_step(step: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / f"{step}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     errors = [float(x) for x in ERROR.findall(printed)]

@@ -6,8 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.helpers import quick
+from tests.helpers.compiling import output
 from tests.mutation import __main__ as mutation
 from tests.mutation.fault import Fault
 
@@ -22,6 +24,19 @@ def test_each_fault_can_be_planted(fault):
     assert ast.dump(ast.parse(fault.mutated(text))) != ast.dump(ast.parse(text))
     for file in mutation.pytest_arguments(fault.tests)[:1]:
         assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.thorough
+def test_the_tests_named_for_a_fault_exist():
+    names: dict[str, list[str]] = {}
+    for line in output("-m", "pytest", "--collect-only", "-q", "tests").splitlines():
+        file, separator, name = line.partition("::")
+        if separator:
+            names.setdefault(file, []).append(f"{Path(file).name}::{name}".lower())
+    for tests in sorted({fault.tests for fault in mutation.FAULTS}):
+        file, *expression = mutation.pytest_arguments(tests)
+        matches = Expression.compile(expression[1]).evaluate if expression else lambda _: True
+        assert any(matches(lambda word, name=name: word.lower() in name) for name in names.get(file, ())), tests
 
 
 def test_there_are_enough_and_no_two_have_one_name():

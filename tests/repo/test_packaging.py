@@ -143,7 +143,7 @@ def test_sdist_holds_the_kernels_once(sdist: Path) -> None:
         assert [found for found in names if found.endswith(f"kernels/{name}")] == [f"kernels/{name}"]
 
 
-def test_sdist_holds_what_is_needed_to_test_and_to_read(sdist: Path) -> None:
+def test_sdist_holds_tests_and_pages(sdist: Path) -> None:
     names = set(names_in(sdist))
     top = {"README.md", "CHANGELOG.md", "Makefile", "constraints.txt"}
     assert {"docs/learn/softmax.py", "docs/images/learn/blocks.png"} <= names

@@ -78,7 +78,7 @@ def test_a_choice_of_nothing_is_an_error() -> None:
         quick.only(c=None)(COLUMNS(test))
 
 
-def test_what_is_chosen_is_not_thorough(tmp_path: Path) -> None:
+def test_chosen_cases_are_not_thorough(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "from tests.helpers import quick\n\n\ndef pytest_itemcollected(item):\n    quick.mark(item)\n"
     )

@@ -107,7 +107,7 @@ def test_beside_torch(name, backward):
     [((8, 64, 64), False, "cpu", 1.3), ((8, 64, 64), True, "cpu", 1.5), ((2, 8, 16), False, "meta", 1.5)],
     ids=["plain", "with a gradient", "without data"],
 )
-def test_what_a_short_call_costs(shape, requires_grad, device, bound, causal):
+def test_the_cost_of_a_short_call(shape, requires_grad, device, bound, causal):
     """The overhead is three sums, which look for NaN, and attribute reads."""
     q, k, v = (torch.randn(1, *shape, device=device, requires_grad=requires_grad) for _ in "qkv")
     mask = masks.causal() if causal else None

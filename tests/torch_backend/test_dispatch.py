@@ -202,7 +202,7 @@ def expect_no_plain_answer(q: Any, k: Any, v: Any, mask: Any = None, backend: An
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mask", [None, masks.causal()])
-def test_what_is_not_finite_is_no_plain_call(name, value, mask):
+def test_a_non_finite_argument_is_no_plain_call(name, value, mask):
     q, k, v = qkv(2, 3, 9, 8)
     {"q": q, "k": k, "v": v}[name][1, 2, 5, 3] = value
     expect_no_plain_answer(q, k, v, mask)
@@ -249,7 +249,7 @@ def overlapping(x: Tensor) -> Tensor:
         lambda q, k, v: (torch.nn.Parameter(q), k, v),
     ],
 )
-def test_what_needs_a_closer_look_is_no_plain_call(change):
+def test_calls_that_are_not_plain(change):
     expect_no_plain_answer(*change(*qkv(2, 4, 8, 8)))
 
 

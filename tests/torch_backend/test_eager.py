@@ -140,7 +140,7 @@ def test_derivatives_of_derivatives_in_16_bits():
     ],
     ids=["padding", "causal", "boolean"],
 )
-def test_what_is_padding_may_be_anything(monkeypatch, mask, value, lost):
+def test_padding_may_have_any_value(monkeypatch, mask, value, lost):
     """Padding may hold any value without a call of the reference, with or without gradients, unless a query sees it."""
     q, k, v = (x.detach() for x in qkv())
     hidden = ~mask.dense(N, M, batch=B, nheads=1).any(2)[:, :, :, None]

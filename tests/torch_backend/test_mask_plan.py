@@ -255,7 +255,7 @@ def test_scores_that_are_computed(name, monkeypatch):
     assert share <= most
 
 
-def test_a_bias_leaves_out_what_a_mask_hides(monkeypatch):
+def test_a_bias_leaves_out_hidden_keys(monkeypatch):
     bias = biases.alibi(torch.rand(8))
     assert counted(monkeypatch, N, masks.causal(), bias=bias) <= 0.63 * SQUARE
     assert counted(monkeypatch, N, masks.window(63, 0), bias=bias) <= 191 * N

@@ -314,7 +314,7 @@ def test_copies_of_a_fused_model(copied):
     assert len(fusion_report(model)) == 1
 
 
-def test_a_report_names_what_was_fused(caplog):
+def test_a_report_names_fused_modules(caplog):
     model = GPTModel(VOCAB, WIDTH, HEADS, 2, max_len=16)
     assert fusion_report(model) == []
     with caplog.at_level(logging.INFO, logger="fusedattn"):
