@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.accurate import divide, fma
+from fusedattn.kernels.accurate_math import divide, fma
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers

@@ -16,8 +16,8 @@ kernels/scores.py modifies the scores.
     rounding_residual  like out, int8, kept for the backward of 16-bit inputs, or None
     grid    (tiles of queries * nheads_q * sequences,)
 
-If there are few queries, a program owns the queries of several heads that share a KV head (kernels/grouped.py), and one
-split of the keys; kernels/combine.py combines the splits. The grid is then
+If there are few queries, a program owns the queries of several heads that share a KV head (kernels/grouped_heads.py),
+and one split of the keys; kernels/combine.py combines the splits. The grid is then
 ``(splits * parts of a group * nheads_kv * sequences,)``. kernels/grid.py chooses.
 """
 
@@ -31,7 +31,7 @@ from fusedattn.kernels import combine, launcher
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
-from fusedattn.kernels.grouped import grouped_program, load_rows, rows_of, with_rows
+from fusedattn.kernels.grouped_heads import grouped_program, load_rows, rows_of, with_rows
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.epilogue import NOTHING, Partials, Results, Sums, store_results
-from fusedattn.kernels.grouped import rows_of
+from fusedattn.kernels.grouped_heads import rows_of
 from fusedattn.kernels.primitives import accumulator, block_d, dtype_of, program_tile
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base

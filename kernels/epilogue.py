@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import fma, quotient
-from fusedattn.kernels.grouped import row_offsets, store_rows
+from fusedattn.kernels.accurate_math import fma, quotient
+from fusedattn.kernels.grouped_heads import row_offsets, store_rows
 from fusedattn.kernels.primitives import dtype_of, halves, round_to, strided
 from fusedattn.kernels.rounding_residual import encode_residual
 from fusedattn.kernels.softmax import exp_scaled, row_exactness

@@ -61,7 +61,7 @@ class Tile(NamedTuple):
     BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up for tl.dot. ACC names
     the dtype of sums, which `dtype_of` gives; PRECISION is that of float32 products, EXACT as in kernels/softmax.py.
     Boundary blocks have BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS heads share a tile
-    (kernels/grouped.py). A program takes SPLIT keys, or all if SPLIT is 0.
+    (kernels/grouped_heads.py). A program takes SPLIT keys, or all if SPLIT is 0.
     """
 
     HEAD_DIM: Any

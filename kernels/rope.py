@@ -102,7 +102,7 @@ def rotate_tile(
 
     Rows are queries or keys of `place`. Positions are given; otherwise keys count from 0, and the last query has the
     position of the last key. A position outside the tables makes its row NaN, because no table entry would be right.
-    With HEADS each row is repeated HEADS times, one copy after the other (kernels/grouped.py).
+    With HEADS each row is repeated HEADS times, one copy after the other (kernels/grouped_heads.py).
     """
     if OF_QUERIES:
         first = place.first_q

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import quotient
+from fusedattn.kernels.accurate_math import quotient
 from fusedattn.kernels.masking import clamped
 from fusedattn.kernels.pairs import Pairs, pair_pointers, pairs
 from fusedattn.kernels.primitives import Strided, widen

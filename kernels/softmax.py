@@ -4,14 +4,14 @@ EXACT says how weights are computed:
 
     0    by one FMA and one ``ex2`` each: 16-bit inputs with bounded scores
     1    from differences of scores: 16-bit inputs with unbounded scores, float64, float32 with TF32 products
-    2    likewise, by :mod:`fusedattn.kernels.accurate`: float32 with IEEE products
+    2    likewise, by :mod:`fusedattn.kernels.accurate_math`: float32 with IEEE products
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import exp2_of_product
+from fusedattn.kernels.accurate_math import exp2_of_product
 
 
 def exactness(dtype: torch.dtype, precision: str, unbounded: bool) -> int:

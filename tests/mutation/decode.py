@@ -2,7 +2,7 @@
 
 from tests.mutation.fault import Fault
 
-FWD, MASKING, GROUPED = "kernels/attention_fwd.py", "kernels/masking.py", "kernels/grouped.py"
+FWD, MASKING, GROUPED = "kernels/attention_fwd.py", "kernels/masking.py", "kernels/grouped_heads.py"
 COMBINE, EPILOGUE, TILING = "kernels/combine.py", "kernels/epilogue.py", "kernels/grid.py"
 ROPE, ARGUMENTS = "kernels/rope.py", "kernels/mask_arguments.py"
 PROBLEM, LAUNCHING = "kernels/problem.py", "fusedattn/backends/triton/launching.py"

@@ -29,8 +29,8 @@ from tests.mutation.suites import (
 
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
-DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped.py", "kernels/epilogue.py"
-SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate.py"
+DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped_heads.py", "kernels/epilogue.py"
+SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate_math.py"
 PARAMETERS, RESIDUAL = "kernels/parameters.py", "kernels/rounding_residual.py"
 
 # fmt: off

@@ -4,7 +4,7 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import EXACT, LARGE, PACKED, PACKED_BLOCKS
 
 SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/scores.py"
-GROUPED = "kernels/grouped.py"
+GROUPED = "kernels/grouped_heads.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
 GRADIENT = "kernels/score_gradient.py"

@@ -36,7 +36,7 @@ PACKED = "tests/public/test_varlen.py"
 PACKED_BLOCKS = "tests/kernels/test_blocks.py -k packed"
 SECOND_ORDER = "tests/public/test_second_order.py"
 
-ACCURATE_TESTS = "tests/kernels/test_accurate.py"
+ACCURATE_TESTS = "tests/kernels/test_accurate_math.py"
 NOISE = "tests/kernels/test_hardware_noise.py -k 'test_budget and float32'"
 COMMON_STRONG = "tests/kernels/test_hardware_noise.py -k common"
 FINITE = "tests/public/test_fuzz.py -k 'contract and (lowest or highest)'"

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate import divide, fma, quotient
+from fusedattn.kernels.accurate_math import divide, fma, quotient
 from fusedattn.kernels.scores import tanh
 from fusedattn.kernels.softmax import exp_scaled
 from tests.conftest import DEVICE, INTERPRETING
