@@ -130,7 +130,7 @@ def assert_forward_accurate(inputs: testing.Inputs, what: object = "") -> None:
     assert_results_accurate(eager | forward(inputs), inputs, testing.golden(inputs), eager, what)
 
 
-@quick.every(3)
+@quick.every(3, feature="block-sparse")
 @pytest.mark.parametrize("feature", FEATURES)
 def test_accuracy(feature):
     """Each feature with a different shape and dtype."""

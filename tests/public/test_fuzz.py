@@ -46,7 +46,7 @@ def _residual_is_lost(problem):
     return contract.residual_is_lost(inputs, testing.golden(inputs))
 
 
-@quick.every(3, problem=lambda problem: problem is PROBLEMS["scores of -inf, and a value of NaN"])
+@quick.every(2, problem=lambda problem: problem is PROBLEMS["rows of the lowest bias, which gets no gradient"])
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_the_contract_holds(problem):
     check(problem)

@@ -191,7 +191,7 @@ def test_args(mod, name):
     assert all(bool((g != 0).any()) for g in got)
 
 
-@pytest.mark.thorough
+@quick.only(mod="gates")
 @mods
 def test_args_in_other_dtypes(mod):
     """A gradient has the dtype of its tensor; it is rounded once."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, attention, biases, masks, testing
+from fusedattn import Rope, attention, biases, masks, reference, testing
 from fusedattn.backends.torch import sdpa
 from fusedattn.masks import Mask
 from fusedattn.testing import Case
@@ -97,7 +97,7 @@ POISONED: dict[str, dict[str, Any]] = {
 }
 
 
-@quick.every(5, backend="torch")
+@quick.every(3, backend="torch")
 @backends
 @pytest.mark.parametrize(
     ("kind", "tensor", "value", "dtype"),
@@ -203,6 +203,39 @@ def test_a_row_whose_scores_are_all_minus_infinity(backend):
     assert lse[0, 0, others].isfinite().all()
 
 
+@dtypes
+def test_the_lse_of_a_row_of_minus_infinity_may_have_a_gradient_of_nan(dtype):
+    """Formulas of several lse give one easily. It reaches no key."""
+    q, k, v = (torch.randn(1, 2, n, 16, dtype=dtype, device=DEVICE, requires_grad=True) for n in (20, 40, 40))
+    bias = torch.zeros(20, 40, device=DEVICE)
+    bias[3::5] = -math.inf
+    dout, dlse = torch.randn_like(q), torch.zeros(1, 2, 20, device=DEVICE)
+    found = []
+    for value in (0.0, math.nan):
+        results = attention(q, k, v, bias=bias, return_lse=True, backend="triton")
+        found.append(torch.autograd.grad(results, (q, k, v), (dout, dlse.index_fill(2, torch.arange(3, 20, 5), value))))
+    for finite, poisoned in zip(*found, strict=True):
+        assert torch.equal(finite, poisoned)
+
+
+def test_queries_of_a_document_without_keys_see_nothing():
+    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE) for _ in range(3))
+    ids_q = torch.arange(40, dtype=torch.int32, device=DEVICE)[None] // 4
+    mask = masks.documents(ids_q, torch.where(ids_q == 3, 4, ids_q))
+    out = attention(q, k, v, mask=mask, backend="triton")
+    torch.testing.assert_close(out, reference.attention(q, k, v, mask=mask)[0])
+    assert (out[:, :, 12:16] == 0).all()
+
+
+@backends
+def test_without_keys_the_lse_is_the_sink(backend):
+    q, k = torch.randn(2, 2, 20, 16, device=DEVICE), torch.randn(2, 2, 0, 16, device=DEVICE)
+    sinks, dlse = torch.randn(2, device=DEVICE, requires_grad=True), torch.randn(2, 2, 20, device=DEVICE)
+    _, lse = attention(q, k, k, sinks=sinks, return_lse=True, backend=backend)
+    assert torch.equal(lse, sinks[:, None].expand(2, 2, 20))
+    torch.testing.assert_close(torch.autograd.grad(lse, sinks, dlse)[0], dlse.sum((0, 2)))
+
+
 @backends
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_bias_that_is_no_number(backend, value):
@@ -237,7 +270,7 @@ def with_empty_rows(kind: str) -> testing.Inputs:
 EMPTY_ROWS = ("causal, more queries", "left padding, causal", "empty batch", "empty batch, RoPE", "boolean")
 
 
-@quick.every(5, backend="torch")
+@quick.every(3, backend="torch")
 @backends
 @dtypes
 @pytest.mark.parametrize("kind", EMPTY_ROWS)

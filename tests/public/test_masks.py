@@ -351,3 +351,8 @@ def test_there_is_no_union_and_no_complement(union):
         union(one, other)
     with pytest.raises(NotImplementedError, match=r"got '~', allowed are '&' and masks.boolean\(~mask.dense"):
         one.__invert__()
+
+
+def test_numbers_of_functions_keep_every_digit():
+    numbers = (0.1234567890123, 2**40 + 1, -1e-300)
+    assert functions.read(functions.written(numbers), iter(())) == numbers

@@ -343,6 +343,17 @@ def test_a_score_mod_is_written_out_by_eager_alone():
         reference.attention(q, k, v, score_mod=ScoreMod(squashed, squashed_derivative))
 
 
+def test_a_part_of_the_batches_keeps_their_numbers():
+    def eager(scores, batch, head, q_index, k_index, args):
+        return scores * (1 + batch)
+
+    q, k, v = (torch.randn(2, 2, 3, 8) for _ in range(3))
+    score_mod = ScoreMod(SCORE_MOD.function, SCORE_MOD.derivative, eager=eager)
+    whole = reference.attention(q, k, v, score_mod=score_mod)[0]
+    part = reference.attention(q[1:], k[1:], v[1:], score_mod=score_mod, first_batch=1)[0]
+    torch.testing.assert_close(part, whole[1:])
+
+
 def test_a_score_mod_is_a_value():
     assert SCORE_MOD.function_key != SCORE_MOD.derivative_key
     assert SCORE_MOD.function_key == ScoreMod(squashed, squashed).derivative_key

@@ -154,3 +154,9 @@ def test_gradients_of_nothing_have_the_strides_of_their_tensors(nheads_q, seqlen
         assert not grad.any()
         if x.numel() > 0:
             assert grad.stride() == x.stride()
+
+
+def test_out_has_the_memory_order_of_q_and_the_width_of_v():
+    q, k = (torch.randn(1, n, 2, 24, device=DEVICE).transpose(1, 2) for n in (20, 30))
+    out = attention(q, k, torch.randn(1, 2, 30, 40, device=DEVICE), backend="triton")
+    assert (out.shape, out.stride()) == ((1, 2, 20, 40), (1600, 40, 80, 1))

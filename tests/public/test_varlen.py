@@ -127,7 +127,7 @@ def test_meaning(name):
     torch.testing.assert_close(actual, expected)
 
 
-@quick.every(10)
+@quick.every(6)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_budget(name, dtype):

@@ -17,7 +17,6 @@ from fusedattn.backends.torch import mask_plan
 from fusedattn.backends.torch.boxes import cut, paste
 from fusedattn.masks import Band, Mask
 from tests.conftest import TORCH_LIMIT, assert_ratios, torch_attention_beside_lse
-from tests.helpers import quick
 
 pytestmark = pytest.mark.usefixtures("poison", "_seed")
 
@@ -87,7 +86,6 @@ def problem(n: int, m: int, head_dim_v: int = 4, dtype: torch.dtype = torch.floa
     return tuple(x.requires_grad_() for x in (q, k, v))
 
 
-@quick.every(2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("structure", structures(2, 2))

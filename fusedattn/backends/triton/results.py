@@ -23,9 +23,8 @@ def new_like(x: Tensor, n: int | None = None) -> Tensor:
         return torch.empty_like(x)
     unfit = x.stride(2) > MAX_ROW_STRIDE or rows_overlap(x)
     if n is not None and n != x.shape[3]:
-        shape = (*x.shape[:3], n)
         order = [0, 1, 2] if unfit else sorted(range(3), key=lambda d: -x.stride()[d])
-        empty = torch.empty([shape[d] for d in order] + [n], dtype=x.dtype, device=x.device)
+        empty = torch.empty([x.shape[d] for d in order] + [n], dtype=x.dtype, device=x.device)
         return empty.permute(*(order.index(d) for d in range(3)), 3)
     layout = torch.contiguous_format if unfit else torch.preserve_format
     return torch.empty_like(x, memory_format=layout)
