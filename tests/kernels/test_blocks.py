@@ -16,7 +16,7 @@ from fusedattn import masks, reference_varlen
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.kernels.configs import TileConfig
-from fusedattn.kernels.mask_arguments import key_range
+from fusedattn.kernels.mask_arguments import BandBounds, key_range
 from fusedattn.kernels.masking import (
     any_keys,
     boundary_queries,
@@ -508,3 +508,9 @@ def test_key_range(seqlen_k):
             continue
         assert (start, stop) == (int(seen[0]), int(seen[-1]) + 1)
         assert contiguous == (len(seen) == stop - start)
+
+
+def test_bounds_of_any_size_fit_into_int32():
+    bounds = BandBounds(lower_start=-(2**40), upper_start=2**40, lower_end=None, upper_end=3).in_order
+    assert all(-(2**31) <= bound < 2**31 for bound in bounds)
+    assert bounds[3] == 3

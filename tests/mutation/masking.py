@@ -94,7 +94,7 @@ BAND = (
     Fault(MASKING, "tl.minimum(last, bounds.key_stop - 1) - bounds.lower + 1)", "last - bounds.lower + 1)", "query_blocks: visits queries behind a window in vain", BLOCKS),
     Fault(MASKING, "full_stop = tl.minimum(full_stop, start_n - bounds.lower + 1)", "full_stop = tl.minimum(full_stop, start_n - bounds.lower + 2)", "query_blocks: a full block reaches over the left of a window", BLOCKS),
     Fault(MASKING, "tl.cdiv(tl.maximum(stop - tl.maximum(full_stop, start), 0), BLOCK_M)", "tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_M)", "query_blocks: boundary blocks before the first query", BLOCKS),
-    Fault(ARGUMENTS, "(-far if name.startswith(\"lower\") else far) if bound is None else max(-far, min(far, bound))", "(-far if name.startswith(\"lower\") else far) if bound is None else bound", "window: one that is longer than int32", WINDOW),
+    Fault(ARGUMENTS, "(-far if name.startswith(\"lower\") else far) if bound is None else max(-far, min(far, bound))", "(-far if name.startswith(\"lower\") else far) if bound is None else bound", "window: one that is longer than int32", "tests/kernels/test_blocks.py -k fit_into_int32"),
     Fault(ARGUMENTS, "return self.lower_start is not None or self.lower_end is not None", "return self.lower_start is not None", "window: its left side seen at the first key only", WINDOW),
     Fault(ARGUMENTS, "return self.upper_start is not None or self.upper_end is not None", "return self.upper_end is not None", "causal: top-left never seen", CAUSAL),
 )

@@ -54,7 +54,7 @@ OFFSETS = (
     Fault(GRADIENT, "v = head_of(inputs.v, place.batch, head_kv, place.first_k)", "v = head_of(inputs.v, place.batch, head_kv, 0)", "dbias: values of the first sequence for all", PACKED),
     Fault(GRADIENT, "q = head_of(inputs.q, place.batch, place.head, place.first_q)", "q = head_of(inputs.q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
     Fault(DBIAS, "place_of(call.sequences, own_sequence + i // heads_each, head,", "place_of(call.sequences, own_sequence, head,", "dbias: sums the first sequence over and over", PACKED),
-    Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", PACKED),
+    Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", "tests/public/test_biases.py -k broadcast_bias"),
     Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)", "size = (q.shape[0], shape.nheads_q, n_rows, n_columns)", "drelative: room for the first sequence only", PACKED),
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
     Fault(ROPE, "load_tile(head_of(x, place.batch, head, first),", "load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),

@@ -15,12 +15,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fusedattn import Rope, attention, attention_varlen, attention_weights, biases, fuse, masks
+from fusedattn import Rope, attention, attention_varlen, attention_weights, biases, fuse, masks, testing
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.backends.triton.ops import N_DIFFERENTIABLE, attention_bwd, attention_fwd
 from fusedattn.masks import Mask
 from fusedattn.options import Options
-from fusedattn.testing import triton_functions
+from fusedattn.testing import Case, triton_functions
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, DEVICE
 from tests.helpers import quick
@@ -470,3 +470,14 @@ def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):
     compiled = torch.compile(function, fullgraph=True)
     for a, e in zip(results(compiled, 5, 7), results(function, 5, 7), strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_compile_keeps_the_arguments_of_two_functions_apart():
+    inputs = testing.make_inputs(Case(seqlen_q=5, seqlen_k=7, mask_function=True, score_mod=True), DEVICE)
+    given = inputs.options
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, backend="triton", **given)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs.q, inputs.k, inputs.v), call(inputs.q, inputs.k, inputs.v))

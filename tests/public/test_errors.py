@@ -204,7 +204,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     ),
     "sinks a float": ({"sinks": 0.5}, TypeError, ("sinks", "float", "floating-point tensor")),
     "sinks of integers": ({"sinks": numbers(4)}, TypeError, ("sinks", "torch.int64", "floating-point")),
-    "shape of sinks": ({"sinks": tensor(2)}, ValueError, ("sinks", "(2,)", "nheads_q", "(4,)")),
+    "shape of sinks": ({"sinks": tensor(8)}, ValueError, ("sinks", "(8,)", "nheads_q", "(4,)")),
     "device of sinks": ({"sinks": tensor(4, device="meta")}, ValueError, ("sinks", "meta", DEVICE)),
     "dropout_seed an int": ({"dropout_seed": 1}, TypeError, ("dropout_seed", "int", "torch.int64")),
     "dropout_seed of floats": ({"dropout_seed": tensor(1)}, TypeError, ("dropout_seed", "float32", "torch.int64")),

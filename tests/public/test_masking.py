@@ -218,6 +218,18 @@ def test_the_lse_of_a_row_of_minus_infinity_may_have_a_gradient_of_nan(dtype):
         assert torch.equal(finite, poisoned)
 
 
+def test_a_hidden_nan_changes_no_weight_that_dropout_keeps():
+    """The forward computes the tile a second time, and must drop the same weights."""
+    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE) for _ in range(3))
+    seed = torch.tensor([3], device=DEVICE)
+    poisoned = v.index_fill(2, torch.tensor([39], device=DEVICE), math.nan)
+    outs = [
+        attention(q, k, x, mask=masks.causal(), dropout_p=0.4, dropout_seed=seed, backend="triton")[:, :, :39]
+        for x in (v, poisoned)
+    ]
+    torch.testing.assert_close(*outs)
+
+
 def test_queries_of_a_document_without_keys_see_nothing():
     q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE) for _ in range(3))
     ids_q = torch.arange(40, dtype=torch.int32, device=DEVICE)[None] // 4

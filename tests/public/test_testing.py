@@ -348,6 +348,8 @@ def test_inputs_are_the_same_each_time_and_in_each_dtype() -> None:
             torch.testing.assert_close(x.to(others[name].dtype), others[name], atol=1e-6, rtol=1e-6)
         assert torch.equal(first.visible(), second.visible())
         assert {x.dtype for x in first.to(torch.float64).leaves.values()} == {torch.float64}
+        wide = {first.to(torch.bfloat16).leaves[name].dtype for name in first.leaves.keys() & {"slopes", "learned"}}
+        assert wide <= {torch.float32}
     other = testing.make_inputs(replace(CASES[-1], seed=CASES[-1].seed + 1)).tensors()
     assert not any(torch.equal(x, other[name]) for name, x in first.tensors().items())
 
