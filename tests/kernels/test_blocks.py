@@ -468,6 +468,11 @@ WORK = {
     "causal, half padded to the left": (masks.causal() & masks.padding(AT >= 256), HALF_TRIANGLE, N_BLOCKS),
     "window": (masks.window(63, 0), 5 * N_BLOCKS, 2 * N_BLOCKS),
     "documents": (masks.documents(AT // 128), N_BLOCKS**2 // 4, 0),
+    "a document without keys": (
+        masks.documents(torch.where(AT % 16 < 8, 0, 1 + AT // 16), 1 + AT // 16),
+        N_BLOCKS,
+        N_BLOCKS,
+    ),
     "documents, causal": (masks.documents(AT // 128) & masks.causal(), 4 * 8 * 9 // 2, N_BLOCKS),
     "interleaved documents": (masks.documents((AT // 128).fmod(2)), N_BLOCKS**2, N_BLOCKS**2),
     "prefix": (masks.prefix_lm(AT[0, 256:257]), N_BLOCKS**2 // 2 + 16 * 17 // 2, N_BLOCKS),

@@ -120,7 +120,7 @@ DOCUMENT = (
     Fault(MASKING, "mask.documents.k_ptr + place.key_base + keys, mask=key_visible, other=-2", "mask.documents.k_ptr + place.key_base + keys", "documents: read beyond the keys", MEMORY),
     Fault(ARGUMENTS, "torch.searchsorted(sorted_k, ids_k.contiguous())", "torch.searchsorted(ids_q.sort(dim=-1).values, ids_k.contiguous())", "documents: queries and keys numbered apart", DOCUMENTS),
     Fault(ARGUMENTS, "torch.where(found, left, -1)", "left", "documents: one without keys has the number of the next", "tests/public/test_masking.py -k document_without_keys"),
-    Fault(ARGUMENTS, "torch.where(found, first, FAR.value)", "first", "key_blocks: visits for a document without keys in vain", BLOCKS),
+    Fault(ARGUMENTS, "torch.where(found, first, FAR.value)", "first", "key_blocks: visits for a document without keys in vain", "tests/kernels/test_blocks.py -k proportional"),
     Fault(ARGUMENTS, "stop = torch.where(found, last + 1, 0)", "stop = torch.where(found, last, 0)", "documents: the last key left out", BLOCKS),
     Fault(ARGUMENTS, "torch.where(last - first == right - left - 1, stop, 0)", "stop", "documents: full although others lie between", BLOCKS),
     Fault(ARGUMENTS, "first = index.gather(-1, left", "first = index.gather(-1, (right - 1)", "documents: they begin with their last key", BLOCKS),
