@@ -249,7 +249,7 @@ def overlapping(x: Tensor) -> Tensor:
         lambda q, k, v: (torch.nn.Parameter(q), k, v),
     ],
 )
-def test_calls_that_are_not_plain(change):
+def test_a_call_that_needs_checks_is_no_plain_call(change):
     expect_no_plain_answer(*change(*qkv(2, 4, 8, 8)))
 
 
