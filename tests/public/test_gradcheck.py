@@ -151,7 +151,7 @@ def test_gradcheck_of_a_feature(name):
     gradcheck(replace(TINY, **{**FEATURES, **VARIANTS}[name]))
 
 
-@quick.every(30)
+@quick.every(15)
 @pytest.mark.parametrize("name", pairs())
 def test_gradcheck_of_a_pair(name):
     gradcheck(with_something_visible(pairs()[name]), joined=True)

@@ -259,7 +259,6 @@ def test_a_shared_table_takes_no_room_for_queries(monkeypatch):
     assert 0 < max(sizes) <= HEADS * 19 * exact_sum.WORDS.value
 
 
-@pytest.mark.thorough
 @in_float64
 def test_second_order():
     score_mod, leaves = learning(temperature(torch.float64))
