@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNEL: Any = SimpleNamespace(run=None, function=None, packed_metadata=None)  # never launched
 
 
-@pytest.mark.thorough
 def test_repeated_launches(tmp_path: Path) -> None:
     """In its own process, because kernels must not be interpreted; most calls are replayed."""
     result = compiling("-W", "ignore", "-m", "tests.helpers.launched", cache=tmp_path)
