@@ -160,7 +160,6 @@ def test_tensors_that_descriptors_address():
     assert tiles_of(x, 32, "pointers") is None
 
 
-@pytest.mark.thorough
 @interpreted
 def test_tensors_that_cannot_be_described_are_loaded_by_pointers():
     inputs = inputs_of(Case("", nheads_q=2, nheads_kv=2, seqlen_q=70, seqlen_k=100, head_dim=16, head_dim_v=24))

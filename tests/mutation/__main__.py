@@ -9,7 +9,8 @@ end the tests that failed must pass without a fault, else their failures would m
 docs/results/mutants.json; exit status 1 where a fault survived.
 
 ``--make-test`` asks how many faults the quick tests notice, which are those of ``make test``. A fault counts as killed
-without a run if the test that killed it last is a quick one. Writes docs/results/mutants_make_test.json.
+without a run if the test that killed it last, in either file of results, is a quick one. Writes
+docs/results/mutants_make_test.json.
 
 General-purpose tools (mutmut, cosmic-ray) were not used: what they put in a function's place, Triton cannot compile, and
 most of what they change in a kernel changes its speed only.
@@ -201,7 +202,8 @@ def judge_by_make_test(faults: Sequence[Fault], jobs: int, *, named: bool, sampl
         sample: how many of the faults without a record are judged, drawn by chance; None: all.
     """
     faults = [f for f in faults if not f.tests.startswith("tests/integrations") and f.equivalent is None]
-    recorded = {v["what"]: v["killed_by"] for v in json.loads(RESULTS.read_text())["verdicts"]}
+    results = [json.loads(path.read_text()) for path in (RESULTS, RESULTS_OF_MAKE_TEST) if path.exists()]
+    recorded = {v["what"]: v["killed_by"] for result in results for v in result["verdicts"]}
     others = [f for f in faults if f.what not in recorded]
     if sample is not None:
         others = random.Random(0).sample(others, min(sample, len(others)))
