@@ -78,7 +78,7 @@ class Rope:
         for name in ("cos", "sin"):
             if getattr(self, name).requires_grad:
                 raise NotImplementedError(
-                    f"rope.{name}: got requires_grad=True, allowed is False: tables get no gradient"
+                    f"rope.{name}: got requires_grad=True, allowed is False: tables get no gradient; detach it"
                 )
 
     @classmethod

@@ -57,9 +57,9 @@ def program_tile(n_tiles, nheads, heads_in_l2, REVERSED: tl.constexpr):
 def numbered_tile(tile_id, n_tile_ids, n_tiles, nheads, heads_in_l2, REVERSED: tl.constexpr):
     """(tile, head, batch) of number `tile_id` of `n_tile_ids`, which programs take in this order.
 
-    `heads_in_l2` heads, whose keys and values fit into the L2 cache, run side by side, each with its longest tile
-    first, so that the last programs are short. Under a causal mask the last queries have the most work: REVERSED starts
-    with them.
+    `heads_in_l2` heads, whose programs share rows that fit into the L2 cache, run side by side, each with its longest
+    tile first, so that the last programs are short. Under a causal mask the last queries have the most work: REVERSED
+    starts with them.
     """
     n_heads = n_tile_ids // n_tiles  # of all batches
     first = tile_id // (n_tiles * heads_in_l2) * heads_in_l2
