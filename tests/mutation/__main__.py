@@ -193,6 +193,16 @@ def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
+def last_verdicts() -> list[Verdict]:
+    """The last verdict on each fault of the lists, from both files of results; a kill counts for more than none."""
+    faults, found = {fault.what for fault in FAULTS}, {}
+    for path in (RESULTS, RESULTS_OF_MAKE_TEST):
+        for v in json.loads(path.read_text())["verdicts"] if path.exists() else ():
+            if v["what"] in faults and (v["killed_by"] or v["what"] not in found):
+                found[v["what"]] = Verdict(v["what"], v["path"], v["killed_by"], v["seconds"])
+    return list(found.values())
+
+
 def judge_by_make_test(faults: Sequence[Fault], jobs: int, *, named: bool, sample: int | None) -> dict[str, Any]:
     """How many faults the quick tests kill, of those that the last results record and of others.
 
@@ -202,8 +212,7 @@ def judge_by_make_test(faults: Sequence[Fault], jobs: int, *, named: bool, sampl
         sample: how many of the faults without a record are judged, drawn by chance; None: all.
     """
     faults = [f for f in faults if not f.tests.startswith("tests/integrations") and f.equivalent is None]
-    results = [json.loads(path.read_text()) for path in (RESULTS, RESULTS_OF_MAKE_TEST) if path.exists()]
-    recorded = {v["what"]: v["killed_by"] for result in results for v in result["verdicts"]}
+    recorded = {v.what: v.killed_by for v in last_verdicts()}
     others = [f for f in faults if f.what not in recorded]
     if sample is not None:
         others = random.Random(0).sample(others, min(sample, len(others)))
@@ -240,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="faults with this in their name or path")
     parser.add_argument(
-        "--survivors", action="store_true", help="judge those again that the last results call survivors"
+        "--survivors", action="store_true", help="judge those that no file of results calls killed, and keep the others"
     )
     parser.add_argument("--named", action="store_true", help="only by the tests that are named for each fault")
     parser.add_argument("--make-test", action="store_true", help="only by the tests that make test runs")
@@ -251,11 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
     faults = [f for f in FAULTS if options.only in f.what or options.only in f.path]
     known: list[Verdict] = []
     if options.survivors:
-        last = json.loads(RESULTS.read_text())
-        judged = {v["what"] for v in last["verdicts"]} - set(last["survived"])
-        again = {f.what for f in FAULTS} - judged
-        known = [Verdict(**v) for v in last["verdicts"] if v["what"] in judged & {f.what for f in FAULTS}]
-        faults = [f for f in faults if f.what in again]
+        equivalent = {f.what for f in FAULTS if f.equivalent}
+        known = [v for v in last_verdicts() if v.killed_by or v.what in equivalent]
+        faults = [f for f in faults if f.what not in {v.what for v in known}]
     if options.list:
         print("\n".join(f"{f.path:28} {f.what}" for f in faults))
         return 0

@@ -52,7 +52,7 @@ FORWARD = (
     Fault(FWD, "_full_products(walk, walk.first_full, rotation_k,", "_full_products(walk, walk.stop_full - tile.BLOCK_N, rotation_k,", "forward: the last full keys first"),
     Fault(FWD, "    scores = _full_scores(products, walk, block, call, numbers.scale, tile)\n    p, alpha,", "    scores = _full_scores(\n        products, walk, Block(walk.start_m, 0, walk.queries, walk.offs_n[None, :]), call, numbers.scale, tile\n    )\n    p, alpha,", "forward: the first full scores changed as if they were of the first keys", budget("bias", "everything"), nth=0),
     Fault(FWD, "key_visible, _rotated_keys(k_tile, rotation_k, walk.place, start_n,", "key_visible, _rotated_keys(k_tile, rotation_k, walk.place, 0,", "forward: keys of boundary blocks rotated as if they were the first", STYLES),
-    Fault(FWD, "problem.rotation_k if problem.rotates_in_place else None", "problem.rotation_k", "forward: keys rotated twice", ROTARY),
+    Fault(FWD, "problem.rotation_k if problem.rotates_in_place else None", "problem.rotation_k", "forward: keys rotated twice", "tests/kernels/test_styles.py -k rotated_in_place"),
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
     Fault(PRIMITIVES, "side_by_side = tl.minimum(heads_in_l2, n_heads - first)", "side_by_side = heads_in_l2", "tiles of heads beyond the last", ORDER),

@@ -114,10 +114,10 @@ OPERATION = (
     Fault(PREPARE, "        options.rope.check_positions()\n", "        pass\n", "positions outside the tables are not refused", "tests/public/test_rope.py"),
     Fault(PREPARE, "return x.to(torch.get_autocast_dtype(device))", "return x", "autocast ignored", "tests/public/test_attention.py -k autocast"),
     Fault(PREPARE, "if options.dropout_p and options.dropout_seed is None:", "if options.dropout_seed is None and options.dropout_p > 0.99:", "dropout: no seed drawn", "tests/public/test_compile.py -k checkpointing"),
-    Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/bench/test_codegen.py"),
-    Fault(CONFIGS, "self.pairwise.smaller())", "self.pairwise)", "configs of changed scores as large as those of a mask", "tests/bench/test_codegen.py"),
+    Fault(CONFIGS, "return getattr(entry, work)", "return entry.streamed", "configs of the boolean mask never used", "tests/kernels/test_configs.py"),
+    Fault(CONFIGS, "self.pairwise.smaller())", "self.pairwise)", "configs of changed scores as large as those of a mask", "tests/kernels/test_configs.py"),
     Fault(CONFIGS, 'return not (arch == "sm_86" and dtype.itemsize == 4 and head_dim > 256)', "return True", "a backward that does not fit into shared memory is not refused", "tests/kernels/test_devices.py"),
-    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/bench/test_codegen.py"),
+    Fault(CONFIGS, "if head_dim <= largest:", "if head_dim < largest:", "config of the next head_dim", "tests/kernels/test_configs.py"),
     Fault(DEVICES, "capability in ((8, 0), (8, 7))", "capability >= (8, 0)", "consumer GPUs with the shared memory of others", "tests/kernels/test_devices.py"),
     Fault(DEVICES, "if properties.major in (10, 11):", "if properties.major >= 10:", "consumer Blackwell with the tiles of data centers", "tests/kernels/test_devices.py"),
 )

@@ -73,7 +73,7 @@ BIASES = (
     Fault(DBIAS, "sequences_each = n_sequences if OVER_SEQUENCES else 1", "sequences_each = 1", "dbias: of the first batch only", BIAS),
     Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/public/test_attention.py -k bias"),
     Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", "tests/public/test_biases.py -k broadcast_bias"),
-    Fault(DBIAS, "i % tiles_m_each * n_own_m", "i % tiles_m_each", "dbias: parts that overlap", "tests/public/test_attention.py -k bias"),
+    Fault(DBIAS, "i % tiles_m_each * n_own_m", "i % tiles_m_each", "dbias: parts that overlap", "tests/public/test_biases.py -k broadcast_bias"),
     Fault(DBIAS, "        i = i // tiles_n_each\n        start_m = (own_m + i % tiles_m_each", "        start_m = (own_m + i // tiles_n_each % tiles_m_each", "dbias: heads counted with the keys", "tests/public/test_biases.py -k broadcast_bias"),
     Fault(DBIAS, "own_sequence + i // heads_each", "own_sequence + i", "dbias: batches counted with the heads", budget("number", "batch")),
     Fault(DBIAS, "            total += ds\n", "            total = ds\n", "dbias: the last of what is summed", BROADCAST),

@@ -282,12 +282,16 @@ def test_a_table_of_one_distance_has_the_gradient_of_a_number():
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
-@pytest.mark.parametrize("shape", [(20, 1), (1, 1), (2, 1, 20, 150)], ids=str)
-def test_the_gradient_of_a_broadcast_bias(shape):
-    """There are more tiles of keys than partial sums."""
-    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64) for n in (20, 150, 150))
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "shape"),
+    [(20, 150, (20, 1)), (20, 150, (1, 1)), (20, 150, (2, 1, 20, 150)), (270, 20, (1, 20)), (270, 20, (1, 1))],
+    ids=str,
+)
+def test_the_gradient_of_a_broadcast_bias(seqlen_q, seqlen_k, shape):
+    """There are more tiles of keys, or of queries, than partial sums."""
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64) for n in (seqlen_q, seqlen_k, seqlen_k))
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    dout, dlse = torch.randn_like(q), torch.randn(2, 2, 20, dtype=torch.float64)
+    dout, dlse = torch.randn_like(q), torch.randn(2, 2, seqlen_q, dtype=torch.float64)
     found, expected = (
         torch.autograd.grad(function(q, k, v, bias=bias)[:2], bias, (dout, dlse))
         for function in (partial(attention, return_lse=True, backend="triton"), reference.attention)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,11 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         }
     elif kind.startswith("half"):
         q, k, v = (x.half().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if kind == "half, with biases":
+        score_mod = triton_functions.score_function(HEADS, torch.Generator()).to(DEVICE)
+        given["score_mod"] = replace(score_mod, args=(score_mod.args[0].half(), *score_mod.args[1:]))
+        bias, relative = torch.randn(1, HEADS, SEQLEN_Q, 1), torch.randn(BATCH, 1, 1, 5)
+        others = [x.half().to(DEVICE) for x in (bias, relative)] + [None, None, given["score_mod"].learned]
     given["sinks"] = others[2]
     constants = constants_of(Options(**given), keep_residual=kind != "half, inference")
     return (q, k, v, *others, *constants.flat())
@@ -114,7 +120,7 @@ def test_opcheck_forward(kind, requires_grad):
     torch.library.opcheck(attention_fwd, (q, k, v, *arguments[3:]))
 
 
-@quick.only(kind=lambda kind: kind in ("overlapping", "no keys", "half"))
+@quick.only(kind=lambda kind: kind in ("overlapping", "no keys", "half", "half, with biases"))
 @pytest.mark.parametrize(
     ("kind", "dlse", "needs"),
     [
@@ -122,6 +128,7 @@ def test_opcheck_forward(kind, requires_grad):
         ("plain", False, (True, True)),
         ("plain", False, (True, False)),
         ("plain", False, (False, True)),
+        ("half, with biases", False, (True, False)),
         ("everything", False, (True, False)),
     ],
 )
@@ -474,7 +481,8 @@ def test_compile_by_inductor(kind, backend, tmp_path, monkeypatch):
 
 def test_compile_keeps_the_arguments_of_two_functions_apart():
     inputs = testing.make_inputs(Case(seqlen_q=5, seqlen_k=7, mask_function=True, score_mod=True), DEVICE)
-    given = inputs.options
+    # An argument that gets a gradient would be passed apart.
+    given = inputs.options | {"score_mod": replace(inputs.score_mod, arg_gradients=())}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, backend="triton", **given)

@@ -151,13 +151,13 @@ def test_gradcheck_of_a_feature(name):
     gradcheck(replace(TINY, **{**FEATURES, **VARIANTS}[name]))
 
 
-@quick.every(15)
+@quick.every(15, name="fewer features of values and bias")
 @pytest.mark.parametrize("name", pairs())
 def test_gradcheck_of_a_pair(name):
     gradcheck(with_something_visible(pairs()[name]), joined=True)
 
 
-@quick.only(case=TINY)
+@quick.every(3, case=TINY)
 @pytest.mark.parametrize("returned", ["out", "lse", "out and lse"])
 @pytest.mark.parametrize("case", [TINY, EVERYTHING], ids=["nothing", "everything"])
 def test_gradcheck_of_each_result(case, returned):

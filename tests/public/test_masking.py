@@ -269,6 +269,13 @@ def with_empty_rows(kind: str) -> testing.Inputs:
         inputs = testing.make_inputs(replace(SHAPE, causal="bottom_right"), DEVICE)
         valid = torch.arange(53, device=DEVICE) >= torch.tensor([[12], [40]], device=DEVICE)
         return replace(inputs, mask=inputs.mask & masks.padding(valid))
+    if kind == "window, padding with gaps":
+        inputs = testing.make_inputs(replace(SHAPE, window=(1, 0)), DEVICE)
+        return replace(inputs, mask=inputs.mask & masks.padding(torch.arange(53, device=DEVICE).expand(2, 53) % 5 < 2))
+    if kind == "documents without keys":
+        ids_q, ids_k = (torch.arange(n, device=DEVICE).expand(2, n) // 7 for n in (45, 53))
+        mask = masks.documents(ids_q, ids_k // 2 * 2)  # keys of every second document
+        return replace(testing.make_inputs(SHAPE, DEVICE), mask=mask)
     if kind == "empty batch":
         return testing.make_inputs(Case(**SHAPE_ONLY, padding="uneven", empty_batch=True), DEVICE)
     if kind == "empty batch, RoPE":
@@ -279,7 +286,10 @@ def with_empty_rows(kind: str) -> testing.Inputs:
     return inputs
 
 
-EMPTY_ROWS = ("causal, more queries", "left padding, causal", "empty batch", "empty batch, RoPE", "boolean")
+EMPTY_ROWS = (
+    "causal, more queries", "left padding, causal", "window, padding with gaps", "documents without keys",
+    "empty batch", "empty batch, RoPE", "boolean",
+)  # fmt: skip
 
 
 @quick.every(3, backend="torch")
@@ -351,7 +361,7 @@ def test_rows_that_see_nothing_under_any_kernel_of_torch(monkeypatch, kind, with
     torch.testing.assert_close(got, expected)
 
 
-@quick.every(4, backend="torch")
+@quick.only(kind=lambda kind: kind in EMPTY_ROWS[:4])
 @backends
 @pytest.mark.parametrize("kind", EMPTY_ROWS)
 def test_nan_in_a_row_that_sees_nothing(kind, backend):

@@ -1,0 +1,41 @@
+"""The table of configs: which entry a call gets."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from fusedattn.kernels import configs
+from fusedattn.kernels.configs import Entry, KernelConfigs, TileConfig
+
+
+def test_each_kind_of_work_gets_its_own_configs():
+    entry = configs.TABLE["sm_80"][2][64]
+    found = {work: configs.lookup("sm_80", 50, torch.float16, work) for work in get_args(configs.Work)}
+    assert found == {work: getattr(entry, work) for work in found}
+    assert len(set(found.values())) == len(found)
+
+
+def test_work_that_takes_more_registers_gets_smaller_tiles_by_default():
+    tile = TileConfig(128, 64, 8, 2)
+    entry = Entry(KernelConfigs(tile, tile, tile), KernelConfigs(tile, tile, tile))
+    works = (entry.pairwise, entry.scored, entry.combined)
+    assert [(x.fwd.BLOCK_M, x.fwd.BLOCK_N) for x in works] == [(128, 64), (64, 64), (64, 32)]
+    assert [(x.dkdv.BLOCK_M, x.dkdv.BLOCK_N) for x in works] == [(128, 64), (64, 64), (32, 64)]
+
+
+def test_no_tile_is_smaller_than_a_matrix_instruction():
+    assert TileConfig(16, 16, 4, 1).smaller() == TileConfig(16, 16, 4, 1)
+    assert TileConfig(64, 128, 4, 1).within(48, 96) == TileConfig(16, 32, 4, 1)
+
+
+@pytest.mark.parametrize("arch", configs.TABLE)
+def test_a_head_dim_gets_the_entry_for_the_next_larger_one(arch):
+    table = configs.TABLE[arch][2]
+    for smaller, larger in zip(table, list(table)[1:], strict=False):
+        assert configs.lookup(arch, smaller, torch.bfloat16) is table[smaller].streamed
+        assert configs.lookup(arch, smaller + 1, torch.bfloat16) is table[larger].streamed
+    with pytest.raises(NotImplementedError, match="head_dim: got 513"):
+        configs.lookup(arch, 513, torch.bfloat16)
