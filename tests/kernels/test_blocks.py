@@ -347,7 +347,7 @@ def tiles_for(mask: Mask, tiles: list[tuple[int, int]]) -> list[tuple[int, int]]
     return sorted({(tile.BLOCK_M, tile.BLOCK_N) for tile in within})
 
 
-@quick.every(2, name=lambda name: name.startswith(("window", "prefix")))
+@quick.every(2, name=lambda name: name.startswith(("window", "prefix", "documents")))
 @by_direction
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_of_other_masks(name, by_query):

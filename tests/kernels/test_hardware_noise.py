@@ -32,7 +32,7 @@ JUDGED += [
 ]
 
 
-@quick.every(3)
+@quick.every(3, name="causal, more queries than keys")
 @pytest.mark.parametrize(("name", "dtype"), JUDGED, ids=str)
 def test_budget(name, dtype):
     inputs = testing.make_inputs(replace(CASES[name], dtype=dtype))

@@ -209,7 +209,7 @@ ROTATION = (
     Fault(ROPE, "in_table = (positions >= 0) & (positions < n_positions)", "in_table = (positions >= 0) & (positions <= n_positions)", "rope: one position beyond the table", TABLES),
     Fault(ROPE, "tl.where(no_entry, float(\"nan\"), cos)", "cos", "rope: a position outside the table does not rotate", "tests/public/test_masking.py -k positions"),
     Fault(ROPE, "tl.where(no_entry & rotates[None, :], float(\"nan\"), cos)", "cos", "rope: a position outside the table does not rotate a part", "tests/public/test_masking.py -k positions"),
-    Fault(ROPE, "            sin = -sin\n", "            pass\n", "rope: gradients rotated forward", ROTARY),
+    Fault(ROPE, "            sin = -sin\n", "            pass\n", "rope: gradients rotated forward", ROTATED),
     Fault(ROPE, "tl.split(tl.reshape(x, (BLOCK, HALF, 2)))", "tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, HALF)), (0, 2, 1)))", "rope: interleaved pairs read as halves", ROTATED),
     Fault(ROPE, "entry = entry & rotates[None, :]", "entry = entry", "rope: entries for features that do not rotate", TABLES),
     Fault(ROPE, "table = tl.cast(place.batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF", "table = place.batch * rotation.stride_tb + positions.to(tl.int32)[:, None] * HALF", "rope: int32 offsets in the tables", LARGE),

@@ -8,6 +8,7 @@ from tests.mutation.suites import (
     DOCUMENTS,
     EMPTY,
     EXACT,
+    FUNCTION_INDICES,
     LARGE,
     MASK_FUNCTION,
     MEMORY,
@@ -17,7 +18,6 @@ from tests.mutation.suites import (
     STRIDES,
     WINDOW,
     budget,
-    pair,
 )
 
 MASKING, ARGUMENTS = "kernels/masking.py", "kernels/mask_arguments.py"
@@ -46,7 +46,7 @@ VISITED = (
     Fault(MASKING, "boundary_keys(i - blocks.n_full, blocks,", "boundary_keys(i, blocks,", "any_keys: boundary blocks counted from the full ones", EXACT),
     Fault(MASKING, "n = blocks.n_full + blocks.n_boundary\n", "n = blocks.n_boundary\n", "tile_visited: as if there were no full blocks", budget("bias")),
     Fault(MASKING, "(start_n + BLOCK_N > blocks.start)", "(start_n >= blocks.start)", "tile_visited: a tile that blocks begin in is left out", budget("bias")),
-    Fault(MASKING, "(start_n < blocks.start + n * BLOCK_N)", "(start_n + BLOCK_N <= blocks.start + n * BLOCK_N)", "tile_visited: a tile that blocks end in is left out", budget("bias")),
+    Fault(MASKING, "(start_n < blocks.start + n * BLOCK_N)", "(start_n + BLOCK_N <= blocks.start + n * BLOCK_N)", "tile_visited: a tile that blocks end in is left out", BLOCKS),
     Fault(MASKING, "(start_m < place.seqlen_q) & (n > 0) & inside", "(start_m < place.seqlen_q) & inside", "tile_visited: tiles of queries that visit nothing", BLOCKS),
     Fault(ARGUMENTS, "mask.allowed is not None or mask.layout is not None or", "mask.layout is not None or", "boolean: full blocks without a look at it", BOOLEAN),
     Fault(ARGUMENTS, "mask.layout is not None or function is not None", "mask.layout is not None", "mask function: full blocks without a call of it", MASK_FUNCTION),
@@ -124,7 +124,7 @@ DOCUMENT = (
     Fault(ARGUMENTS, "stop = torch.where(found, last + 1, 0)", "stop = torch.where(found, last, 0)", "documents: the last key left out", BLOCKS),
     Fault(ARGUMENTS, "torch.where(last - first == right - left - 1, stop, 0)", "stop", "documents: full although others lie between", BLOCKS),
     Fault(ARGUMENTS, "first = index.gather(-1, left", "first = index.gather(-1, (right - 1)", "documents: they begin with their last key", BLOCKS),
-    Fault(ARGUMENTS, "        query_ranges_stride=ids_k.numel(),\n", "        query_ranges_stride=ids_q.numel(),\n", "documents: ranges of keys as far apart as those of queries", DOCUMENTS),
+    Fault(ARGUMENTS, "        query_ranges_stride=ids_k.numel(),\n", "        query_ranges_stride=ids_q.numel(),\n", "documents: ranges of keys as far apart as those of queries", "tests/kernels/test_blocks.py -k 'other_masks and documents'"),
     Fault(MASKING, "tl.max(tl.where(exists, starts, 0), 0)", "tl.min(starts, 0)", "documents: full from the first of a tile's documents on", BLOCKS),
     Fault(MASKING, "tl.max(tl.where(exists, starts, 0), 0), tl.min(full_stops, 0)", "tl.max(tl.where(exists, starts, 0), 0), tl.max(stops, 0)", "documents: full to the last of a tile's documents", BLOCKS),
     Fault(MASKING, "tl.load(ptrs + stride, mask=exists, other=0)", "tl.load(ptrs, mask=exists, other=0)", "documents: they stop where they start", DOCUMENTS),
@@ -147,15 +147,15 @@ LAYOUTS = (
     Fault(MASKING, "tl.cast(i, tl.int64) * mask.layout.stride_h * mask.layout.n_k", "tl.cast(i, tl.int64) * mask.layout.stride_h", "query_blocks: the next head of a group is the next column", SPARSE),
     Fault(MASKING, "in_list = i < tl.load(mask.layout.query_counts_ptr + column) * parts", "in_list = i >= 0", "layout: hidden blocks follow where another head has more", SPARSE),
     Fault(MASKING, "n = tl.where(keys_hidden, 0, n *", "n = tl.where(keys_hidden, n, n *", "query_blocks: padding visits blocks of a layout in vain", BLOCKS),
-    Fault(MASKING, "start_n // mask.layout.block_k) != 0", "start_n // mask.layout.block_k) != 2", "tile_visited: hidden blocks of a layout too", pair("blocks", "bias")),
-    Fault(MASKING, "(start_n + BLOCK_N > bounds.key_start)\n", "(start_n >= bounds.key_start)\n", "tile_visited: the first tile of keys of a layout left out", budget("everything")),
+    Fault(MASKING, "start_n // mask.layout.block_k) != 0", "start_n // mask.layout.block_k) != 2", "tile_visited: hidden blocks of a layout too", BLOCKS),
+    Fault(MASKING, "(start_n + BLOCK_N > bounds.key_start)\n", "(start_n >= bounds.key_start)\n", "tile_visited: the first tile of keys of a layout left out", BLOCKS),
     Fault(ARGUMENTS, "_lists(blocks.mT)", "_lists(blocks)", "layout: blocks of queries by row", SPARSE),
     Fault(ARGUMENTS, "(~blocks).to(torch.uint8).argsort", "blocks.to(torch.uint8).argsort", "layout: hidden blocks first", SPARSE),
     Fault(ARGUMENTS, "first_k <= first_q + block_q - 1 + upper", "first_k <= first_q + upper", "layout: blocks on the diagonal hidden", "tests/public/test_attention.py -k layouts_are_broadcast"),
     Fault(ARGUMENTS, "first_k + block_k - 1 >= first_q + lower", "first_k >= first_q + lower", "layout: blocks on the left of a window hidden", BLOCKS),
     Fault(ARGUMENTS, "            blocks = blocks & _blocks_in_band(blocks, sizes.block_q, sizes.block_k, *band.at(shape))\n", "            pass\n", "layout: blocks above the diagonal visited in vain", BLOCKS),
-    Fault(ARGUMENTS, "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"] + at_end)", "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"])", "layout: the last query not aligned to the last key", SPARSE),
-    Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/public/test_properties.py -k accuracy"),
+    Fault(ARGUMENTS, "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"] + at_end)", "lower = max(sizes[\"lower_start\"], sizes[\"lower_end\"] + at_end)\n        return lower, min(sizes[\"upper_start\"], sizes[\"upper_end\"])", "layout: the last query not aligned to the last key", BLOCKS),
+    Fault(CONFIGS, "min(tile, block & -block)", "min(tile, block)", "layout: a tile that does not divide its block", "tests/kernels/test_configs.py"),
 )
 
 FUNCTIONS = (
@@ -163,9 +163,9 @@ FUNCTIONS = (
     Fault(MASKING, "place.sequence, place.head, clamped(rows, place.seqlen_q), clamped(keys, place.seqlen_k), mask", "place.sequence, place.head, clamped(keys, place.seqlen_k), clamped(rows, place.seqlen_q), mask", "mask function: queries and keys exchanged", MASK_FUNCTION),
     Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.head, place.sequence, clamped(rows", "mask function: batches and heads exchanged", MASK_FUNCTION),
     Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.sequence, 0, clamped(rows", "mask function: head 0 for all", MASK_FUNCTION),
-    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.minimum(offs, seqlen - 1)", "functions: a query before the first", MEMORY),
-    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.maximum(offs, 0)", "functions: a key beyond the last", MEMORY),
-    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.minimum(tl.maximum(offs, 0), seqlen)", "functions: one beyond the last", MEMORY),
+    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.minimum(offs, seqlen - 1)", "functions: a query before the first", FUNCTION_INDICES),
+    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.maximum(offs, 0)", "functions: a key beyond the last", FUNCTION_INDICES),
+    Fault(MASKING, "return tl.minimum(tl.maximum(offs, 0), seqlen - 1)", "return tl.minimum(tl.maximum(offs, 0), seqlen)", "functions: one beyond the last", FUNCTION_INDICES),
 )
 # fmt: on
 

@@ -68,4 +68,5 @@ DROPPED = budget("dropout")
 
 MODEL_MASKS = "tests/integrations/test_transformers_masks.py"
 WRITTEN_OUT = "tests/public/test_weights.py -k 'hidden or dropout or 16_bits or another or hide'"
+FUNCTION_INDICES = "tests/public/test_learned.py -k that_are_there"
 INFINITE = "tests/public/test_biases.py -k infinite"

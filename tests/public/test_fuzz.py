@@ -47,7 +47,12 @@ def _residual_is_lost(problem):
 
 
 ALSO_QUICK = [
-    PROBLEMS[name] for name in ("rows of the lowest bias, which gets no gradient", "the highest sink, 16 bits")
+    PROBLEMS[name]
+    for name in (
+        "rows of the lowest bias, which gets no gradient",
+        "the highest sink, 16 bits",
+        "sinks far above and far below the scores",
+    )
 ]
 
 

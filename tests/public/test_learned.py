@@ -176,7 +176,7 @@ def gradients(function: Callable[..., Tensor], x: list[Tensor], leaves: list[Ten
     return list(torch.autograd.grad(out, [*x, *leaves], dout))
 
 
-@quick.covering()
+@quick.every(2, start=1)
 @in_float64
 @options
 @mods
@@ -221,7 +221,7 @@ def test_slopes():
         torch.testing.assert_close(got, expected)
 
 
-@quick.every(10)
+@quick.every(5, start=1)
 @in_float64
 @pytest.mark.parametrize("reach", [0, 3, 60])
 @pytest.mark.parametrize(

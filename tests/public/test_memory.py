@@ -50,7 +50,10 @@ CASES = (
     Case("one less than a tile", batch=1, seqlen_q=31, seqlen_k=63, causal="bottom_right", head_dim=65,
          boolean="broadcast"),
 )  # fmt: skip
-ALSO_QUICK = ("few queries in splits", "few queries in one split", "score function")
+ALSO_QUICK = (
+    "few queries in splits", "few queries in one split", "score function", "documents in any order",
+    "relative per query, soft-cap",
+)  # fmt: skip
 
 # Changes to the case with every feature: the arguments that each packed sequence has for itself.
 PER_SEQUENCE = {"batch": 3, "nheads_q": 2, "nheads_kv": 1, "causal": "bottom_right", "padding": None,

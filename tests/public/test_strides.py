@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import attention, strides, testing
+from fusedattn import attention, masks, strides, testing
 from tests.conftest import (
     BACKENDS,
     DEVICE,
@@ -119,6 +119,16 @@ def test_strides_of_masks_tables_and_positions():
         dropout_seed=strided(inputs.dropout_seed),
     )
     assert_equal(testing.run(triton_attention, other), testing.run(triton_attention, inputs))
+
+
+def test_strides_of_lengths():
+    """Those of int32, the kernels' own dtype, are not copied by a cast."""
+    q, k = torch.randn(2, 1, 20, 16, device=DEVICE), torch.randn(2, 1, 40, 16, device=DEVICE)
+    lengths = torch.tensor([24, 0, 30, 0], dtype=torch.int32, device=DEVICE)[::2]
+    got, expected = (
+        {"out": triton_attention(q, k, k, mask=masks.prefix_lm(x))} for x in (lengths, lengths.contiguous())
+    )
+    assert_equal(got, expected)
 
 
 @quick.covering()

@@ -405,6 +405,13 @@ def test_the_sums_of_terms_bound_the_gradients() -> None:
             assert (truth[name].abs() <= x * (1 + 1e-9) + 1e-12).all(), (case.name, name)
 
 
+def test_the_terms_of_learned_arguments_do_not_cancel() -> None:
+    inputs = testing.make_inputs(Case(batch=1, seqlen_q=2, seqlen_k=3, score_mod=True)).to(torch.float64)
+    products = torch.tensor([-3.0, -1.0, 0.5, 0.0, 1.0, 2.5], dtype=torch.float64).view(1, 1, 2, 3).repeat(1, 4, 1, 1)
+    terms = testing.terms_of_added(inputs, torch.full_like(products, 2.0), products)["dlearned"]
+    torch.testing.assert_close(terms, (2.0 * products / (1.0 + products.abs())).abs().sum((0, 2, 3)))
+
+
 def test_triton_is_needed_for_functions_alone() -> None:
     code = (
         "import sys\n"
