@@ -375,6 +375,7 @@ PACKED_KINDS = {
     "causal": lambda g, n, m: masks.causal(),
     "window, top-left": lambda g, n, m: masks.window(20, 3, "top_left") & masks.causal(),
     "documents": lambda g, n, m: masks.full(),
+    "documents in order": lambda g, n, m: masks.full(),
     "documents, causal, padding": lambda g, n, m: masks.causal(),
     "prefix, padding": lambda g, n, m: masks.prefix_lm(torch.randint(-2, m + 2, (4,), generator=g)),
     "layout, window": lambda g, n, m: blocks_of(g, n, m, 16, 32, 4, NHEADS) & masks.window(20, None),
@@ -398,6 +399,8 @@ def test_blocks_of_packed_sequences(name, by_query):
         ids = [torch.randint(0, 3, (1, total), generator=generator) for total in (total_q, total_k)]
         if "causal" in name:
             ids = [x.sort()[0] for x in ids]
+        if "order" in name:  # the document of all queries ends inside the keys of a sequence
+            ids = [torch.zeros(1, total_q).int(), torch.arange(total_k)[None] // 80]
         mask = mask & masks.documents(*ids)
     if "padding" in name:
         mask = mask & masks.padding(torch.rand(1, total_k, generator=generator) < 0.8)

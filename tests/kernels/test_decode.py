@@ -148,7 +148,7 @@ def test_accuracy(feature):
             assert (found[0].heads > 1) == (group > 1 and case.layout is None and not of_functions)
 
 
-@quick.every(4)
+@quick.every(4, group=20)
 @interpreted
 @pytest.mark.parametrize(("queries", "group"), SHAPES)
 def test_shapes(queries, group):
@@ -174,7 +174,7 @@ def test_queries_beyond_one_tile_are_computed_as_usual(queries, group):
         assert_equal(got, forward(inputs))
 
 
-@quick.every(3)
+@quick.every(4)
 @interpreted
 @pytest.mark.parametrize("seqlen_k", [0, 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT - 1, 2 * SPLIT, 2 * SPLIT + 1, 600])
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
@@ -364,6 +364,16 @@ def test_non_finite_values_reach_the_same_rows_as_in_one_program(kind, options):
         for name, x in expected.items():
             assert torch.equal(got[name].isnan(), x.isnan()), (name, where)
             torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_queries_that_see_no_key_of_some_splits():
+    """One sees no key at all, one only keys of the last split, one all keys."""
+    seen = torch.ones(3, BASE.seqlen_k, dtype=torch.bool, device=DEVICE)
+    seen[0], seen[1, : 3 * SPLIT] = False, False
+    inputs = replace(inputs_of(replace(BASE, seqlen_q=3)), mask=masks.boolean(seen))
+    with tilings() as found:
+        assert_forward_accurate(inputs)
+    assert not INTERPRETING or found[0].split > 0
 
 
 @interpreted

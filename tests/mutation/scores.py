@@ -6,7 +6,6 @@ from tests.mutation.suites import (
     BIAS,
     COMMON,
     DROPPED,
-    FINITE,
     FUNCTION_INDICES,
     MEMORY,
     RELATIVE,

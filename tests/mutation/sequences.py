@@ -59,7 +59,7 @@ OFFSETS = (
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
     Fault(ROPE, "load_tile(head_of(x, place.batch, head, first),", "load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),
     Fault(ROPE, "out_head = head_of(out, place.batch, head, first)", "out_head = head_of(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
-    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", PACKED),
+    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", "tests/kernels/test_styles.py -k rotated_in_place"),
     Fault(ROPE, "first = place.first_q if OF_QUERIES else place.first_k", "first = place.first_k", "rope: queries from where the keys begin", PACKED),
 )
 
@@ -72,7 +72,7 @@ WHAT_BELONGS_TO_A_SEQUENCE = (
     Fault(MASKING, "mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3", "mask.key_range_ptr + tl.cast(place.batch, tl.int64) * 3", "packed: key range of the first sequence for all", PACKED),
     Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "tl.cast(place.batch, tl.int64) * layout.stride_b", "packed: layout of the first sequence for all", PACKED),
     Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.batch, place.head, clamped(rows", "packed: mask function of the first sequence for all", PACKED),
-    Fault(SCORES, "score.FUNCTION(scores, place.sequence,", "score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", PACKED),
+    Fault(SCORES, "score.FUNCTION(scores, place.sequence,", "score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", "tests/public/test_learned.py -k packed"),
     Fault(MASKING, "first - place.first_k)", "first)", "packed: documents visited from where they lie in the tensor", PACKED_BLOCKS, nth=0),
     Fault(MASKING, "end - place.first_k)", "end)", "packed: documents full to where they end in the tensor", PACKED_BLOCKS, nth=1),
     Fault(MASKING, "first - place.first_q)", "first)", "packed: dk, dv of documents from where they lie in the tensor", PACKED_BLOCKS, nth=0),

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusedattn import ArgGradient, ScoreMod, attention, biases, masks
+from fusedattn import ArgGradient, ScoreMod, attention, attention_varlen, biases, masks
 from fusedattn.kernels import exact_sum
 from fusedattn.kernels.exact_sum import add_exactly
 from tests.conftest import DEVICE, INTERPRETING, torch_attention, triton_attention
@@ -189,6 +189,22 @@ def test_args(mod, name):
     )
     torch.testing.assert_close(got, expected)
     assert all(bool((g != 0).any()) for g in got)
+
+
+@in_float64
+def test_args_of_packed_sequences():
+    """A function gets the number of the sequence as its batch."""
+    score_mod, leaves = learning(gates(torch.float64))
+    x = qkv(torch.float64)
+    stops_q, stops_k = (torch.arange(BATCH + 1, dtype=torch.int32) * n for n in (SEQLEN_Q, SEQLEN_K))
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        q, k, v = (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v))
+        out = attention_varlen(q, k, v, stops_q, stops_k, SEQLEN_Q, SEQLEN_K, backend="triton", **given)
+        return out.unflatten(0, (BATCH, SEQLEN_Q)).transpose(1, 2)
+
+    got, expected = (gradients(f, x, leaves, score_mod=score_mod) for f in (packed, torch_attention))
+    torch.testing.assert_close(got, expected)
 
 
 @quick.only(mod="gates")

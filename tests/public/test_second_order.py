@@ -141,6 +141,15 @@ def test_hessian(transform):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("transform", [jacfwd, jacrev])
+def test_derivatives_of_one_gradient_by_another_input(transform):
+    """Of dq by k, which needs no gradient itself when dq is computed."""
+    fused, eager = functions(mask=masks.causal())
+    q, k, v = qkv(2, 2)
+    got, expected = (transform(lambda k, f=f: grad(lambda q: f(q, k, v).square().sum())(q))(k) for f in (fused, eager))
+    torch.testing.assert_close(got, expected)
+
+
 def test_first_order_gradients_of_torch_func_run_the_kernels(monkeypatch):
     inputs = make_inputs(Case(batch=1, seqlen_q=5, seqlen_k=5, head_dim=8))
     expected = torch.func.grad(lambda q: reference.attention(q, inputs.k, inputs.v)[0].sum())(inputs.q)

@@ -151,20 +151,25 @@ def test_rope_at_default_positions():
     assert_ratios({name: testing.compare(actual[name], truth[name], eager[name]) for name in truth})
 
 
-def test_a_sequence_is_as_if_it_were_alone():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_is_as_if_it_were_alone(dtype):
     """Bit for bit: no other sequence influences its results."""
-    q, k, v = packed_inputs()
+    # Keys and values have a common part, so that rounding residuals matter.
+    packed = [(x + offset).to(dtype).requires_grad_() for x, offset in zip(packed_inputs(), (0, 16, 16), strict=True)]
+    third = [slice(13, 53), slice(25, 65), slice(25, 65)]  # the third sequence of q, k and v
+    alone = [x[own].detach().transpose(0, 1)[None].requires_grad_() for x, own in zip(packed, third, strict=True)]
     out, lse = attention_varlen(
-        q, k, v, stops(LENGTHS_Q), stops(LENGTHS_K), LONGEST, LONGEST, mask=masks.causal(), return_lse=True,
+        *packed, stops(LENGTHS_Q), stops(LENGTHS_K), LONGEST, LONGEST, mask=masks.causal(), return_lse=True,
         backend="triton",
     )  # fmt: skip
-    queries, keys = slice(13, 53), slice(25, 65)  # of the third sequence
-    alone = (x[part].transpose(0, 1)[None] for x, part in ((q, queries), (k, keys), (v, keys)))
-    expected_out, expected_lse = triton_attention(*alone, mask=masks.causal(), return_lse=True)
-    assert_equal(
-        {"out": out[queries].transpose(0, 1)[None], "lse": lse[None, :, queries]},
-        {"out": expected_out, "lse": expected_lse},
-    )
+    expected = dict(zip(("out", "lse"), triton_attention(*alone, mask=masks.causal(), return_lse=True), strict=True))
+    found = {"out": out[third[0]].transpose(0, 1)[None], "lse": lse[None, :, third[0]]}
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, packed, dout)
+    own = torch.autograd.grad(expected["out"], alone, dout[third[0]].transpose(0, 1)[None])
+    for name, x, at, y in zip(("dq", "dk", "dv"), gradients, third, own, strict=True):
+        found[name], expected[name] = x[at].transpose(0, 1)[None], y
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
