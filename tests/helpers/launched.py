@@ -9,7 +9,6 @@ be interpreted, so a test runs this in a separate process.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,11 +36,12 @@ from fusedattn.testing import Case, Inputs, make_inputs
 class Launches:
     """A stand-in for Triton's compiler and launcher.
 
-    `found` are (compilation, grid, arguments). `names` are those of tensors by their addresses; `alive` keeps the
-    addresses from being reused.
+    `found` are (compilation, grid, arguments). `constants` are those of all kernels. `names` are those of tensors by
+    their addresses; `alive` keeps the addresses from being reused.
     """
 
     found: list[tuple[Any, ...]] = field(default_factory=list)
+    constants: list[launcher.KernelConstants] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
     compiled: dict[Any, Any] = field(default_factory=dict)
@@ -73,6 +73,14 @@ class Launches:
             return self.names.setdefault(address, f"scratch {len(self.names)}")
         return getattr(x, "value", x)
 
+    def forget(self, kernel: str | None = None) -> None:
+        """Clear the records of launches, of one kernel or of all, and with all of them those of calls."""
+        if kernel is None:
+            launching._replays.clear()
+        for x in self.constants:
+            if kernel in (None, x.kernel.__name__):
+                x.compiled.clear()
+
     def name(self, **tensors: Tensor | None) -> None:
         """Name the addresses of tensors; an address that has a name keeps it."""
         self.alive.append(tensors)
@@ -100,6 +108,11 @@ class _RecordingKernel(CompiledKernel):
 def hopper() -> Iterator[Launches]:
     """Inside, calls with CPU tensors launch the same kernels as on a Hopper GPU."""
     launches = Launches()
+    init = launcher.KernelConstants.__init__
+
+    def noted(constants: launcher.KernelConstants, *args: Any, **named: Any) -> None:
+        init(constants, *args, **named)
+        launches.constants.append(constants)
 
     def run(fn: JITFunction, *args: Any, **named: Any) -> Any:
         return launches.run(fn, *args, **named)
@@ -108,19 +121,12 @@ def hopper() -> Iterator[Launches]:
     with (
         patch.object(JITFunction, "run", run),
         patch.object(launcher, "_run", run),
+        patch.object(launcher.KernelConstants, "__init__", noted),
         patch.object(devices, "arch_of", lambda device: "sm_90"),
         patch.object(kernel_problem, "multiprocessors", lambda device: 132),
         patch.object(support, "_triton_reasons", lambda *call: []),
     ):
         yield launches
-
-
-def forget() -> None:
-    """Clear the records of calls and of launches."""
-    launching._replays.clear()
-    for x in gc.get_objects():
-        if type(x) is launcher.KernelConstants:
-            x.compiled.clear()
 
 
 def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: Any) -> list[tuple[Any, ...]]:
@@ -162,7 +168,7 @@ def compare(
 
     With `like` the two are of one kind.
     """
-    forget()
+    launches.forget()
     for _ in range(2):
         launched(launches, first, backward=backward)
     replays = 0
@@ -175,7 +181,7 @@ def compare(
 
     with patch.object(replay.Replay, "run", counted):
         found = launched(launches, then, backward=backward, **options)
-    forget()
+    launches.forget()
     expected = launched(launches, then, backward=backward, **options)
     if found != expected:
         differing = [f"{a}\n{b}" for a, b in zip(found, expected, strict=False) if a != b]
@@ -201,11 +207,9 @@ def of_one_kind(launches: Launches) -> tuple[int, int]:
 def partly_compiled(launches: Launches, kernel: str) -> None:
     """Check that a call is not partly replayed if one of its kernels is not yet compiled, as in another thread."""
     inputs = make_inputs(PLAIN)
-    forget()
+    launches.forget()
     expected = launched(launches, inputs, backward=True)
-    for x in gc.get_objects():
-        if type(x) is launcher.KernelConstants and x.kernel.__name__ == kernel:
-            x.compiled.clear()
+    launches.forget(kernel)
     for _ in range(2):  # the first call is recorded
         found = launched(launches, inputs, backward=True)
         if found != expected:
