@@ -74,7 +74,7 @@ class Launches:
         return getattr(x, "value", x)
 
     def forget(self, kernel: str | None = None) -> None:
-        """Clear the records of launches, of one kernel or of all, and with all of them those of calls."""
+        """Clear the records of the launches of `kernel`, or of all launches and calls."""
         if kernel is None:
             launching._replays.clear()
         for x in self.constants:

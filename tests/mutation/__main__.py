@@ -262,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.survivors:
         equivalent = {f.what for f in FAULTS if f.equivalent}
         known = [v for v in last_verdicts() if v.killed_by or v.what in equivalent]
-        faults = [f for f in faults if f.what not in {v.what for v in known}]
+        judged = {v.what for v in known}
+        faults = [f for f in faults if f.what not in judged]
     if options.list:
         print("\n".join(f"{f.path:28} {f.what}" for f in faults))
         return 0

@@ -13,6 +13,7 @@ FEATURES = "tests/kernels/test_decode.py -k 'accuracy and (alibi or sinks or eve
 ROPES = "tests/kernels/test_decode.py -k 'accuracy and (rope or positions)'"
 NOT_FINITE = "tests/kernels/test_decode.py -k 'finite or hidden'"
 ALONE = "tests/kernels/test_decode.py -k alone"
+UNSEEN = "tests/kernels/test_decode.py -k no_key_of_some"
 KEPT = "tests/kernels/test_decode.py -k rounding_residual"
 WINDOWS = "tests/kernels/test_decode.py -k window"
 LARGE = "tests/public/test_large_tensors.py -k few"
@@ -60,11 +61,11 @@ SUMS = (
     Fault(COMBINE, "tl.load(ptr + first + offs, mask=visited, other=0.0) * alpha, 0)", "tl.load(ptr + first + offs, mask=visited, other=0.0), 0)", "combine: what is kept for the backward not rescaled", KEPT),
     Fault(COMBINE, "visited = exists & ((l_s >= 0.0) | (l_s != l_s))", "visited = exists & (l_s >= 0.0)", "combine: a NaN is nothing", NOT_FINITE),
     Fault(COMBINE, "visited = exists & ((l_s >= 0.0) | (l_s != l_s))", "visited = exists & ((l_s > 0.0) | (l_s != l_s))", "combine: a NaN of no weight is nothing", "tests/kernels/test_decode.py -k weight"),
-    Fault(COMBINE, "shift = tl.where(m_i == float(\"-inf\"), 0.0, m_i)", "shift = m_i", "combine: -inf minus -inf", "tests/kernels/test_decode.py -k no_key_of_some"),
+    Fault(COMBINE, "shift = tl.where(m_i == float(\"-inf\"), 0.0, m_i)", "shift = m_i", "combine: -inf minus -inf", UNSEEN),
     Fault(COMBINE, "m_i = tl.max(largest, 0)", "m_i = tl.min(largest, 0)", "combine: the least maximum", SHAPES),
     Fault(COMBINE, "first = (row_base(place) + query) * n_splits", "first = row_base(place) + query * n_splits", "combine: rows of other heads", SHAPES),
     Fault(COMBINE, "        if query >= place.seqlen_q:\n            return\n", "        pass\n", "combine: rows behind a sequence", ALONE),
-    Fault(COMBINE, "offs < n_splits\n        largest", "offs < n_splits - 1\n        largest", "combine: the last maximum left out", "tests/kernels/test_decode.py -k no_key_of_some"),
+    Fault(COMBINE, "offs < n_splits\n        largest", "offs < n_splits - 1\n        largest", "combine: the last maximum left out", UNSEEN),
     Fault(COMBINE, "new() if has_residual and dropped else None", "None", "combine: kept weights are not summed", KEPT),
 )
 # fmt: on

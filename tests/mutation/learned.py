@@ -1,9 +1,9 @@
 """Faults in the gradients of ALiBi's slopes and of tensors that score functions read, and in exact sums."""
 
 from tests.mutation.fault import Fault
-from tests.mutation.suites import ALIBI, MEMORY, PACKED, gradients
+from tests.mutation.suites import ALIBI, MEMORY, PACKED
 
-LEARNED, SUM, SCORES = "kernels/attention_bwd_learned.py", "kernels/exact_sum.py", "kernels/scores.py"
+LEARNED, SUM = "kernels/attention_bwd_learned.py", "kernels/exact_sum.py"
 FUNCTIONS, SCORE_MOD, OPERANDS = (
     "fusedattn/functions.py",
     "fusedattn/score_mod.py",
@@ -16,7 +16,6 @@ TESTS = "tests/public/test_learned.py"
 ARGS = "tests/public/test_learned.py -k 'args'"
 SLOPES = "tests/public/test_learned.py -k 'slopes or batches'"
 SUMS = "tests/public/test_learned.py -k 'sums'"
-SCORED = gradients("score")
 
 # fmt: off
 KERNEL = (

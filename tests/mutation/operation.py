@@ -8,6 +8,7 @@ from tests.mutation.suites import (
     COMMON,
     DOCUMENTS,
     FINITE,
+    IN_PLACE,
     LARGE,
     MASK_FUNCTION,
     PACKED,
@@ -44,7 +45,6 @@ NESTED_TENSORS = "tests/public/test_varlen.py -k nested"
 LSE = "tests/public/test_attention.py -k lse"
 PLAIN_CALLS = "tests/torch_backend/test_dispatch.py -k plain_call"
 STRIDES = "tests/public/test_strides.py"
-COMPILE = "tests/public/test_compile.py"
 OPCHECK = "tests/public/test_compile.py -k opcheck"
 BY_ITSELF = "tests/public/test_compile.py -k by_itself"
 SCALES = "tests/public/test_attention.py -k scales"
@@ -80,7 +80,7 @@ OPERATION = (
     Fault(LAUNCHING, 'allowed = torch.get_float32_matmul_precision() != "highest"', 'allowed = torch.get_float32_matmul_precision() == "highest"', "TF32 where it was not allowed", "tests/public/test_attention.py -k precision"),
     Fault(LAUNCHING, "k = rope.rotated(k, problem.rotation_k, sequences, shape, of_queries=False)", "k = rope.rotated(k, problem.rotation_q, sequences, shape, of_queries=False)", "backward: keys at the positions of queries", QUEUED),
     Fault(LAUNCHING, "q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=True)", "q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=False)", "backward: queries rotated as keys are", gradients("rope")),
-    Fault(LAUNCHING, "k = rope.rotated(k, problem.rotation_k, problem.call.sequences,", "k = rope.rotated(k, problem.rotation_q, problem.call.sequences,", "forward: keys at the positions of queries", "tests/kernels/test_styles.py -k rotated_in_place"),
+    Fault(LAUNCHING, "k = rope.rotated(k, problem.rotation_k, problem.call.sequences,", "k = rope.rotated(k, problem.rotation_q, problem.call.sequences,", "forward: keys at the positions of queries", IN_PLACE),
     Fault(LAUNCHING, "if dout.numel() == 0 or k.numel() == 0:", "if dout.numel() == 0:", "backward: no keys", "tests/public/test_masking.py -k nothing_there",
           equivalent="the kernels then run over no keys and give the same zeros; the shortcut saves launches"),
     Fault(LAUNCHING, "dlse = None if dlse is None else dlse.contiguous()", "pass", "strides of the gradient of lse", STRIDES),

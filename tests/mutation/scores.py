@@ -4,6 +4,7 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import (
     ALIBI,
     BIAS,
+    BROADCAST_BIAS,
     COMMON,
     DROPPED,
     FUNCTION_INDICES,
@@ -30,7 +31,6 @@ BIAS_GRADIENTS = gradients("bias")
 SINKS_HALVES = budget("sinks", dtype="bfloat16")
 DROPPED_HALVES = budget("dropout", dtype="bfloat16")
 DROPOUT_GRADIENTS = gradients("dropout")
-PHILOX = "tests/public/test_dropout.py"
 BROADCAST = budget("batch", "key", "query", "number")
 
 # fmt: off
@@ -71,14 +71,14 @@ BIASES = (
     Fault(GRADIENT, "tile.HEAD_DIM_V, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION", "tile.HEAD_DIM, tile.BLOCK_DV, dtype_of(tile.ACC), tile.PRECISION", "dbias: values as wide as keys", pair("values", "bias")),
     Fault(DBIAS, "heads_each = nheads_q if OVER_HEADS else 1", "heads_each = 1", "dbias: of the first head only", BROADCAST),
     Fault(DBIAS, "sequences_each = n_sequences if OVER_SEQUENCES else 1", "sequences_each = 1", "dbias: of the first batch only", BIAS),
-    Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", "tests/public/test_biases.py -k broadcast_bias"),
-    Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", "tests/public/test_biases.py -k broadcast_bias"),
-    Fault(DBIAS, "i % tiles_m_each * n_own_m", "i % tiles_m_each", "dbias: parts that overlap", "tests/public/test_biases.py -k broadcast_bias"),
-    Fault(DBIAS, "        i = i // tiles_n_each\n        start_m = (own_m + i % tiles_m_each", "        start_m = (own_m + i // tiles_n_each % tiles_m_each", "dbias: heads counted with the keys", "tests/public/test_biases.py -k broadcast_bias"),
+    Fault(DBIAS, "tiles_m_each = tl.cdiv(n_tiles_m - own_m, n_own_m) if OVER_QUERIES else 1", "tiles_m_each = 1", "dbias: of the first queries of each part only", BROADCAST_BIAS),
+    Fault(DBIAS, "tiles_n_each = tl.cdiv(n_tiles_n - own_n, n_own_n) if OVER_KEYS else 1", "tiles_n_each = 1", "dbias: of the first keys of each part only", BROADCAST_BIAS),
+    Fault(DBIAS, "i % tiles_m_each * n_own_m", "i % tiles_m_each", "dbias: parts that overlap", BROADCAST_BIAS),
+    Fault(DBIAS, "        i = i // tiles_n_each\n        start_m = (own_m + i % tiles_m_each", "        start_m = (own_m + i // tiles_n_each % tiles_m_each", "dbias: heads counted with the keys", BROADCAST_BIAS),
     Fault(DBIAS, "own_sequence + i // heads_each", "own_sequence + i", "dbias: batches counted with the heads", budget("number", "batch")),
     Fault(DBIAS, "            total += ds\n", "            total = ds\n", "dbias: the last of what is summed", BROADCAST),
     Fault(DBIAS, "own_n = own % n_own_n", "own_n = own % n_own_m", "dbias: tiles of keys counted as those of queries", BIAS),
-    Fault(DBIAS, "(own_sequence.to(tl.int64) * (1 if OVER_HEADS else nheads_q) + own_head) * n_rows", "(own_sequence.to(tl.int64) * nheads_q + own_head) * n_rows", "dbias: written as if heads had their own", "tests/public/test_biases.py -k broadcast_bias"),
+    Fault(DBIAS, "(own_sequence.to(tl.int64) * (1 if OVER_HEADS else nheads_q) + own_head) * n_rows", "(own_sequence.to(tl.int64) * nheads_q + own_head) * n_rows", "dbias: written as if heads had their own", BROADCAST_BIAS),
     Fault(DBIAS, "(offs_m < n_rows)[:, None] & (offs_n < n_keys)[None, :]", "(offs_m < n_rows)[:, None]", "dbias: a tile of keys reaches into the next row", BIAS),
     Fault(DBIAS, "tl.sum(total, 0), mask=offs_n < n_keys", "tl.sum(total, 0) / n_rows, mask=offs_n < n_keys", "dbias: the mean over queries", budget("key")),
     Fault(DBIAS, "tl.sum(total, 1), mask=offs_m < n_rows)", "tl.max(total, 1), mask=offs_m < n_rows)", "dbias: the largest over keys", budget("query")),

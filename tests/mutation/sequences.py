@@ -1,7 +1,7 @@
 """Faults of packed sequences, and of where the rows of a batch lie, in ``kernels/``."""
 
 from tests.mutation.fault import Fault
-from tests.mutation.suites import EXACT, LARGE, PACKED, PACKED_BLOCKS
+from tests.mutation.suites import BROADCAST_BIAS, EXACT, IN_PLACE, LARGE, PACKED, PACKED_BLOCKS
 
 SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/scores.py"
 GROUPED = "kernels/grouped_heads.py"
@@ -54,12 +54,12 @@ OFFSETS = (
     Fault(GRADIENT, "v = head_of(inputs.v, place.batch, head_kv, place.first_k)", "v = head_of(inputs.v, place.batch, head_kv, 0)", "dbias: values of the first sequence for all", PACKED),
     Fault(GRADIENT, "q = head_of(inputs.q, place.batch, place.head, place.first_q)", "q = head_of(inputs.q, place.batch, place.head, place.first_k)", "dbias: queries from where the keys begin", PACKED),
     Fault(DBIAS, "place_of(call.sequences, own_sequence + i // heads_each, head,", "place_of(call.sequences, own_sequence, head,", "dbias: sums the first sequence over and over", PACKED),
-    Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", "tests/public/test_biases.py -k broadcast_bias"),
+    Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", BROADCAST_BIAS),
     Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)", "size = (q.shape[0], shape.nheads_q, n_rows, n_columns)", "drelative: room for the first sequence only", PACKED),
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
     Fault(ROPE, "load_tile(head_of(x, place.batch, head, first),", "load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),
     Fault(ROPE, "out_head = head_of(out, place.batch, head, first)", "out_head = head_of(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
-    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", "tests/kernels/test_styles.py -k rotated_in_place"),
+    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", IN_PLACE),
     Fault(ROPE, "first = place.first_q if OF_QUERIES else place.first_k", "first = place.first_k", "rope: queries from where the keys begin", PACKED),
 )
 
