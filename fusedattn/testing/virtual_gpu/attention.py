@@ -1,0 +1,52 @@
+"""``attention()`` on CPU tensors, computed by the compiled kernels of a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import triton
+
+from fusedattn import support
+from fusedattn.kernels import devices, problem
+from fusedattn.kernels.configs import Arch
+from fusedattn.testing.virtual_gpu.driver import VirtualGPU, virtual_gpu
+
+MULTIPROCESSORS = 3  # few, so that small inputs give a persistent program several tiles
+
+
+@contextmanager
+def launches_for(arch: Arch, multiprocessors: int = MULTIPROCESSORS) -> Iterator[None]:
+    """Inside, ``backend="triton"`` takes CPU tensors, and launches are those for `arch`."""
+    with (
+        patch.object(devices, "arch_of", lambda device: arch),
+        patch.object(problem, "multiprocessors", lambda device: multiprocessors),
+        patch.object(support, "_triton_reasons", lambda *call: []),
+    ):
+        yield
+
+
+@contextmanager
+def compiled_attention(arch: Arch, **settings: Any) -> Iterator[VirtualGPU]:
+    """Inside, ``attention(..., backend="triton")`` computes CPU tensors by the PTX of its kernels for `arch`.
+
+    `settings` are fields of :class:`~fusedattn.testing.virtual_gpu.launch.Settings`.
+
+    Raises:
+        ValueError: an `arch` other than sm_80, sm_86 and sm_90.
+    """
+    if not arch.startswith("sm_"):
+        raise ValueError(f"arch: got {arch!r}, allowed are sm_80, sm_86 and sm_90")
+    with virtual_gpu(int(arch[3:]), **settings) as gpu, launches_for(arch), triton.knobs.runtime.scope():
+        # A launch that Triton reports is not repeated by address alone: the bounds of its tensors are known.
+        triton.knobs.runtime.launch_enter_hook.add(_ignore)
+        try:
+            yield gpu
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(_ignore)
+
+
+def _ignore(metadata: object) -> None:
+    pass

@@ -1,0 +1,95 @@
+"""From instructions to functions: the table of all instructions, and helpers to fill it.
+
+A step carries out one instruction for the lanes of a mask: ``True`` for all of them, or a bool array ``(n_lanes,)``.
+Building looks up registers and checks every modifier, so that running does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+import numpy as np
+
+from fusedattn.testing.virtual_gpu.faults import UnknownPTXError
+from fusedattn.testing.virtual_gpu.ptx import Instruction
+from fusedattn.testing.virtual_gpu.registers import Array
+
+if TYPE_CHECKING:
+    from fusedattn.testing.virtual_gpu.machine import Machine
+
+Mask = Union[Literal[True], Array]
+Step = Callable[[Mask], None]
+Builder = Callable[["Machine", Instruction], Step]
+
+_BUILDERS: dict[str, Builder] = {}
+
+
+def builds(*names: str) -> Callable[[Builder], Builder]:
+    """Enter a builder into the table, for opcodes that begin with these names."""
+
+    def enter(builder: Builder) -> Builder:
+        for name in names:
+            if name in _BUILDERS:
+                raise ValueError(f"{name}: has a builder")
+            _BUILDERS[name] = builder
+        return builder
+
+    return enter
+
+
+def build(machine: Machine, instruction: Instruction) -> Step:
+    """The step of an instruction, by the longest name that its opcode begins with; guarded by its predicate."""
+    parts = instruction.opcode.split(".")
+    for n in range(len(parts), 0, -1):
+        builder = _BUILDERS.get(".".join(parts[:n]))
+        if builder is not None:
+            step = builder(machine, instruction)
+            return _guarded(machine, instruction, step) if instruction.guard else step
+    raise unknown(instruction)
+
+
+def unknown(instruction: Instruction) -> UnknownPTXError:
+    return UnknownPTXError(f"{instruction.opcode}, at {instruction.place}")
+
+
+def _guarded(machine: Machine, instruction: Instruction, step: Step) -> Step:
+    guard, negated = machine.registers.row(instruction.guard, "?"), instruction.negated
+
+    def guarded(mask: Mask) -> None:
+        mine = ~guard if negated else guard
+        if mask is not True:
+            mine = mine & mask
+        n = np.count_nonzero(mine)
+        if n == mine.size:
+            step(True)
+        elif n:
+            step(mine)
+
+    return guarded
+
+
+def store(target: Array, values: Any, mask: Mask) -> None:
+    """Write the lanes of a mask."""
+    if mask is True:
+        target[...] = values
+    else:
+        np.copyto(target, values, where=mask)
+
+
+def name(instruction: Instruction, i: int) -> str:
+    """Operand `i`, which is a single register or number."""
+    operand = instruction.operands[i]
+    if not isinstance(operand, str):
+        raise unknown(instruction)
+    return operand
+
+
+def vector(instruction: Instruction, i: int) -> tuple[str, ...]:
+    """Operand `i` as a vector, also of one."""
+    operand = instruction.operands[i]
+    if isinstance(operand, str):
+        return (operand,)
+    if isinstance(operand, tuple):
+        return operand
+    raise unknown(instruction)

@@ -1,0 +1,253 @@
+"""Asynchronous copies between global and shared memory: cp.async, by threads, and tensors by the tensor memory
+accelerator (TMA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusedattn.testing.virtual_gpu import global_memory
+from fusedattn.testing.virtual_gpu.barriers import lane_warps
+from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, unknown
+from fusedattn.testing.virtual_gpu.faults import MemoryFault
+from fusedattn.testing.virtual_gpu.groups import Work
+from fusedattn.testing.virtual_gpu.ptx import Address, Instruction
+from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.testing.virtual_gpu.shared_memory import lanes_of, shared_addresses
+from fusedattn.testing.virtual_gpu.wgmma import swizzled
+
+if TYPE_CHECKING:
+    from fusedattn.testing.virtual_gpu.machine import Machine
+
+
+@builds("cp.async.ca.shared.global", "cp.async.cg.shared.global")
+def _copy(machine: Machine, x: Instruction) -> Step:
+    """Copy `size` bytes for each thread; of these `source size` from global memory, and zeros after them."""
+    if "L2" in x.opcode:
+        raise unknown(x)
+    to, source = shared_addresses(machine, x, 0), global_memory.address_of(machine, x, 1)
+    size = int(name(x, 2), 0)
+    given = machine.registers.value(name(x, 3) if len(x.operands) > 3 else str(size), "u4")
+    shared, n_lanes = machine.shared, machine.registers.n_lanes
+
+    def step(mask: Mask) -> None:
+        lanes = lanes_of(mask)
+        numbers = np.arange(n_lanes)[lanes]
+        at = to(lanes)
+        places = shared.locate(at, lanes, size, x)
+        machine.counters.banks(x, at, size, mask)
+        sizes = np.broadcast_to(given, (n_lanes,))[lanes].astype("i8")
+        if (sizes > size).any() or ((sizes != 0) & (sizes != size)).any():
+            raise unknown(x)
+        addresses = source(mask).copy()
+        whole = sizes == size
+        if whole.any():
+            machine.memory.check(addresses[whole], size, x)
+            machine.counters.sectors(x, addresses[whole], size, True)
+        granules = shared.granules(places, size)
+        cta, warp = shared.cta[numbers][:, None], shared.warp[numbers][:, None]
+        shared.races.begin_write(granules, cta, warp, x)
+
+        def effect(parts: Array) -> None:
+            words = shared.typed[4]
+            filled, empty = parts & whole, parts & ~whole
+            for i in range(0, size, 4):
+                words[(places[filled] + i) // 4] = global_memory.load(addresses[filled] + i, 4)
+                words[(places[empty] + i) // 4] = 0
+
+        def end(parts: Array) -> None:
+            shared.races.end_write(granules[parts], warp[parts], x)
+
+        machine.copies.add(Work(numbers // 32, effect, end, x), machine.order)
+
+    return step
+
+
+@builds("cp.async.commit_group")
+def _commit(machine: Machine, x: Instruction) -> Step:
+    return lambda mask: machine.copies.commit(mask)
+
+
+@builds("cp.async.wait_group")
+def _wait(machine: Machine, x: Instruction) -> Step:
+    pending = int(name(x, 0))
+    return lambda mask: machine.copies.wait(pending, mask)
+
+
+@builds("cp.async.wait_all")
+def _wait_all(machine: Machine, x: Instruction) -> Step:
+    def step(mask: Mask) -> None:
+        machine.copies.commit(mask)
+        machine.copies.wait(0, mask)
+
+    return step
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor as the accelerator sees it: `shape`, `strides` in bytes and `box`, the innermost dimension last."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element: int  # bytes
+    swizzle: int  # address bits 7 to 9 that are added to bits 4 to 6
+    is_float: bool
+
+    def __post_init__(self) -> None:
+        if self.address % 16 or any(stride % 16 for stride in self.strides[:-1]):
+            raise MemoryFault(f"a tensor map of address {self.address:#x} and strides {self.strides}: not multiples of 16")
+        if any(n > 256 for n in self.box) or self.box[-1] * self.element % 16:
+            raise MemoryFault(f"a tensor map of box {self.box}: more than 256, or rows that 16 bytes do not divide")
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.box)) * self.element
+
+    def elements(self, first: tuple[int, ...]) -> tuple[Array, Array]:
+        """The global addresses of a box's elements, and which of them exist; of the shape of the box."""
+        addresses, exists = np.full(self.box, self.address, dtype="i8"), np.ones(self.box, dtype=bool)
+        for i, (start, n, size, stride) in enumerate(zip(first, self.box, self.shape, self.strides, strict=True)):
+            index = (start + np.arange(n, dtype="i8")).reshape([-1 if i == j else 1 for j in range(len(self.box))])
+            addresses = addresses + index * stride
+            exists = exists & (index >= 0) & (index < size)
+        return addresses, exists
+
+    def targets(self, start: int) -> Array:
+        """The shared addresses of a box's elements, one row after the other, of the shape of the box."""
+        offsets = np.arange(int(np.prod(self.box))) * self.element
+        return swizzled(start + offsets, self.swizzle).reshape(self.box)
+
+
+@dataclass
+class _BoxCopy:
+    """A copy of a box to the shared memory of a program; it arrives on a barrier."""
+
+    machine: Machine
+    x: Instruction
+    tensor: TensorMap
+    first: tuple[int, ...]
+    cta: int
+    start: int
+    barrier: int
+    granules: Array
+
+    def complete(self) -> None:
+        machine, shared, tensor, x = self.machine, self.machine.shared, self.tensor, self.x
+        addresses, exists = tensor.elements(self.first)
+        places = tensor.targets(self.start) + self.cta * shared.window
+        values = np.zeros(tensor.box, dtype=f"u{tensor.element}")
+        values[exists] = global_memory.load(addresses[exists], tensor.element)
+        shared.typed[tensor.element][places // tensor.element] = values
+        time = shared.races.end_write(self.granules, np.zeros((), dtype="i8"), x, by_tma=True)
+        barrier = machine.mbarriers.at(self.cta, self.barrier, x)
+        barrier.bytes -= tensor.n_bytes
+        known, fenced = (np.zeros(shared.n_warps + 1, dtype="i4") for _ in range(2))
+        known[shared.n_warps] = time
+        barrier.gathered.append((known, fenced))
+        if barrier.advance():
+            machine.wake(self.cta)
+
+
+def _box(machine: Machine, x: Instruction, operand: object) -> tuple[Array, list[Array]]:
+    if not isinstance(operand, Address) or operand.offset:
+        raise unknown(x)
+    registers = machine.registers
+    coordinates = [
+        np.broadcast_to(registers.value(coordinate, "i4"), (registers.n_lanes,)) for coordinate in operand.coordinates
+    ]
+    return registers.row(operand.base, "u8"), coordinates[::-1]
+
+
+def _checked(machine: Machine, x: Instruction, tensor: TensorMap, first: tuple[int, ...], cta: int, start: int) -> Array:
+    """The granules of a box in shared memory, ``(1, n)``, after all checks of its addresses."""
+    if len(first) != len(tensor.box):
+        raise unknown(x)
+    alignment = 128 * (tensor.swizzle + 1) if tensor.swizzle else 128
+    if start % alignment:
+        raise MemoryFault(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
+    shared = machine.shared
+    shared.check(np.array([start]), tensor.n_bytes, x)
+    addresses, exists = tensor.elements(first)
+    if exists.any():
+        machine.memory.check(addresses[exists], tensor.element, x)
+    places = np.arange(start, start + tensor.n_bytes, 16) + cta * shared.window
+    return shared.granules(places, 16).reshape(1, -1)
+
+
+@builds(*(f"cp.async.bulk.tensor.{n}d.shared::{space}.global.mbarrier::complete_tx::bytes" for n in (2, 3, 4, 5) for space in ("cta", "cluster")))
+def _load_box(machine: Machine, x: Instruction) -> Step:
+    to, barriers = shared_addresses(machine, x, 0), shared_addresses(machine, x, 2)
+    maps, coordinates = _box(machine, x, x.operands[1])
+    shared = machine.shared
+
+    def step(mask: Mask) -> None:
+        for lane in np.arange(machine.registers.n_lanes)[lanes_of(mask)]:
+            tensor = machine.tensor_map(int(maps[lane]), x)
+            first = tuple(int(coordinate[lane]) for coordinate in coordinates)
+            start, barrier = int(to(lane)), int(barriers(lane))
+            cta, warp = int(shared.cta[lane]), int(shared.warp[lane])
+            granules = _checked(machine, x, tensor, first, cta, start)
+            machine.mbarriers.at(cta, barrier, x)
+            shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
+            copy = _BoxCopy(machine, x, tensor, first, cta, start, barrier, granules)
+            if machine.order.at_once():
+                copy.complete()
+            else:
+                machine.boxes.append(copy)
+
+    return step
+
+
+@builds(*(f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.add.bulk_group" for n in (2, 3, 4, 5)))
+def _add_box(machine: Machine, x: Instruction) -> Step:
+    """Add a box of shared memory to a tensor, one element after the other."""
+    maps, coordinates = _box(machine, x, x.operands[0])
+    source, shared = shared_addresses(machine, x, 1), machine.shared
+
+    def step(mask: Mask) -> None:
+        for lane in np.arange(machine.registers.n_lanes)[lanes_of(mask)]:
+            _add_one(int(lane))
+
+    def _add_one(lane: int) -> None:
+        tensor = machine.tensor_map(int(maps[lane]), x)
+        first = tuple(int(coordinate[lane]) for coordinate in coordinates)
+        cta, start = int(shared.cta[lane]), int(source(lane))
+        granules = _checked(machine, x, tensor, first, cta, start)
+        warp = np.array([[int(shared.warp[lane])]])
+        reading = shared.races.begin_reads(granules, np.array([[cta]]), warp, x)
+        if not tensor.is_float or tensor.element != 4:
+            raise unknown(x)
+
+        def effect(parts: Array) -> None:
+            addresses, exists = tensor.elements(first)
+            values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
+            at = addresses[exists]
+            total = global_memory.load(at, 4).view("f4") + values[exists].view("f4")
+            global_memory.save(at, 4, total.view("u4"))
+
+        def end(parts: Array) -> None:
+            shared.races.end_reads(reading, granules, warp, granules[:0], x)
+
+        machine.bulk.add(Work(np.array([lane // 32]), effect, end, x), machine.order)
+
+    return step
+
+
+@builds("cp.async.bulk.commit_group")
+def _commit_bulk(machine: Machine, x: Instruction) -> Step:
+    return lambda mask: machine.bulk.commit(mask)
+
+
+@builds("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
+def _wait_bulk(machine: Machine, x: Instruction) -> Step:
+    pending = int(name(x, 0))
+    return lambda mask: machine.bulk.wait(pending, mask)
+
+
+@builds("prefetch.tensormap", "fence.proxy.tensormap::generic.acquire.gpu")
+def _of_tensor_maps(machine: Machine, x: Instruction) -> Step:
+    raise unknown(x)

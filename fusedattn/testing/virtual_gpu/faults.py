@@ -1,0 +1,27 @@
+"""What a kernel may do wrong, as exceptions; each message names the kernel, the program and the place in its source."""
+
+from __future__ import annotations
+
+
+class UnknownPTXError(NotImplementedError):
+    """An instruction, modifier or directive that is not known. Nothing is skipped."""
+
+
+class Fault(RuntimeError):
+    """A kernel broke a rule of the hardware."""
+
+
+class MemoryFault(Fault):
+    """An access outside of a tensor or of shared memory, not aligned, or of memory that nobody wrote."""
+
+
+class Race(Fault):
+    """Two accesses of the same bytes, of which one writes, that nothing orders."""
+
+
+class AsyncFault(Fault):
+    """Registers or barriers of asynchronous work used against its rules."""
+
+
+class Deadlock(Fault):
+    """All threads wait, and nothing can end it."""

@@ -1,0 +1,110 @@
+"""Products of matrices held in registers: mma.sync, and the fragments that wgmma shares with it.
+
+Lane ``4 g + t`` of a warp holds rows g and g + 8, and columns from 2 t on. PTX ISA, "warp-level matrix instructions".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, unknown, vector
+from fusedattn.testing.virtual_gpu.floats import from_bf16
+from fusedattn.testing.virtual_gpu.ptx import Instruction
+from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.testing.virtual_gpu.warps import whole_warps
+
+if TYPE_CHECKING:
+    from fusedattn.testing.virtual_gpu.machine import Machine
+
+
+@dataclass(frozen=True)
+class Products:
+    """How products are summed: in float32, or (`truncating`) as Hopper's matrix units are observed to do.
+
+    They add the terms of one instruction to the accumulator with the accumulator's precision, and cut off the rest.
+    """
+
+    truncating: bool = False
+
+    def add(self, a: Array, b: Array, c: Array | None) -> Array:
+        """``a @ b + c``, in float32; batches of matrices."""
+        if not self.truncating:
+            product = np.matmul(a, b)
+            return product if c is None else product + c
+        total = np.matmul(a.astype("f8"), b.astype("f8"))
+        total = total if c is None else total + c
+        rounded = total.astype("f4")
+        too_far = np.abs(rounded.astype("f8")) > np.abs(total)
+        return np.where(too_far, np.nextafter(rounded, np.float32(0)), rounded)
+
+
+def widened(bits: Array, kind: str) -> Array:
+    """float32 values of stored operands: u2 of float16 or bfloat16, u4 of TF32, whose low bits are ignored."""
+    if kind == "bf16":
+        return from_bf16(bits)
+    if kind == "f16":
+        return bits.view("f2").astype("f4")
+    return (bits & np.uint32(0xFFFFE000)).view("f4")
+
+
+def fragment_a(registers: Array, kind: str) -> Array:
+    """``(4, lanes)`` registers of a warp's A as ``(warps, 16, k)``."""
+    if kind == "tf32":
+        return widened(registers.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8), kind)
+    halves = np.ascontiguousarray(registers).view("u2").reshape(2, 2, -1, 8, 4, 2)
+    return widened(np.ascontiguousarray(halves.transpose(2, 1, 3, 0, 4, 5)).reshape(-1, 16, 16), kind)
+
+
+def _fragment_b(registers: Array, kind: str) -> Array:
+    """``(2, lanes)`` registers as ``(warps, k, 8)``."""
+    if kind == "tf32":
+        return widened(registers.reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8), kind)
+    halves = np.ascontiguousarray(registers).view("u2").reshape(2, -1, 8, 4, 2)
+    return widened(np.ascontiguousarray(halves.transpose(1, 0, 3, 4, 2)).reshape(-1, 16, 8), kind)
+
+
+def fragment_c(registers: Array) -> Array:
+    """``(n / 2, lanes)`` float32 registers of a warp's accumulators as ``(warps, 16, n)``."""
+    parts = registers.reshape(-1, 2, 2, registers.shape[1] // 32, 8, 4)  # column block, row half, pair, warp, g, t
+    n = 8 * parts.shape[0]
+    return parts.transpose(3, 1, 4, 0, 5, 2).reshape(-1, 16, n)
+
+
+def registers_c(matrices: Array) -> Array:
+    """The opposite of :func:`fragment_c`."""
+    warps, _, n = matrices.shape
+    parts = matrices.reshape(warps, 2, 8, n // 8, 4, 2)
+    return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * 32)
+
+
+_KINDS = {("m16n8k16", "f16"), ("m16n8k16", "bf16"), ("m16n8k8", "tf32")}
+
+
+@builds("mma.sync.aligned")
+def _mma(machine: Machine, x: Instruction) -> Step:
+    words = x.opcode.split(".")[3:]
+    if len(words) != 7 or words[1:4] != ["row", "col", "f32"] or words[6] != "f32" or words[4] != words[5]:
+        raise unknown(x)
+    kind = words[4]
+    if (words[0], kind) not in _KINDS:
+        raise unknown(x)
+    registers, products = machine.registers, machine.products
+    bank, d = registers.rows(vector(x, 0))
+    (_, a), (_, b) = (registers.rows(vector(x, i)) for i in (1, 2))
+    sources = [registers.value(name, "f4") for name in vector(x, 3)]
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        c = fragment_c(np.stack([np.broadcast_to(y, (registers.n_lanes,)) for y in sources]))
+        result = registers_c(products.add(fragment_a(bank[a], kind), _fragment_b(bank[b], kind), c)).view("u4")
+        if mask is True:
+            bank[d] = result
+        else:
+            rows = np.arange(bank.shape[0])[d]
+            lanes = np.flatnonzero(mask)
+            bank[rows[:, None], lanes] = result[:, lanes]
+
+    return step

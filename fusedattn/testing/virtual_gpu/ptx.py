@@ -1,0 +1,243 @@
+"""Read the PTX of one kernel: its parameters, registers, instructions and labels.
+
+The grammar is that of NVIDIA's PTX ISA, as far as compilers of kernels use it. Inline assembly may open blocks in
+braces, with registers and labels of their own; each name in such a block gets a number that no other block has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Union
+
+from fusedattn.testing.virtual_gpu.faults import UnknownPTXError
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base + offset]`` or, for tensors, ``[base, {coordinates}]``; the base is a register or the name of memory."""
+
+    base: str
+    offset: int = 0
+    coordinates: tuple[str, ...] = ()
+
+
+Operand = Union[str, tuple[str, ...], Address]  # a name or number, {a vector}, [memory]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``@guard opcode operands;``, with its place in the Python source."""
+
+    opcode: str
+    operands: tuple[Operand, ...]
+    guard: str = ""  # a predicate, or "" if every thread takes part
+    negated: bool = False  # the threads without the predicate take part
+    place: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names and numbers of the operands, in order."""
+        found: list[str] = [self.guard] if self.guard else []
+        for operand in self.operands:
+            if isinstance(operand, Address):
+                found += [operand.base, *operand.coordinates]
+            else:
+                found += [operand] if isinstance(operand, str) else operand
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the kernel: a number of `n_bytes`, or an opaque value of so many bytes."""
+
+    name: str
+    n_bytes: int
+    opaque: bool = False
+
+
+@dataclass
+class Kernel:
+    """A kernel. `labels` gives the number of the instruction that follows; `registers` the bits of each name."""
+
+    name: str
+    parameters: list[Parameter] = field(default_factory=list)
+    n_threads: int = 0
+    shared: dict[str, int] = field(default_factory=dict)  # name -> offset, of memory whose size is known here
+    registers: dict[str, int] = field(default_factory=dict)  # name -> bits; predicates have one
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)\s.*?([\w$]+)(?:\[(\d+)\])?$", re.S)
+_RANGE = re.compile(r"(%?[\w$]+)<(\d+)>")
+_PLACE = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*?//\s*(.*))?")
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
+
+
+def parse(text: str) -> Kernel:
+    """The one kernel of a PTX module."""
+    entries = list(_ENTRY.finditer(text))
+    if len(entries) != 1:
+        raise UnknownPTXError(f"a module with {len(entries)} kernels; allowed is one")
+    name, parameters, directives = entries[0].groups()
+    kernel = Kernel(name)
+    for parameter in filter(None, (part.strip() for part in parameters.split(","))):
+        found = _PARAMETER.match(parameter)
+        if found is None:
+            raise UnknownPTXError(f"parameter {parameter}")
+        kind, its_name, count = found.groups()
+        n_bytes = int(kind[1:]) // 8
+        kernel.parameters.append(Parameter(its_name, n_bytes * int(count or 1), opaque=count is not None))
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", directives)
+    if threads is None:
+        raise UnknownPTXError("a kernel without .reqntid or .maxntid")
+    kernel.n_threads = int(threads.group(1))
+    files = {number: path.rsplit("/", 1)[-1] for number, path in _FILE.findall(text)}
+    _Body(kernel, files).read(text[entries[0].end() :])
+    return kernel
+
+
+class _Body:
+    """Statements of a kernel's body, added to it one by one."""
+
+    def __init__(self, kernel: Kernel, files: dict[str, str]) -> None:
+        self.kernel, self.files = kernel, files
+        self.place = ""
+        self.scopes: list[dict[str, str]] = [{}]  # of open blocks: names of the source -> names that are unique
+        self.n_blocks = 0
+
+    def read(self, body: str) -> None:
+        statements = list(self._statements(body))
+        labels = _labels_of_blocks(statement for statement, _ in statements)
+        for statement, self.place in statements:
+            if statement == "{":
+                self.n_blocks += 1
+                self.scopes.append({name: f"{name}#{self.n_blocks}" for name in labels[self.n_blocks]})
+            elif statement == "}":
+                self.scopes.pop()
+            elif statement.endswith(":"):
+                self.kernel.labels[self._unique(statement[:-1])] = len(self.kernel.instructions)
+            elif statement.startswith("."):
+                self._declare(statement)
+            else:
+                self.kernel.instructions.append(self._instruction(statement))
+
+    def _statements(self, body: str) -> Iterator[tuple[str, str]]:
+        """Statements without their semicolons, braces of blocks and labels; each with its place."""
+        depth, statement = 1, ""
+        for line in body.splitlines():
+            stripped = line.strip()
+            if stripped.startswith(".loc"):
+                self._locate(stripped)
+                continue
+            for part in re.split(r"(;|(?<![\w\]])\{|\}|^\s*[\w$]+:)", line.split("//")[0]):
+                piece = part.strip()
+                if not piece:
+                    continue
+                if piece == ";":
+                    yield statement.strip(), self.place
+                    statement = ""
+                elif statement or piece not in "{}":
+                    statement += part
+                    if piece.endswith(":") and statement.strip() == piece:
+                        yield piece, self.place
+                        statement = ""
+                else:
+                    depth += 1 if piece == "{" else -1
+                    if depth == 0:
+                        return
+                    yield piece, self.place
+        raise UnknownPTXError(f"a body that does not end; after {statement!r}")
+
+    def _locate(self, line: str) -> None:
+        found = _PLACE.match(line)
+        if found is None:
+            raise UnknownPTXError(line)
+        file, row, _, chain = found.groups()
+        if chain:  # "softmax.py:52:9 @[ attention_fwd.py:138:94 @[ ... ] ]"
+            calls = re.findall(r"([\w.<>-]+):(\d+):\d+", chain)
+            self.place = ", called at ".join(f"{name}:{number}" for name, number in calls[:3])
+        else:
+            self.place = f"{self.files.get(file, '?')}:{row}"
+
+    def _unique(self, name: str) -> str:
+        for scope in reversed(self.scopes):
+            if name in scope:
+                return scope[name]
+        return name
+
+    def _declare(self, statement: str) -> None:
+        words = statement.replace(",", " ").split()
+        if words[0] == ".reg":
+            bits = 1 if words[1] == ".pred" else int(words[1][2:])
+            for name in words[2:]:
+                several = _RANGE.fullmatch(name)
+                if several:
+                    prefix, count = several.groups()
+                    self.kernel.registers |= {f"{prefix}{i}": bits for i in range(int(count))}
+                else:
+                    if len(self.scopes) > 1:
+                        self.scopes[-1].setdefault(name, f"{name}#{self.n_blocks}")
+                    self.kernel.registers[self._unique(name)] = bits
+        elif words[0] == ".pragma":
+            pass  # a hint to the assembler
+        else:
+            raise UnknownPTXError(statement)
+
+    def _instruction(self, statement: str) -> Instruction:
+        guard, negated = "", False
+        if statement.startswith("@"):
+            word, statement = statement[1:].split(None, 1)
+            negated = word.startswith("!")
+            guard = self._unique(word.lstrip("!"))
+        opcode, _, rest = statement.partition(" ") if " " in statement else statement.partition("\t")
+        opcode, rest = opcode.strip(), rest.strip()
+        if "\t" in opcode:
+            opcode, _, before = opcode.partition("\t")
+            rest = f"{before} {rest}"
+        operands = tuple(self._operand(text) for text in _split(rest))
+        return Instruction(opcode, operands, guard, negated, self.place)
+
+    def _operand(self, text: str) -> Operand:
+        text = text.strip()
+        if text.startswith("{"):
+            return tuple(self._unique(part.strip()) for part in text[1:-1].split(","))
+        if text.startswith("["):
+            base, *others = _split(text[1:-1])
+            coordinates: tuple[str, ...] = ()
+            if others:
+                coordinates = tuple(self._unique(part.strip()) for part in others[0].strip()[1:-1].split(","))
+            name, _, offset = base.partition("+")
+            return Address(self._unique(name.strip()), int(offset or "0", 0), coordinates)
+        if "|" in text:
+            return tuple(self._unique(part.strip()) for part in text.split("|"))
+        return self._unique(text)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that lie outside of braces and brackets."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+def _labels_of_blocks(statements: Iterable[str]) -> dict[int, list[str]]:
+    """The labels inside each block in braces, by the number of the block: a branch may precede its label."""
+    labels: dict[int, list[str]] = {}
+    open_blocks: list[int] = []
+    for statement in statements:
+        if statement == "{":
+            open_blocks.append(len(labels) + 1)
+            labels[open_blocks[-1]] = []
+        elif statement == "}":
+            open_blocks.pop()
+        elif statement.endswith(":") and open_blocks:
+            labels[open_blocks[-1]].append(statement[:-1])
+    return labels

@@ -1,0 +1,244 @@
+"""Which access of shared memory is ordered before which: by barriers, by waits and by fences between proxies.
+
+Time counts the accesses of shared memory by the program. For each granule (the smallest access of the kernel) there is
+the time and warp of its last write, and for each warp that of its last read. ``known[cta, w, a]`` is the time up to
+which everything that warp ``a`` did is ordered before what warp ``w`` does next (*happens before*); a barrier makes
+the rows of its warps equal. An access races with an earlier one of another warp, one of both being a write, if that
+is later than what is known of its warp. Accesses of one warp are taken as ordered.
+
+Work of the async proxy has an agent of its own, after the warps: the tensor memory accelerator's writes. Of generic
+writes, the async proxy sees those before ``fenced``: known to a warp when it, or one whose barrier it passed, executed
+``fence.proxy.async``. PTX ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from fusedattn.testing.virtual_gpu.faults import MemoryFault, Race
+from fusedattn.testing.virtual_gpu.ptx import Instruction
+from fusedattn.testing.virtual_gpu.registers import Array
+
+# In place of the time of a write: nobody has written, or asynchronous work is writing. Times of the accelerator's
+# writes are above BY_TMA, so that one comparison finds everything that needs a closer look.
+NEVER = 2**31 - 1
+IN_FLIGHT = 2**31 - 2
+BY_TMA = 2**30
+
+COPY_WITHOUT_FENCE = "no fence.proxy.async between cp.async and wgmma"
+
+
+class Races:
+    """The accesses of the shared memory of `n_ctas` programs, each with `n_warps`."""
+
+    def __init__(
+        self, n_ctas: int, n_warps: int, n_granules: int, liberties: Counter[str], *, strict: bool = False
+    ) -> None:
+        self.liberties, self.strict = liberties, strict
+        self.n_ctas, self.n_warps, self.n_granules = n_ctas, n_warps, n_granules
+        self.instruction_at: list[Instruction | None] = [None]  # by time
+        agents = n_warps + 1
+        self.known = np.zeros((n_ctas, agents, agents), dtype="i4")
+        self.fenced = np.zeros((n_ctas, agents, agents), dtype="i4")
+        self.horizon = np.zeros((n_ctas, n_warps), dtype="i4")  # everything of every warp up to it is known
+        self.fenced_horizon = np.zeros((n_ctas, n_warps), dtype="i4")
+        self.written = np.full(n_ctas * n_granules, NEVER, dtype="i4")
+        self.writer = np.full(n_ctas * n_granules, -1, dtype="i2")
+        self.by_copy = np.zeros(n_ctas * n_granules, dtype=bool)  # the last write was cp.async
+        self.last_read = np.zeros(n_ctas * n_granules, dtype="i4")  # of all warps; IN_FLIGHT while it is being read
+        self.read_by = np.zeros((n_warps, n_ctas * n_granules), dtype="i4")
+        self.reading: dict[int, Array] = {}  # granules of reads in flight
+
+    @property
+    def now(self) -> int:
+        return len(self.instruction_at) - 1
+
+    def tick(self, x: Instruction) -> int:
+        """The time of a new access."""
+        self.instruction_at.append(x)
+        if self.now >= BY_TMA:
+            raise OverflowError("more accesses of shared memory than can be told apart")
+        return self.now
+
+    def read(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> None:
+        """Warps read granules ``(n, k)``; with `of_async`, by instructions of the async proxy.
+
+        `cta` and `warp` have ``(n, 1)`` elements.
+        """
+        now = self.tick(x)
+        horizon = (self.fenced_horizon if of_async else self.horizon)[cta, warp]
+        late = self.written[granules] > horizon
+        if late.any():
+            self._examine_writes(granules, cta, warp, late, x, of_async=of_async)
+        self.last_read[granules] = np.maximum(self.last_read[granules], now) if self.reading else now
+        self.read_by[warp, granules] = now
+
+    def write(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> int:
+        """Warps write granules ``(n, k)``; returns the time."""
+        now = self.tick(x)
+        self._examine_overwriting(granules, cta, warp, x, of_async=of_async)
+        self.written[granules] = now
+        self.writer[granules] = warp
+        self.by_copy[granules] = False
+        return now
+
+    def begin_write(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> None:
+        """Asynchronous work that a warp starts will write these granules."""
+        now = self.tick(x)
+        self._examine_overwriting(granules, cta, warp, x, of_async=of_async)
+        self.written[granules] = IN_FLIGHT
+        self.writer[granules] = warp
+        self.read_by[warp, granules] = now  # where it was started, for messages
+
+    def end_write(self, granules: Array, warp: Array, x: Instruction, *, by_tma: bool = False) -> int:
+        """The work has written: as if by a warp now, or by the tensor memory accelerator; returns the time."""
+        now = self.tick(x)
+        self.written[granules] = now + BY_TMA if by_tma else now
+        self.writer[granules] = self.n_warps if by_tma else warp
+        self.by_copy[granules] = not by_tma
+        return now
+
+    def begin_reads(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> int:
+        """Asynchronous work will read these granules, until :meth:`end_reads` of the number that this returns."""
+        self.read(granules, cta, warp, x, of_async=True)
+        self.last_read[granules] = IN_FLIGHT
+        self.reading[self.now] = granules
+        return self.now
+
+    def end_reads(self, reading: int, granules: Array, warp: Array, left: Array, x: Instruction) -> None:
+        """Warps have waited for the reads of `granules`; those of `left` go on."""
+        now = self.tick(x)
+        del self.reading[reading]
+        if left.size:
+            self.reading[reading] = left
+        self.last_read[granules] = now
+        self.read_by[warp, granules] = now
+        for others in self.reading.values():
+            self.last_read[others] = IN_FLIGHT
+
+    def _examine_overwriting(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool) -> None:
+        horizon = self.horizon[cta, warp]
+        late = self.last_read[granules] > horizon
+        if late.any():
+            self._examine_reads(granules, cta, warp, late, x)
+        before = self.fenced_horizon[cta, warp] if of_async else horizon
+        late = self.written[granules] > before
+        if late.any():
+            self._examine_writes(granules, cta, warp, late, x, of_async=of_async, overwriting=True)
+
+    def _examine_writes(
+        self,
+        granules: Array,
+        cta: Array,
+        warp: Array,
+        late: Array,
+        x: Instruction,
+        *,
+        of_async: bool,
+        overwriting: bool = False,
+    ) -> None:
+        """Fail if one of these writes is not ordered before what the warp does now."""
+        at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
+        written, writer = self.written[at], self.writer[at]
+        if overwriting:
+            written = np.where(written == NEVER, 0, written)
+        elif (written == NEVER).any():
+            raise MemoryFault(f"{x.opcode}, at {x.place}: reads shared memory that nobody has written")
+        if (written == IN_FLIGHT).any():
+            i = int(np.argmax(written == IN_FLIGHT))
+            start = self.instruction_at[int(self.read_by[writer[i], at[i]])]
+            raise Race(f"{x.opcode}, at {x.place}, touches what {_of(start)} has not finished writing")
+        by_tma = written > BY_TMA
+        time = np.where(by_tma, written - BY_TMA, written)
+        unordered = (time > self.known[of_cta, me, writer]) & (writer != me)
+        if unordered.any():
+            i = int(np.argmax(unordered))
+            raise Race(
+                f"{x.opcode}, at {x.place}, by warp {me[i]}: nothing orders it after "
+                f"{_of(self.instruction_at[int(time[i])])}, by "
+                + ("the tensor memory accelerator" if by_tma[i] else f"warp {writer[i]}")
+            )
+        if of_async:
+            unfenced = (time > self.fenced[of_cta, me, writer]) & ~by_tma
+            if unfenced.any():
+                self._examine_fences(at[unfenced], time[unfenced], x)
+
+    def _examine_fences(self, at: Array, time: Array, x: Instruction) -> None:
+        """The async proxy touches what the generic proxy wrote, without a fence between them."""
+        forgiven = self.by_copy[at]
+        if forgiven.all():
+            self.liberties[f"{COPY_WITHOUT_FENCE}: {x.place}"] += 1
+        if self.strict or not forgiven.all():
+            i = 0 if self.strict else int(np.argmin(forgiven))
+            raise Race(
+                f"{x.opcode}, at {x.place}: no fence.proxy.async after {_of(self.instruction_at[int(time[i])])}"
+            )
+
+    def _examine_reads(self, granules: Array, cta: Array, warp: Array, late: Array, x: Instruction) -> None:
+        """Fail if one of the reads of these granules is not ordered before what the warp writes now."""
+        at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
+        if (self.last_read[at] == IN_FLIGHT).any():
+            i = int(np.argmax(self.last_read[at] == IN_FLIGHT))
+            reader = self.instruction_at[int(self.read_by[:, at[i]].max())]
+            raise Race(f"{x.opcode}, at {x.place}, overwrites what {_of(reader)} is still reading")
+        reads = self.read_by[:, at]  # (n_warps, n)
+        bad = reads > self.known[of_cta, me, : self.n_warps].T
+        bad[me, np.arange(len(me))] = False
+        if bad.any():
+            reader, i = (int(y) for y in np.argwhere(bad)[0])
+            first = self.instruction_at[int(reads[reader, i])]
+            raise Race(
+                f"{x.opcode}, at {x.place}, by warp {me[i]}: nothing orders it after the read by {_of(first)}, "
+                f"by warp {reader}"
+            )
+
+    def join_all(self, ctas: Any) -> None:
+        """A barrier of all warps of programs: what one knows, all know."""
+        now, n = self.now, self.n_warps
+        for table in (self.known, self.fenced):
+            table[ctas, :n] = table[ctas, :n].max(axis=1, keepdims=True)
+        self.known[ctas, :n, :n] = now
+        self.horizon[ctas] = now
+        self.fenced_horizon[ctas] = self.fenced[ctas, :n, :n].min(axis=2)
+
+    def join(self, cta: int, warps: Array) -> None:
+        """A barrier of some warps of one program."""
+        for table in (self.known, self.fenced):
+            table[cta, warps] = table[cta, warps].max(axis=0)
+        self.known[cta, warps[:, None], warps] = self.now
+        self._renew(cta)
+
+    def fence(self, cta: Array, warp: Array) -> None:
+        """fence.proxy.async, by warps: the async proxy sees the generic writes that they know."""
+        self.fenced[cta, warp] = np.maximum(self.fenced[cta, warp], self.known[cta, warp])
+        self.fenced[cta, warp, warp] = self.now
+        self.fenced_horizon[cta, warp] = self.fenced[cta, warp, : self.n_warps].min(axis=1)
+
+    def release(self, cta: int, warp: int) -> tuple[Array, Array]:
+        """What a warp knows and has done, for those who acquire it."""
+        known = self.known[cta, warp].copy()
+        known[warp] = self.now
+        return known, self.fenced[cta, warp].copy()
+
+    def acquire(self, cta: int, warps: Array, released: tuple[Array, Array]) -> None:
+        """Warps of a program know what others released."""
+        known, fenced = released
+        self.known[cta, warps] = np.maximum(self.known[cta, warps], known)
+        self.fenced[cta, warps] = np.maximum(self.fenced[cta, warps], fenced)
+        self._renew(cta)
+
+    def _renew(self, cta: int) -> None:
+        """The horizons of a program: what a warp knows of all others, and of itself."""
+        n = self.n_warps
+        known = self.known[cta, :n, :n].copy()
+        known[np.arange(n), np.arange(n)] = NEVER
+        self.horizon[cta] = known.min(axis=1) if n > 1 else self.now
+        self.fenced_horizon[cta] = self.fenced[cta, :n, :n].min(axis=1)
+
+
+def _of(x: Instruction | None) -> str:
+    return "an earlier access" if x is None else f"{x.opcode} at {x.place}"
+

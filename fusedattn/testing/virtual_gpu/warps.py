@@ -1,0 +1,149 @@
+"""Instructions by which the threads of a warp exchange values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, store, unknown, vector
+from fusedattn.testing.virtual_gpu.faults import Fault
+from fusedattn.testing.virtual_gpu.ptx import Instruction
+from fusedattn.testing.virtual_gpu.registers import Array, number
+
+if TYPE_CHECKING:
+    from fusedattn.testing.virtual_gpu.machine import Machine
+
+WARP = 32
+
+
+def whole_warps(mask: Mask, x: Instruction) -> None:
+    """Fail unless each warp takes part as a whole or not at all."""
+    if mask is not True:
+        of_warps = mask.reshape(-1, WARP)
+        if (of_warps.any(axis=1) != of_warps.all(axis=1)).any():
+            raise Fault(f"{x.opcode}, at {x.place}: only a part of a warp executes it")
+
+
+def _whole(machine: Machine, x: Instruction, i: int) -> None:
+    """Operand `i`, the mask of the threads that take part, must be all of them."""
+    given = name(x, i)
+    if machine.registers.has(given):
+        return  # computed; whole_warps checks those that execute
+    if number(given, "u4") != 0xFFFFFFFF:
+        raise unknown(x)
+
+
+@builds("shfl.sync")
+def _shuffle(machine: Machine, x: Instruction) -> Step:
+    """Read the register of another thread of the warp; segments of the warp are not supported."""
+    words = x.opcode.split(".")
+    if len(words) != 4 or words[3] != "b32" or words[2] not in ("idx", "bfly", "up", "down"):
+        raise unknown(x)
+    _whole(machine, x, 4)
+    clamp = int(name(x, 3), 0)
+    if clamp != (0 if words[2] == "up" else 31):
+        raise unknown(x)
+    registers = machine.registers
+    target, *predicate = vector(x, 0)
+    out, value, by = registers.row(target, "u4"), registers.row(name(x, 1), "u4"), registers.value(name(x, 2), "u4")
+    own = np.arange(WARP, dtype="i8")
+
+    def source(amount: Array) -> Array:
+        if words[2] == "idx":
+            return (amount & 31) + 0 * own
+        if words[2] == "bfly":
+            return own ^ (amount & 31)
+        return own - amount if words[2] == "up" else own + amount
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        amount = by.astype("i8")
+        lanes = source(amount.reshape(-1, WARP) if amount.ndim else amount)
+        inside = (lanes >= 0) & (lanes < WARP)
+        lanes = np.where(inside, lanes, own)
+        of_warps = value.reshape(-1, WARP)
+        taken = of_warps[:, lanes] if lanes.ndim == 1 else np.take_along_axis(of_warps, lanes, axis=1)
+        store(out, taken.reshape(-1), mask)
+        if predicate:
+            store(registers.row(predicate[0], "?").reshape(-1, WARP), inside, True if mask is True else mask.reshape(-1, WARP))
+
+    return step
+
+
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+@builds("redux.sync")
+def _reduce(machine: Machine, x: Instruction) -> Step:
+    words = x.opcode.split(".")
+    if len(words) != 4 or words[2] not in _REDUCTIONS or words[3] not in ("s32", "u32", "b32"):
+        raise unknown(x)
+    _whole(machine, x, 2)
+    dtype = "i4" if words[3] == "s32" else "u4"
+    out, value = machine.registers.row(name(x, 0), dtype), machine.registers.value(name(x, 1), dtype)
+    function = _REDUCTIONS[words[2]]
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        lanes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
+        store(out, np.repeat(function.reduce(lanes, axis=1, dtype=dtype), WARP), mask)
+
+    return step
+
+
+@builds("elect.sync")
+def _elect(machine: Machine, x: Instruction) -> Step:
+    """One thread of each warp, here the first."""
+    _whole(machine, x, 1)
+    target, predicate = vector(x, 0)
+    outs = [(machine.registers.row(target, "u4"), 0)] if target != "_" else []
+    first = np.tile(np.arange(WARP) == 0, machine.registers.n_lanes // WARP)
+    elected = machine.registers.row(predicate, "?")
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        for out, leader in outs:
+            store(out, leader, mask)
+        store(elected, first, mask)
+
+    return step
+
+
+@builds("vote.sync")
+def _vote(machine: Machine, x: Instruction) -> Step:
+    words = x.opcode.split(".")
+    _whole(machine, x, 2)
+    value = machine.registers.value(name(x, 1), "?")
+    if words[2:] == ["ballot", "b32"]:
+        bits = np.uint32(1) << np.arange(WARP, dtype="u4")
+        out = machine.registers.row(name(x, 0), "u4")
+
+        def ballot(mask: Mask) -> None:
+            whole_warps(mask, x)
+            votes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
+            store(out, np.repeat((votes * bits).sum(axis=1, dtype="u4"), WARP), mask)
+
+        return ballot
+    if words[3:] != ["pred"] or words[2] not in ("all", "any"):
+        raise unknown(x)
+    function = np.logical_and if words[2] == "all" else np.logical_or
+    out = machine.registers.row(name(x, 0), "?")
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        votes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
+        store(out, np.repeat(function.reduce(votes, axis=1), WARP), mask)
+
+    return step
+
+
+@builds("activemask.b32")
+def _active(machine: Machine, x: Instruction) -> Step:
+    out = machine.registers.row(name(x, 0), "u4")
+
+    def step(mask: Mask) -> None:
+        whole_warps(mask, x)
+        store(out, np.uint32(0xFFFFFFFF), mask)
+
+    return step
