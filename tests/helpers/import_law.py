@@ -13,7 +13,9 @@ VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indic
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "integrations.kernels_hub": {"fusedattn"},
-    "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"},
+    "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
+    | {"virtual_gpu"},
+    "virtual_gpu": {"support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
     "fusion": {
         "integrations.modules",
@@ -112,6 +114,7 @@ LAYERS = (
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
     Layer("error budget", "test cases, and the error that a function may have",
           ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
+    Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights")),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
     Layer("torch backend", "torch's own functions, combined to the same results",

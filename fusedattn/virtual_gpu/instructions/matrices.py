@@ -5,40 +5,14 @@ Lane ``4 g + t`` of a warp holds rows g and g + 8, and columns from 2 t on. PTX 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, unknown, vector
-from fusedattn.testing.virtual_gpu.floats import from_bf16
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
-from fusedattn.testing.virtual_gpu.warps import whole_warps
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
-
-
-@dataclass(frozen=True)
-class Products:
-    """How products are summed: in float32, or (`truncating`) as Hopper's matrix units are observed to do.
-
-    They add the terms of one instruction to the accumulator with the accumulator's precision, and cut off the rest.
-    """
-
-    truncating: bool = False
-
-    def add(self, a: Array, b: Array, c: Array | None) -> Array:
-        """``a @ b + c``, in float32; batches of matrices."""
-        if not self.truncating:
-            product = np.matmul(a, b)
-            return product if c is None else product + c
-        total = np.matmul(a.astype("f8"), b.astype("f8"))
-        total = total if c is None else total + c
-        rounded = total.astype("f4")
-        too_far = np.abs(rounded.astype("f8")) > np.abs(total)
-        return np.where(too_far, np.nextafter(rounded, np.float32(0)), rounded)
+from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.instructions.floats import from_bf16
+from fusedattn.virtual_gpu.instructions.warps import whole_warps
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Instruction, vector
+from fusedattn.virtual_gpu.registers import Array, Mask
 
 
 def widened(bits: Array, kind: str) -> Array:

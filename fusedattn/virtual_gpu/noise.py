@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.virtual_gpu.registers import Array
 
 # Relative errors, in units of 2^-23; those of lg2, sin and cos are absolute.
 _RELATIVE = {"ex2": 2.0**0.5, "rcp": 1.0, "sqrt": 1.0, "rsqrt": 2.0**0.1, "tanh": 2.0**12}

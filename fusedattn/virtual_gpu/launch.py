@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedattn.testing.virtual_gpu import ptx
-from fusedattn.testing.virtual_gpu.copies import TensorMap
-from fusedattn.testing.virtual_gpu.counters import Counters
-from fusedattn.testing.virtual_gpu.global_memory import GlobalMemory
-from fusedattn.testing.virtual_gpu.groups import Order
-from fusedattn.testing.virtual_gpu.machine import Machine
-from fusedattn.testing.virtual_gpu.matrices import Products
-from fusedattn.testing.virtual_gpu.noise import Noise
+from fusedattn.virtual_gpu import ptx
+from fusedattn.virtual_gpu.counters import Counters
+from fusedattn.virtual_gpu.global_memory import GlobalMemory
+from fusedattn.virtual_gpu.groups import Order
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.noise import Noise
+from fusedattn.virtual_gpu.products import Products
+from fusedattn.virtual_gpu.programs import Programs
+from fusedattn.virtual_gpu.tensor_map import TensorMap
 
 LANES = 2048  # threads that run together, about: NumPy costs the same for fewer
 _SWIZZLES = {0: 0, 1: 1, 2: 3, 3: 7}  # Triton's modes of a tensor map
@@ -48,7 +49,7 @@ class Launcher:
     text: str
     settings: Settings
     counters: Counters
-    machines: dict[int, Machine] = field(default_factory=dict)
+    machines: dict[int, Programs] = field(default_factory=dict)
 
     def launch(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Run all programs, on the tensors among the arguments."""
@@ -59,28 +60,29 @@ class Launcher:
         if not n_programs:
             return
         n_ctas = self._n_ctas(kernel, n_programs)
-        machine = self.machines.get(n_ctas)
-        if machine is None:
-            settings = self.settings
-            order = Order(settings.asynchronous, settings.seed)
-            products, noise = Products(settings.truncating), Noise(settings.noise, settings.seed or 0)
-            self.counters.accesses = settings.counting
-            machine = Machine(
-                kernel,
-                n_ctas,
-                self.metadata.shared,
-                self.counters,
-                order=order,
-                products=products,
-                noise=noise,
-                strict=settings.strict,
-            )
-            self.machines = {n_ctas: machine}  # a machine is large
+        if n_ctas not in self.machines:
+            self.machines = {n_ctas: self._programs(kernel, n_ctas)}  # one at most: they are large
+        programs = self.machines[n_ctas]
+        order = self._order(n_programs, programs.machine.order)
         with np.errstate(all="ignore"):
-            order_of_programs = self._order(n_programs, machine.order)
             for first in range(0, n_programs, n_ctas):
-                machine.run(order_of_programs[first : first + n_ctas], grid, values, maps, memory)
-        machine.count()
+                programs.run(order[first : first + n_ctas], grid, values, maps, memory)
+        programs.count()
+
+    def _programs(self, kernel: ptx.Kernel, n_ctas: int) -> Programs:
+        settings = self.settings
+        self.counters.accesses = settings.counting
+        machine = Machine(
+            kernel,
+            n_ctas,
+            self.metadata.shared,
+            self.counters,
+            order=Order(settings.asynchronous, settings.seed),
+            products=Products(settings.truncating),
+            noise=Noise(settings.noise, settings.seed or 0),
+            strict=settings.strict,
+        )
+        return Programs(machine)
 
     def _n_ctas(self, kernel: ptx.Kernel, n_programs: int) -> int:
         """Programs that run together, so that all batches are nearly full."""
@@ -120,7 +122,9 @@ class Launcher:
             elif kind.startswith("*"):
                 raise TypeError(f"{self.metadata.name}: got {type(value).__name__} for {kind}, allowed are tensors")
             elif kind.startswith("fp"):
-                values[parameter.name] = int.from_bytes(struct.pack({"fp32": "<f", "fp64": "<d"}[kind], value), "little")
+                values[parameter.name] = int.from_bytes(
+                    struct.pack({"fp32": "<f", "fp64": "<d"}[kind], value), "little"
+                )
             else:
                 values[parameter.name] = int(value) & (1 << 8 * parameter.n_bytes) - 1
         for parameter in parameters:  # scratch memory, which no kernel here has

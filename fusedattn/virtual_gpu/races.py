@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.faults import MemoryFault, Race
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
+from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.registers import Array
 
 # In place of the time of a write: nobody has written, or asynchronous work is writing. Times of the accelerator's
 # writes are above BY_TMA, so that one comparison finds everything that needs a closer look.
@@ -48,9 +48,9 @@ class Races:
         self.written = np.full(n_ctas * n_granules, NEVER, dtype="i4")
         self.writer = np.full(n_ctas * n_granules, -1, dtype="i2")
         self.by_copy = np.zeros(n_ctas * n_granules, dtype=bool)  # the last write was cp.async
-        self.last_read = np.zeros(n_ctas * n_granules, dtype="i4")  # of all warps; IN_FLIGHT while it is being read
+        self.last_read = np.zeros(n_ctas * n_granules, dtype="i4")  # of all warps
         self.read_by = np.zeros((n_warps, n_ctas * n_granules), dtype="i4")
-        self.reading: dict[int, Array] = {}  # granules of reads in flight
+        self.being_read = np.zeros(n_ctas * n_granules, dtype="i2")  # by asynchronous work, so often
 
     @property
     def now(self) -> int:
@@ -73,7 +73,7 @@ class Races:
         late = self.written[granules] > horizon
         if late.any():
             self._examine_writes(granules, cta, warp, late, x, of_async=of_async)
-        self.last_read[granules] = np.maximum(self.last_read[granules], now) if self.reading else now
+        self.last_read[granules] = now
         self.read_by[warp, granules] = now
 
     def write(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> int:
@@ -101,27 +101,21 @@ class Races:
         self.by_copy[granules] = not by_tma
         return now
 
-    def begin_reads(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> int:
-        """Asynchronous work will read these granules, until :meth:`end_reads` of the number that this returns."""
+    def begin_reads(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> None:
+        """Asynchronous work will read these granules, until :meth:`end_reads`."""
         self.read(granules, cta, warp, x, of_async=True)
-        self.last_read[granules] = IN_FLIGHT
-        self.reading[self.now] = granules
-        return self.now
+        self.being_read[granules] += 1
 
-    def end_reads(self, reading: int, granules: Array, warp: Array, left: Array, x: Instruction) -> None:
-        """Warps have waited for the reads of `granules`; those of `left` go on."""
+    def end_reads(self, granules: Array, warp: Array, x: Instruction) -> None:
+        """Warps have waited for the reads of granules."""
         now = self.tick(x)
-        del self.reading[reading]
-        if left.size:
-            self.reading[reading] = left
+        self.being_read[granules] -= 1
         self.last_read[granules] = now
         self.read_by[warp, granules] = now
-        for others in self.reading.values():
-            self.last_read[others] = IN_FLIGHT
 
     def _examine_overwriting(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool) -> None:
         horizon = self.horizon[cta, warp]
-        late = self.last_read[granules] > horizon
+        late = (self.last_read[granules] > horizon) | (self.being_read[granules] > 0)
         if late.any():
             self._examine_reads(granules, cta, warp, late, x)
         before = self.fenced_horizon[cta, warp] if of_async else horizon
@@ -146,17 +140,17 @@ class Races:
         if overwriting:
             written = np.where(written == NEVER, 0, written)
         elif (written == NEVER).any():
-            raise MemoryFault(f"{x.opcode}, at {x.place}: reads shared memory that nobody has written")
+            raise MemoryAccessError(f"{x.opcode}, at {x.place}: reads shared memory that nobody has written")
         if (written == IN_FLIGHT).any():
             i = int(np.argmax(written == IN_FLIGHT))
             start = self.instruction_at[int(self.read_by[writer[i], at[i]])]
-            raise Race(f"{x.opcode}, at {x.place}, touches what {_of(start)} has not finished writing")
+            raise RaceError(f"{x.opcode}, at {x.place}, touches what {_of(start)} has not finished writing")
         by_tma = written > BY_TMA
         time = np.where(by_tma, written - BY_TMA, written)
         unordered = (time > self.known[of_cta, me, writer]) & (writer != me)
         if unordered.any():
             i = int(np.argmax(unordered))
-            raise Race(
+            raise RaceError(
                 f"{x.opcode}, at {x.place}, by warp {me[i]}: nothing orders it after "
                 f"{_of(self.instruction_at[int(time[i])])}, by "
                 + ("the tensor memory accelerator" if by_tma[i] else f"warp {writer[i]}")
@@ -173,26 +167,26 @@ class Races:
             self.liberties[f"{COPY_WITHOUT_FENCE}: {x.place}"] += 1
         if self.strict or not forgiven.all():
             i = 0 if self.strict else int(np.argmin(forgiven))
-            raise Race(
+            raise RaceError(
                 f"{x.opcode}, at {x.place}: no fence.proxy.async after {_of(self.instruction_at[int(time[i])])}"
             )
 
     def _examine_reads(self, granules: Array, cta: Array, warp: Array, late: Array, x: Instruction) -> None:
         """Fail if one of the reads of these granules is not ordered before what the warp writes now."""
         at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
-        if (self.last_read[at] == IN_FLIGHT).any():
-            i = int(np.argmax(self.last_read[at] == IN_FLIGHT))
+        if self.being_read[at].any():
+            i = int(np.argmax(self.being_read[at]))
             reader = self.instruction_at[int(self.read_by[:, at[i]].max())]
-            raise Race(f"{x.opcode}, at {x.place}, overwrites what {_of(reader)} is still reading")
+            raise RaceError(f"{x.opcode}, at {x.place}, overwrites what {_of(reader)} is still reading")
         reads = self.read_by[:, at]  # (n_warps, n)
         bad = reads > self.known[of_cta, me, : self.n_warps].T
         bad[me, np.arange(len(me))] = False
         if bad.any():
-            reader, i = (int(y) for y in np.argwhere(bad)[0])
-            first = self.instruction_at[int(reads[reader, i])]
-            raise Race(
+            by, i = (int(y) for y in np.argwhere(bad)[0])
+            first = self.instruction_at[int(reads[by, i])]
+            raise RaceError(
                 f"{x.opcode}, at {x.place}, by warp {me[i]}: nothing orders it after the read by {_of(first)}, "
-                f"by warp {reader}"
+                f"by warp {by}"
             )
 
     def join_all(self, ctas: Any) -> None:
@@ -241,4 +235,3 @@ class Races:
 
 def _of(x: Instruction | None) -> str:
     return "an earlier access" if x is None else f"{x.opcode} at {x.place}"
-

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, store, unknown, vector
-from fusedattn.testing.virtual_gpu.faults import Fault
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array, number
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.errors import KernelError
+from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Instruction, name, vector
+from fusedattn.virtual_gpu.registers import Array, Mask, number, store
 
 WARP = 32
 
@@ -22,7 +18,7 @@ def whole_warps(mask: Mask, x: Instruction) -> None:
     if mask is not True:
         of_warps = mask.reshape(-1, WARP)
         if (of_warps.any(axis=1) != of_warps.all(axis=1)).any():
-            raise Fault(f"{x.opcode}, at {x.place}: only a part of a warp executes it")
+            raise KernelError(f"{x.opcode}, at {x.place}: only a part of a warp executes it")
 
 
 def _whole(machine: Machine, x: Instruction, i: int) -> None:
@@ -66,12 +62,23 @@ def _shuffle(machine: Machine, x: Instruction) -> Step:
         taken = of_warps[:, lanes] if lanes.ndim == 1 else np.take_along_axis(of_warps, lanes, axis=1)
         store(out, taken.reshape(-1), mask)
         if predicate:
-            store(registers.row(predicate[0], "?").reshape(-1, WARP), inside, True if mask is True else mask.reshape(-1, WARP))
+            store(
+                registers.row(predicate[0], "?").reshape(-1, WARP),
+                inside,
+                True if mask is True else mask.reshape(-1, WARP),
+            )
 
     return step
 
 
-_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 @builds("redux.sync")

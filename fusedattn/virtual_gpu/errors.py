@@ -7,21 +7,21 @@ class UnknownPTXError(NotImplementedError):
     """An instruction, modifier or directive that is not known. Nothing is skipped."""
 
 
-class Fault(RuntimeError):
+class KernelError(RuntimeError):
     """A kernel broke a rule of the hardware."""
 
 
-class MemoryFault(Fault):
+class MemoryAccessError(KernelError):
     """An access outside of a tensor or of shared memory, not aligned, or of memory that nobody wrote."""
 
 
-class Race(Fault):
+class RaceError(KernelError):
     """Two accesses of the same bytes, of which one writes, that nothing orders."""
 
 
-class AsyncFault(Fault):
+class AsyncError(KernelError):
     """Registers or barriers of asynchronous work used against its rules."""
 
 
-class Deadlock(Fault):
+class DeadlockError(KernelError):
     """All threads wait, and nothing can end it."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, store, unknown
-from fusedattn.testing.virtual_gpu.faults import AsyncFault
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
-from fusedattn.testing.virtual_gpu.shared_memory import lanes_of, shared_addresses
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.errors import AsyncError
+from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.instructions.shared_accesses import shared_addresses
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.mbarriers import MBarrier
+from fusedattn.virtual_gpu.ptx import Instruction, name
+from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of, store
 
 
 @builds("bar.warp.sync")
@@ -36,44 +34,6 @@ def _proxy_fence(machine: Machine, x: Instruction) -> Step:
 def lane_warps(machine: Machine, mask: Mask) -> Array:
     """The warp of each lane of the mask, counted over all programs."""
     return np.arange(machine.registers.n_lanes)[lanes_of(mask)] // 32
-
-
-@dataclass
-class MBarrier:
-    """The state of one barrier: PTX ISA, "mbarrier". A phase ends when no arrival and no byte is pending."""
-
-    expected: int
-    pending: int
-    bytes: int = 0
-    phase: int = 0
-    gathered: list[tuple[Array, Array]] = field(default_factory=list)  # released in this phase
-    released: tuple[Array, Array] | None = None  # by the phases that have ended
-
-    def advance(self) -> bool:
-        """End the phase if nothing is pending; returns whether it ended."""
-        if self.pending or self.bytes:
-            return False
-        self.phase += 1
-        self.pending = self.expected
-        parts = [*self.gathered, *([self.released] if self.released else [])]
-        if parts:
-            known, fenced = (np.max([part[i] for part in parts], axis=0) for i in (0, 1))
-            self.released = known, fenced
-        self.gathered = []
-        return True
-
-
-class MBarriers:
-    """The mbarriers of all programs, by program and address."""
-
-    def __init__(self) -> None:
-        self.table: dict[tuple[int, int], MBarrier] = {}
-
-    def at(self, cta: int, address: int, x: Instruction) -> MBarrier:
-        barrier = self.table.get((cta, address))
-        if barrier is None:
-            raise AsyncFault(f"{x.opcode}, at {x.place}: no mbarrier is initialised at shared address {address}")
-        return barrier
 
 
 def _each(machine: Machine, x: Instruction, i: int) -> Any:
@@ -119,7 +79,7 @@ def _invalidate(machine: Machine, x: Instruction) -> Step:
         for lane, cta, _, address in each(mask):
             barrier = machine.mbarriers.at(cta, address, x)
             if barrier.bytes:
-                raise AsyncFault(f"{x.opcode}, at {x.place}: {barrier.bytes} bytes are still to arrive")
+                raise AsyncError(f"{x.opcode}, at {x.place}: {barrier.bytes} bytes are still to arrive")
             _used(machine, x, lane, address, writes=True)
             del machine.mbarriers.table[cta, address]
 
@@ -145,7 +105,7 @@ def _arrive(machine: Machine, x: Instruction) -> Step:
             _used(machine, x, lane, address, writes=False)
             barrier = machine.mbarriers.at(cta, address, x)
             if not barrier.pending:
-                raise AsyncFault(f"{x.opcode}, at {x.place}: more arrivals than the {barrier.expected} of the barrier")
+                raise AsyncError(f"{x.opcode}, at {x.place}: more arrivals than the {barrier.expected} of the barrier")
             barrier.bytes += int(of_lanes[lane])
             barrier.pending -= 1
             barrier.gathered.append(machine.shared.races.release(cta, warp))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Union
 
-from fusedattn.testing.virtual_gpu.faults import UnknownPTXError
+from fusedattn.virtual_gpu.errors import UnknownPTXError
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Address:
     coordinates: tuple[str, ...] = ()
 
 
-Operand = Union[str, tuple[str, ...], Address]  # a name or number, {a vector}, [memory]
+Operand = str | tuple[str, ...] | Address  # a name or number, {a vector}, [memory]
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,16 @@ class Kernel:
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits; predicates have one
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+
+    def block_starts(self, ends: tuple[str, ...]) -> list[int]:
+        """The numbers of the instructions that follow one of `ends`, or that a branch leads to."""
+        starts = {0}
+        for i, x in enumerate(self.instructions):
+            if x.opcode.startswith(ends):
+                starts.add(i + 1)
+            if x.opcode.startswith("bra"):
+                starts.add(self.labels[name(x, 0)])
+        return sorted(i for i in starts if i < len(self.instructions))
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
@@ -241,3 +250,31 @@ def _labels_of_blocks(statements: Iterable[str]) -> dict[int, list[str]]:
         elif statement.endswith(":") and open_blocks:
             labels[open_blocks[-1]].append(statement[:-1])
     return labels
+
+
+def access_of(x: Instruction) -> tuple[str, int, int]:
+    """The type, its bytes and the number of elements of ``ld.space.v4.b32`` and the like; no other modifiers."""
+    words = x.opcode.split(".")[2:]
+    n = 1
+    if words[0] in ("v2", "v4", "v8"):
+        n = int(words.pop(0)[1:])
+    if len(words) != 1:
+        raise UnknownPTXError(f"{x.opcode}, at {x.place}")
+    kind = words[0]
+    return kind, int(kind[1:]) // 8, n
+
+
+def name(x: Instruction, i: int) -> str:
+    """Operand `i`, which is a single register or number."""
+    operand = x.operands[i]
+    if not isinstance(operand, str):
+        raise UnknownPTXError(f"{x.opcode}, at {x.place}")
+    return operand
+
+
+def vector(x: Instruction, i: int) -> tuple[str, ...]:
+    """Operand `i` as a vector, also of one."""
+    operand = x.operands[i]
+    if isinstance(operand, Address):
+        raise UnknownPTXError(f"{x.opcode}, at {x.place}")
+    return (operand,) if isinstance(operand, str) else operand

@@ -4,22 +4,19 @@ accelerator (TMA)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu import global_memory
-from fusedattn.testing.virtual_gpu.barriers import lane_warps
-from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, unknown
-from fusedattn.testing.virtual_gpu.faults import MemoryFault
-from fusedattn.testing.virtual_gpu.groups import Work
-from fusedattn.testing.virtual_gpu.ptx import Address, Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
-from fusedattn.testing.virtual_gpu.shared_memory import lanes_of, shared_addresses
-from fusedattn.testing.virtual_gpu.wgmma import swizzled
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu import global_memory
+from fusedattn.virtual_gpu.errors import MemoryAccessError
+from fusedattn.virtual_gpu.groups import Work
+from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.instructions.global_accesses import address_of
+from fusedattn.virtual_gpu.instructions.shared_accesses import shared_addresses
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Address, Instruction, name
+from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of
+from fusedattn.virtual_gpu.tensor_map import TensorMap
 
 
 @builds("cp.async.ca.shared.global", "cp.async.cg.shared.global")
@@ -27,7 +24,7 @@ def _copy(machine: Machine, x: Instruction) -> Step:
     """Copy `size` bytes for each thread; of these `source size` from global memory, and zeros after them."""
     if "L2" in x.opcode:
         raise unknown(x)
-    to, source = shared_addresses(machine, x, 0), global_memory.address_of(machine, x, 1)
+    to, source = shared_addresses(machine, x, 0), address_of(machine, x, 1)
     size = int(name(x, 2), 0)
     given = machine.registers.value(name(x, 3) if len(x.operands) > 3 else str(size), "u4")
     shared, n_lanes = machine.shared, machine.registers.n_lanes
@@ -85,43 +82,6 @@ def _wait_all(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@dataclass(frozen=True)
-class TensorMap:
-    """A tensor as the accelerator sees it: `shape`, `strides` in bytes and `box`, the innermost dimension last."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    element: int  # bytes
-    swizzle: int  # address bits 7 to 9 that are added to bits 4 to 6
-    is_float: bool
-
-    def __post_init__(self) -> None:
-        if self.address % 16 or any(stride % 16 for stride in self.strides[:-1]):
-            raise MemoryFault(f"a tensor map of address {self.address:#x} and strides {self.strides}: not multiples of 16")
-        if any(n > 256 for n in self.box) or self.box[-1] * self.element % 16:
-            raise MemoryFault(f"a tensor map of box {self.box}: more than 256, or rows that 16 bytes do not divide")
-
-    @property
-    def n_bytes(self) -> int:
-        return int(np.prod(self.box)) * self.element
-
-    def elements(self, first: tuple[int, ...]) -> tuple[Array, Array]:
-        """The global addresses of a box's elements, and which of them exist; of the shape of the box."""
-        addresses, exists = np.full(self.box, self.address, dtype="i8"), np.ones(self.box, dtype=bool)
-        for i, (start, n, size, stride) in enumerate(zip(first, self.box, self.shape, self.strides, strict=True)):
-            index = (start + np.arange(n, dtype="i8")).reshape([-1 if i == j else 1 for j in range(len(self.box))])
-            addresses = addresses + index * stride
-            exists = exists & (index >= 0) & (index < size)
-        return addresses, exists
-
-    def targets(self, start: int) -> Array:
-        """The shared addresses of a box's elements, one row after the other, of the shape of the box."""
-        offsets = np.arange(int(np.prod(self.box))) * self.element
-        return swizzled(start + offsets, self.swizzle).reshape(self.box)
-
-
 @dataclass
 class _BoxCopy:
     """A copy of a box to the shared memory of a program; it arrives on a barrier."""
@@ -162,13 +122,15 @@ def _box(machine: Machine, x: Instruction, operand: object) -> tuple[Array, list
     return registers.row(operand.base, "u8"), coordinates[::-1]
 
 
-def _checked(machine: Machine, x: Instruction, tensor: TensorMap, first: tuple[int, ...], cta: int, start: int) -> Array:
+def _checked(
+    machine: Machine, x: Instruction, tensor: TensorMap, first: tuple[int, ...], cta: int, start: int
+) -> Array:
     """The granules of a box in shared memory, ``(1, n)``, after all checks of its addresses."""
     if len(first) != len(tensor.box):
         raise unknown(x)
     alignment = 128 * (tensor.swizzle + 1) if tensor.swizzle else 128
     if start % alignment:
-        raise MemoryFault(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
+        raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
     shared = machine.shared
     shared.check(np.array([start]), tensor.n_bytes, x)
     addresses, exists = tensor.elements(first)
@@ -178,7 +140,13 @@ def _checked(machine: Machine, x: Instruction, tensor: TensorMap, first: tuple[i
     return shared.granules(places, 16).reshape(1, -1)
 
 
-@builds(*(f"cp.async.bulk.tensor.{n}d.shared::{space}.global.mbarrier::complete_tx::bytes" for n in (2, 3, 4, 5) for space in ("cta", "cluster")))
+@builds(
+    *(
+        f"cp.async.bulk.tensor.{n}d.shared::{space}.global.mbarrier::complete_tx::bytes"
+        for n in (2, 3, 4, 5)
+        for space in ("cta", "cluster")
+    )
+)
 def _load_box(machine: Machine, x: Instruction) -> Step:
     to, barriers = shared_addresses(machine, x, 0), shared_addresses(machine, x, 2)
     maps, coordinates = _box(machine, x, x.operands[1])
@@ -218,7 +186,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         cta, start = int(shared.cta[lane]), int(source(lane))
         granules = _checked(machine, x, tensor, first, cta, start)
         warp = np.array([[int(shared.warp[lane])]])
-        reading = shared.races.begin_reads(granules, np.array([[cta]]), warp, x)
+        shared.races.begin_reads(granules, np.array([[cta]]), warp, x)
         if not tensor.is_float or tensor.element != 4:
             raise unknown(x)
 
@@ -230,7 +198,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
             global_memory.save(at, 4, total.view("u4"))
 
         def end(parts: Array) -> None:
-            shared.races.end_reads(reading, granules, warp, granules[:0], x)
+            shared.races.end_reads(granules, warp, x)
 
         machine.bulk.add(Work(np.array([lane // 32]), effect, end, x), machine.order)
 

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from fusedattn.testing.virtual_gpu.counters import Counters
-from fusedattn.testing.virtual_gpu.launch import Launcher, Settings
+from fusedattn.virtual_gpu.counters import Counters
+from fusedattn.virtual_gpu.launch import Launcher, Settings
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 

@@ -12,7 +12,7 @@ import triton
 from fusedattn import support
 from fusedattn.kernels import devices, problem
 from fusedattn.kernels.configs import Arch
-from fusedattn.testing.virtual_gpu.driver import VirtualGPU, virtual_gpu
+from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
 
 MULTIPROCESSORS = 3  # few, so that small inputs give a persistent program several tiles
 
@@ -32,7 +32,7 @@ def launches_for(arch: Arch, multiprocessors: int = MULTIPROCESSORS) -> Iterator
 def compiled_attention(arch: Arch, **settings: Any) -> Iterator[VirtualGPU]:
     """Inside, ``attention(..., backend="triton")`` computes CPU tensors by the PTX of its kernels for `arch`.
 
-    `settings` are fields of :class:`~fusedattn.testing.virtual_gpu.launch.Settings`.
+    `settings` are fields of :class:`~fusedattn.virtual_gpu.launch.Settings`.
 
     Raises:
         ValueError: an `arch` other than sm_80, sm_86 and sm_90.

@@ -4,16 +4,14 @@ shift", "comparison and selection" instructions."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.builders import Mask, Step, builds, name, store, unknown, vector
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import DTYPES, Array
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Instruction, name, vector
+from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, store
 
 _WIDER = {"i2": "i4", "u2": "u4", "i4": "i8", "u4": "u8"}
 INTEGERS = ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64", "pred")
@@ -167,13 +165,13 @@ def _abs(machine: Machine, x: Instruction) -> Step:
     return ufunc(machine, x, np.abs, kind, kind)
 
 
-_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-@builds(*(f"{f}.{kind}" for f in _LOGIC for kind in INTEGERS if kind[0] in "bp"))
+@builds(*(f"{f}.{kind}" for f in LOGIC for kind in INTEGERS if kind[0] in "bp"))
 def _logic(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
-    return ufunc(machine, x, _LOGIC[x.opcode.split(".")[0]], kind, kind, kind)
+    return ufunc(machine, x, LOGIC[x.opcode.split(".")[0]], kind, kind, kind)
 
 
 @builds(*(f"not.{kind}" for kind in INTEGERS if kind[0] in "bp"))
@@ -306,39 +304,6 @@ def _clz(machine: Machine, x: Instruction) -> Step:
         return bits - np.bitwise_count(spread)
 
     return computed(machine, x, leading_zeros, "u4", kind)
-
-
-COMPARISONS: dict[str, Any] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    # Of unsigned numbers, by older names.
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
-}
-
-
-@builds(*(f"setp.{comparison}" for comparison in COMPARISONS))
-def _setp(machine: Machine, x: Instruction) -> Step:
-    """Comparisons of any type; ``setp.lt.and.s32 p, a, b, c`` combines the result with c."""
-    from fusedattn.testing.virtual_gpu.floats import set_predicate
-
-    words = x.opcode.split(".")
-    kind = words[-1]
-    if kind not in INTEGERS:
-        return set_predicate(machine, x)
-    function, dtype = COMPARISONS[words[1]], DTYPES[kind]
-    if len(words) == 3:
-        return ufunc(machine, x, function, "?", dtype, dtype)
-    if len(words) != 4 or words[2] not in _LOGIC:
-        raise unknown(x)
-    combine = _LOGIC[words[2]]
-    return computed(machine, x, lambda a, b, c: combine(function(a, b), c), "?", dtype, dtype, "?")
 
 
 @builds("selp")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
-
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.builders import Mask
+from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.registers import Array, Mask
 
 SECTOR = 32  # bytes
 BANKS = 32  # of four bytes each

@@ -12,10 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.builders import Mask
-from fusedattn.testing.virtual_gpu.faults import AsyncFault
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.virtual_gpu.errors import AsyncError
+from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.registers import Array, Mask
 
 
 class Order:
@@ -92,7 +91,7 @@ class Groups:
         """Fail if a program ends while its work is in flight."""
         if self.work:
             x = self.work[0].x
-            raise AsyncFault(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
+            raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
 
     @staticmethod
     def _warps(mask: Mask) -> Array | slice:

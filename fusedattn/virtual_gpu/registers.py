@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.faults import UnknownPTXError
+from fusedattn.virtual_gpu.errors import UnknownPTXError
 
 Array = np.ndarray[Any, Any]
+Mask = Literal[True] | Array  # of lanes: all, or a bool array ``(n_lanes,)``
 
 # PTX types that NumPy has; bfloat16 is stored as b16.
 DTYPES: dict[str, str] = {
@@ -112,3 +113,16 @@ def number(text: str, dtype: str) -> Array:
         return np.array(value != 0)
     bits = 8 * kind.itemsize
     return np.array(value & (1 << bits) - 1, dtype=f"u{kind.itemsize}").view(kind)
+
+
+def store(target: Array, values: Any, mask: Mask) -> None:
+    """Write the lanes of a mask."""
+    if mask is True:
+        target[...] = values
+    else:
+        np.copyto(target, values, where=mask)
+
+
+def lanes_of(mask: Mask) -> Any:
+    """An index that selects the lanes of a mask."""
+    return slice(None) if mask is True else np.flatnonzero(mask)

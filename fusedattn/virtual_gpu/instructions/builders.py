@@ -7,20 +7,16 @@ Building looks up registers and checks every modifier, so that running does neit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Union
 
 import numpy as np
 
-from fusedattn.testing.virtual_gpu.faults import UnknownPTXError
-from fusedattn.testing.virtual_gpu.ptx import Instruction
-from fusedattn.testing.virtual_gpu.registers import Array
+from fusedattn.virtual_gpu.errors import UnknownPTXError
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.registers import Mask
 
-if TYPE_CHECKING:
-    from fusedattn.testing.virtual_gpu.machine import Machine
-
-Mask = Union[Literal[True], Array]
 Step = Callable[[Mask], None]
-Builder = Callable[["Machine", Instruction], Step]
+Builder = Callable[[Machine, Instruction], Step]
 
 _BUILDERS: dict[str, Builder] = {}
 
@@ -67,29 +63,3 @@ def _guarded(machine: Machine, instruction: Instruction, step: Step) -> Step:
             step(mine)
 
     return guarded
-
-
-def store(target: Array, values: Any, mask: Mask) -> None:
-    """Write the lanes of a mask."""
-    if mask is True:
-        target[...] = values
-    else:
-        np.copyto(target, values, where=mask)
-
-
-def name(instruction: Instruction, i: int) -> str:
-    """Operand `i`, which is a single register or number."""
-    operand = instruction.operands[i]
-    if not isinstance(operand, str):
-        raise unknown(instruction)
-    return operand
-
-
-def vector(instruction: Instruction, i: int) -> tuple[str, ...]:
-    """Operand `i` as a vector, also of one."""
-    operand = instruction.operands[i]
-    if isinstance(operand, str):
-        return (operand,)
-    if isinstance(operand, tuple):
-        return operand
-    raise unknown(instruction)

@@ -1,0 +1,239 @@
+"""Run the programs of a kernel: threads of several programs step by step, together as far as they take one path.
+
+Instructions between branches and barriers form a block. Threads at the same block run together; of several groups of
+threads, that with the first block of the code runs next, so that paths that part meet again where they end. Waiting for
+a barrier, for a copy or for nothing at all are states of threads: if all wait, copies in flight are completed, and if
+there is none the program is stuck, which is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusedattn.virtual_gpu.errors import AsyncError, DeadlockError, KernelError
+from fusedattn.virtual_gpu.global_memory import GlobalMemory
+from fusedattn.virtual_gpu.instructions import build, unknown
+from fusedattn.virtual_gpu.instructions.builders import Step
+from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.registers import Mask, is_number
+from fusedattn.virtual_gpu.tensor_map import TensorMap
+from fusedattn.virtual_gpu.wgmma_registers import written_by
+
+_ENDS = ("bra", "ret", "exit", "bar.sync", "barrier.sync", "bar.arrive", "barrier.cta.sync")
+MAX_BLOCKS = 20_000_000
+
+
+@dataclass
+class _Block:
+    """Instructions that run one after the other, and how the threads go on: by `end`, or with the next block."""
+
+    steps: list[Step]
+    instructions: list[Instruction]
+    touched: list[frozenset[str]]
+    written: list[frozenset[str]]
+    end: Instruction | None
+    has_products: bool
+    entered: int = 0  # by warps
+
+
+class Programs:
+    """The programs of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, kernel = machine, machine.kernel
+        starts = kernel.block_starts(_ENDS)
+        self.block_of = {start: i for i, start in enumerate(starts)}
+        stops = [*starts[1:], len(kernel.instructions)]
+        self.blocks = [self._block(kernel.instructions[i:j]) for i, j in zip(starts, stops, strict=True)]
+
+    def _block(self, instructions: list[Instruction]) -> _Block:
+        end = instructions[-1] if instructions and instructions[-1].opcode.startswith(_ENDS) else None
+        inner = instructions[:-1] if end is not None else instructions
+        return _Block(
+            [build(self.machine, x) for x in inner],
+            inner,
+            [frozenset(x.names) for x in inner],
+            [written_by(x) for x in inner],
+            end,
+            any(x.opcode.startswith("wgmma") for x in inner),
+        )
+
+    def run(
+        self,
+        programs: Sequence[int],
+        grid: tuple[int, int, int],
+        parameters: dict[str, int],
+        maps: dict[str, TensorMap],
+        memory: GlobalMemory,
+    ) -> None:
+        """Run as many programs as the machine has place for, by their numbers in the grid."""
+        machine = self.machine
+        machine.begin(programs, grid, parameters, maps, memory)
+        n_lanes = machine.registers.n_lanes
+        present = len(programs) * machine.n_threads
+        self.uniform: int | None = 0 if present == n_lanes else None  # the block of all threads
+        self.at = np.zeros(n_lanes, dtype="i4")  # the block of each thread; -1 after its end
+        self.at[present:] = -1
+        self.waits_at = np.full(n_lanes, -1, dtype="i4")  # the number of the barrier for which a thread waits
+        self._loop()
+        for groups in (machine.copies, machine.bulk, machine.wgmma):
+            groups.check_empty()
+        if machine.boxes:
+            x = machine.boxes[0].x
+            raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
+        machine.counters.programs += len(programs)
+
+    def _loop(self) -> None:
+        blocks, warps = self.blocks, self.machine.n_ctas * self.machine.n_threads // 32
+        entered = 0
+        while True:
+            chosen = self._choose()
+            if chosen is None:
+                return
+            number, mask = chosen
+            block = blocks[number]
+            block.entered += warps if mask is True else int(np.count_nonzero(mask.reshape(-1, 32).any(axis=1)))
+            self.machine.counters.instructions += len(block.steps) + (block.end is not None)
+            if block.has_products or self.machine.in_flight.targets:
+                self._run_checked(block, mask)
+            else:
+                for step in block.steps:
+                    step(mask)
+            self._go_on(number, block, mask)
+            entered += 1
+            if entered > MAX_BLOCKS:
+                raise DeadlockError(f"{self.machine.kernel.name}: {MAX_BLOCKS} blocks, and no end")
+
+    def _run_checked(self, block: _Block, mask: Mask) -> None:
+        """Run a block while products may be in flight."""
+        in_flight = self.machine.in_flight
+        for step, x, touched, written in zip(
+            block.steps, block.instructions, block.touched, block.written, strict=True
+        ):
+            if in_flight.targets and not x.opcode.startswith("wgmma"):
+                in_flight.check(x, touched, written, mask)
+            step(mask)
+
+    def _choose(self) -> tuple[int, Mask] | None:
+        """The block to run next, and its threads."""
+        if self.uniform is not None and not self.machine.stalled.any():
+            return (self.uniform, True) if self.uniform >= 0 else None
+        if self.uniform is not None:
+            self.at[...] = self.uniform
+            self.uniform = None
+        while True:
+            ready = (self.at >= 0) & (self.waits_at < 0) & ~self.machine.stalled
+            if ready.any():
+                break
+            if (self.at < 0).all():
+                return None
+            self._unblock()
+        first = int(self.at[ready].min())
+        mask = ready & (self.at == first)
+        if mask.all():
+            self.uniform = first
+            return first, True
+        return first, mask
+
+    def _unblock(self) -> None:
+        """All threads wait: complete a copy, or fail."""
+        if self.machine.boxes and self.machine.order.asynchronous == "random":
+            self.machine.boxes.pop(int(self.machine.order.random.integers(len(self.machine.boxes)))).complete()
+            return
+        if self.machine.boxes:  # the oldest of each program, so that programs stay together
+            oldest = {box.cta: box for box in reversed(self.machine.boxes)}
+            self.machine.boxes = [box for box in self.machine.boxes if oldest[box.cta] is not box]
+            for box in oldest.values():
+                box.complete()
+            return
+        waits = []
+        if self.machine.stalled.any():
+            x = self.machine.stalled_by
+            waits.append(f"{np.count_nonzero(self.machine.stalled)} threads for an mbarrier at {x.place if x else '?'}")
+        for barrier in np.unique(self.waits_at[self.waits_at >= 0]):
+            there = self.waits_at == barrier
+            before = self.blocks[int(self.at[there][0]) - 1].end
+            waits.append(
+                f"{np.count_nonzero(there)} threads at barrier {barrier}, at {before.place if before else '?'}"
+            )
+        ended = np.count_nonzero(self.at < 0)
+        raise DeadlockError(f"{self.machine.kernel.name}: {'; '.join(waits)}; {ended} threads have ended")
+
+    def _go_on(self, number: int, block: _Block, mask: Mask) -> None:
+        """Send the threads of a mask to their next blocks."""
+        end = block.end
+        if end is None:
+            self._send(number + 1, mask)
+        elif end.opcode in ("ret", "exit"):
+            self._part(end, mask, -1, number + 1)
+        elif end.opcode in ("bra", "bra.uni"):
+            self._part(end, mask, self.block_of[self.machine.kernel.labels[str(end.operands[0])]], number + 1)
+        else:
+            if end.guard:
+                raise unknown(end)
+            self._send(number + 1, mask)
+            self._arrive(end, mask)
+
+    def _send(self, target: int, mask: Mask) -> None:
+        if mask is True:
+            self.uniform = target
+        else:
+            self.at[mask] = target
+
+    def _part(self, end: Instruction, mask: Mask, target: int, following: int) -> None:
+        """A branch, perhaps of some threads only."""
+        if not end.guard:
+            self._send(target, mask)
+            return
+        taken = self.machine.registers.row(end.guard, "?")
+        taken = ~taken if end.negated else taken
+        n = np.count_nonzero(taken if mask is True else taken & mask)
+        if mask is True and n in (0, taken.size):
+            self.uniform = target if n else following
+            return
+        self.at[mask] = (
+            np.where(taken, target, following)[mask] if mask is not True else np.where(taken, target, following)
+        )
+        self.uniform = None
+
+    def _arrive(self, end: Instruction, mask: Mask) -> None:
+        """bar.sync: go on when all threads of the program, or so many as the operand says, have arrived."""
+        if not end.opcode.startswith(("bar.sync", "barrier.sync")):
+            raise unknown(end)
+        self.machine.counters.barriers += 1
+        numbers = [int(str(operand)) for operand in end.operands if is_number(str(operand))]
+        if len(numbers) != len(end.operands):
+            raise unknown(end)
+        barrier, count = numbers[0], (numbers[1:] or [self.machine.n_threads])[0]
+        if mask is True and count == self.machine.n_threads:
+            self.machine.shared.races.join_all(slice(None))
+            return
+        if mask is True:
+            self.at[...] = self.uniform
+            self.uniform = None
+            mask = np.ones(self.machine.registers.n_lanes, dtype=bool)
+        self.waits_at[mask] = barrier
+        of_ctas = self.waits_at.reshape(self.machine.n_ctas, -1)
+        for cta in np.flatnonzero(mask.reshape(self.machine.n_ctas, -1).any(axis=1)):
+            there = of_ctas[cta] == barrier
+            n = np.count_nonzero(there)
+            if n > count:
+                raise KernelError(f"{end.opcode}, at {end.place}: {n} threads at a barrier of {count}")
+            if n == count:
+                of_ctas[cta, there] = -1
+                warps = np.flatnonzero(there.reshape(-1, 32).any(axis=1))
+                if len(warps) == self.machine.shared.n_warps:
+                    self.machine.shared.races.join_all([cta])
+                else:
+                    self.machine.shared.races.join(int(cta), warps)
+
+    def count(self) -> None:
+        """Add the instructions of the blocks that ran to the counters."""
+        for block in self.blocks:
+            for x in [*block.instructions, *([block.end] if block.end is not None else [])]:
+                self.machine.counters.by_opcode[x.opcode] += block.entered
+            block.entered = 0

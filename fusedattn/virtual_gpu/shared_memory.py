@@ -1,0 +1,89 @@
+"""Shared memory of all programs.
+
+A program's memory begins at address :data:`BASE`, as on the hardware, where the first kilobyte is the system's; a
+null pointer is out of bounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from fusedattn.virtual_gpu.errors import MemoryAccessError
+from fusedattn.virtual_gpu.ptx import Instruction, Kernel, access_of
+from fusedattn.virtual_gpu.races import Races
+from fusedattn.virtual_gpu.registers import Array
+
+BASE = 1024
+_POISON = 0xFF  # NaN in every float type
+
+
+class SharedMemory:
+    """The bytes of `n_ctas` programs, `n_bytes` of each, with the order of accesses."""
+
+    def __init__(
+        self, kernel: Kernel, n_ctas: int, n_threads: int, n_bytes: int, liberties: Counter[str], *, strict: bool
+    ) -> None:
+        self.n_ctas, self.n_bytes = n_ctas, n_bytes
+        self.liberties, self.strict = liberties, strict
+        self.window = -(-(BASE + n_bytes) // 1024) * 1024  # of one program
+        self.granule = _smallest_access(kernel)
+        self.bytes = np.empty(n_ctas * self.window, dtype="u1")
+        self.typed = {size: self.bytes.view(f"u{size}") for size in (1, 2, 4, 8)}
+        lanes = np.arange(n_ctas * n_threads)
+        self.cta, self.warp = lanes // n_threads, lanes % n_threads // 32  # of each lane
+        self.start = self.cta * self.window  # of each lane's memory
+        self.n_warps = n_threads // 32
+        self.clear()
+
+    def clear(self) -> None:
+        """Poison all bytes, and forget all accesses."""
+        self.bytes.fill(_POISON)
+        n_granules = self.window // self.granule
+        self.races = Races(self.n_ctas, self.n_warps, n_granules, self.liberties, strict=self.strict)
+
+    def locate(self, addresses: Array, lanes: Any, size: int, x: Instruction) -> Array:
+        """The places in :attr:`bytes` of `size` bytes at addresses of lanes, checked; int64."""
+        addresses = addresses.astype("i8")
+        if (addresses & (size - 1)).any():
+            bad = int(addresses[(addresses & (size - 1)) != 0][0])
+            raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {bad} is not a multiple of {size}")
+        self.check(addresses, size, x)
+        return self.start[lanes] + addresses
+
+    def check(self, addresses: Array, size: int, x: Instruction) -> None:
+        """Fail unless these bytes are the kernel's."""
+        if addresses.min() < BASE or addresses.max() + size > BASE + self.n_bytes:
+            outside = (addresses < BASE) | (addresses + size > BASE + self.n_bytes)
+            bad = int(addresses[outside].flat[0]) - BASE
+            raise MemoryAccessError(
+                f"{x.opcode}, at {x.place}: {size} bytes at {bad} of shared memory, which has {self.n_bytes}"
+            )
+
+    def granules(self, places: Array, size: int) -> Array:
+        """The granules of `size` bytes at each place, ``(n, granules of size)``."""
+        first = places // self.granule
+        n = size // self.granule
+        return first[:, None] if n == 1 else first[:, None] + np.arange(n)
+
+    def reads(self, places: Array, lanes: Any, size: int, x: Instruction) -> None:
+        """Lanes read `size` bytes at places, by the generic proxy."""
+        self.races.read(self.granules(places, size), self.cta[lanes, None], self.warp[lanes, None], x)
+
+    def writes(self, places: Array, lanes: Any, size: int, x: Instruction) -> None:
+        """Lanes write `size` bytes at places, by the generic proxy."""
+        self.races.write(self.granules(places, size), self.cta[lanes, None], self.warp[lanes, None], x)
+
+
+def _smallest_access(kernel: Kernel) -> int:
+    """The size of the smallest access of shared memory, in bytes."""
+    sizes = [8]  # a barrier's
+    for x in kernel.instructions:
+        if x.opcode.startswith(("ld.shared", "st.shared")):
+            _, size, n = access_of(x)
+            sizes.append(size * n)
+        elif x.opcode.startswith(("cp.async.ca", "cp.async.cg")):
+            sizes.append(int(str(x.operands[2]), 0))
+    return min(sizes)

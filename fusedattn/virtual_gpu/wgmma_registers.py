@@ -1,0 +1,104 @@
+"""The registers of wgmma: while a product is in flight, and by which fence they must be ordered."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from fusedattn.virtual_gpu.errors import AsyncError
+from fusedattn.virtual_gpu.ptx import Instruction, Kernel, vector
+from fusedattn.virtual_gpu.registers import Array, Mask
+
+GROUP = 128  # threads
+
+
+class InFlight:
+    """Registers of products that nobody has waited for: accumulators must not be touched, sources not be written."""
+
+    def __init__(self) -> None:
+        # By the registers of one operand, the number of products for each group of four warps.
+        self.targets: dict[frozenset[str], Counter[int]] = {}
+        self.sources: dict[frozenset[str], Counter[int]] = {}
+
+    def begin(self, targets: frozenset[str], sources: frozenset[str], groups: Array, x: Instruction) -> None:
+        """A product takes accumulators, which may be those of the one before, and sources."""
+        self._check(self.targets, sources, groups, x)
+        for table, registers in ((self.targets, targets), (self.sources, sources)):
+            if registers:
+                table.setdefault(registers, Counter()).update(groups.tolist())
+
+    def end(self, targets: frozenset[str], sources: frozenset[str], groups: Array) -> None:
+        for table, registers in ((self.targets, targets), (self.sources, sources)):
+            if registers:
+                left = table[registers] - Counter(groups.tolist())
+                if left:
+                    table[registers] = left
+                else:
+                    del table[registers]
+
+    def check(self, x: Instruction, touched: frozenset[str], written: frozenset[str], mask: Mask) -> None:
+        """Fail if an instruction touches accumulators or writes sources, of the groups that execute it."""
+        for table, registers in ((self.targets, touched), (self.sources, written)):
+            for used in table:
+                if not used.isdisjoint(registers):
+                    executing = None if mask is True else np.flatnonzero(mask.reshape(-1, GROUP).any(axis=1))
+                    self._check(table, registers, executing, x)
+
+    @staticmethod
+    def _check(
+        table: dict[frozenset[str], Counter[int]], registers: frozenset[str], groups: Array | None, x: Instruction
+    ) -> None:
+        for used, counts in table.items():
+            if not used.isdisjoint(registers) and (groups is None or any(counts[g] for g in groups.tolist())):
+                raise AsyncError(
+                    f"{x.opcode}, at {x.place}: uses {min(used & registers)}, which belongs to a product that is not "
+                    "complete"
+                )
+
+
+WRITES_AFTER_FENCE = "registers of wgmma written after wgmma.fence"
+
+
+class Fences:
+    """A wgmma.fence must stand before a product, and after all other writes of its registers.
+
+    LLVM moves such writes past the fence; NVIDIA's assembler then orders them itself. So only the fence is required,
+    unless the machine is strict.
+    """
+
+    def __init__(self, kernel: Kernel, liberties: Counter[str], *, strict: bool) -> None:
+        self.instructions, self.liberties, self.strict = kernel.instructions, liberties, strict
+        self.starts = set(kernel.block_starts(("bra", "bar", "ret")))
+
+    def require(self, x: Instruction) -> None:
+        """Fail unless a fence stands before a product, in its block."""
+        registers = {*vector(x, 0), *(vector(x, 1) if not isinstance(x.operands[1], str) else ())}
+        written = False
+        for i in range(self._index(x) - 1, -1, -1):
+            before = self.instructions[i]
+            if before.opcode.startswith("wgmma.fence"):
+                break
+            if i in self.starts:
+                raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence before it")
+            if before.opcode.startswith("wgmma.mma_async"):
+                written |= bool(set(vector(before, 0)) & registers) and vector(before, 0) != vector(x, 0)
+            else:
+                written |= bool(written_by(before) & registers)
+        if written:
+            self.liberties[f"{WRITES_AFTER_FENCE}: {x.place}"] += 1
+            if self.strict:
+                raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
+
+    def _index(self, x: Instruction) -> int:
+        return next(i for i, other in enumerate(self.instructions) if other is x)
+
+
+def written_by(x: Instruction) -> frozenset[str]:
+    """The registers that an instruction writes, of those that compute or load."""
+    if not x.operands or x.opcode.startswith(("st.", "red.", "bar.", "cp.", "bra", "stmatrix", "mbarrier.arrive")):
+        return frozenset()
+    first = x.operands[0]
+    if isinstance(first, str):
+        return frozenset({first})
+    return frozenset(first) if isinstance(first, tuple) else frozenset()
