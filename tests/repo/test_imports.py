@@ -19,7 +19,13 @@ from tests.helpers.import_law import ALLOWED, LAYERS, table
 
 # Modules in Triton, above such modules, or for another library: others load them only inside functions, so that the
 # package imports without them.
-ON_DEMAND = {"kernels", "testing.triton_functions", "backends.triton.launching", "integrations.transformers"}
+ON_DEMAND = {
+    "kernels",
+    "testing.triton_functions",
+    "backends.triton.launching",
+    "integrations.transformers",
+    "virtual_gpu",
+}
 IMPORTING = ("import_module", "__import__")
 
 # Allowed besides the standard library and torch; only inside functions, except in modules loaded on demand.
@@ -27,6 +33,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
     "testing.triton_functions": {"triton"},
     "support": {"triton"},
+    "virtual_gpu": {"triton", "numpy"},
     "integrations.transformers": {"transformers"},
     "cli": {"triton", "rich", "matplotlib", "numpy"},
 }
