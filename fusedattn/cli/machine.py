@@ -31,10 +31,12 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def choose_how_triton_runs(device: torch.device) -> None:
-    """Make Triton interpret on a CPU and compile for a GPU; call this before the kernels are first imported."""
-    os.environ["TRITON_INTERPRET"] = "1" if device.type == "cpu" else "0"
-    if device.type == "cpu" and all(importlib.util.find_spec(package) for package in ("triton", "numpy")):
+def choose_how_triton_runs(device: torch.device, compiled: str | None = None) -> None:
+    """Make Triton interpret on a CPU and compile for a GPU, or for the architecture `compiled`; call this before the
+    kernels are first imported."""
+    interprets = device.type == "cpu" and compiled is None
+    os.environ["TRITON_INTERPRET"] = "1" if interprets else "0"
+    if interprets and all(importlib.util.find_spec(package) for package in ("triton", "numpy")):
         speed_up()
 
 
@@ -75,10 +77,12 @@ def describe(device: torch.device) -> str:
     return f"CPU ({_cpu_name()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-def how_it_runs(backend: Backend, device: torch.device) -> str:
+def how_it_runs(backend: Backend, device: torch.device, compiled: str | None = None) -> str:
     """A phrase that says how the backend runs."""
     if backend == "torch":
         return "backend torch"
+    if compiled is not None:
+        return f"Triton kernels, compiled for {compiled}; their PTX runs on the CPU"
     return "Triton kernels, compiled" if device.type == "cuda" else "Triton kernels, interpreted"
 
 

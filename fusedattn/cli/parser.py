@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fusedattn import __version__
-from fusedattn.cli.check import DTYPES
+from fusedattn.cli.check import COMPILED, DTYPES
 from fusedattn.cli.demo.settings import CPU, GPU
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ status.
 
 Without a GPU the kernels run through Triton's interpreter; that takes two to
 seven minutes, or a third of that with --quick.
+
+With --compiled sm_80 or sm_90, Triton compiles the kernels for that GPU, and
+their PTX runs on the CPU: products of its matrix units, asynchronous copies and
+barriers too. A race, a read of uninitialised memory or an address outside of a
+tensor is an error. That takes about four minutes in one dtype.
 """
 
 _CHECK_EXAMPLES = """\
@@ -69,6 +74,7 @@ examples:
   python -m fusedattn check --feature rope --dtype bfloat16
   python -m fusedattn check --against sdpa-flash --against mine:attention
   python -m fusedattn check --json > budget.json
+  python -m fusedattn check --compiled sm_90 --dtype bfloat16
 
 The JSON has every tensor, and the worst of each feature and of each tensor; a
 ratio that is not finite is null.
@@ -139,6 +145,9 @@ def _add_check(commands: _Commands) -> None:
     parser.add_argument("--seed", metavar="N", type=_seed, default=0, help="seed of the inputs (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="run each case in one dtype, taken in turn")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument(
+        "--compiled", choices=COMPILED, metavar="ARCH", help=f"run the kernels compiled for {' or '.join(COMPILED)}"
+    )
     _add_device(parser)
 
     def run(options: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ class _Body:
         depth, statement = 1, ""
         for line in body.splitlines():
             stripped = line.strip()
-            if stripped.startswith(".loc"):
+            if stripped.startswith((".loc ", ".loc\t")):
                 self._locate(stripped)
                 continue
             for part in re.split(r"(;|(?<![\w\]])\{|\}|^\s*[\w$]+:)", line.split("//")[0]):
@@ -191,8 +191,8 @@ class _Body:
                     if len(self.scopes) > 1:
                         self.scopes[-1].setdefault(name, f"{name}#{self.n_blocks}")
                     self.kernel.registers[self._unique(name)] = bits
-        elif words[0] == ".pragma":
-            pass  # a hint to the assembler
+        elif words[0] in (".pragma", ".local"):
+            pass  # a hint to the assembler; a stack, whose accesses would be unknown
         else:
             raise UnknownPTXError(statement)
 

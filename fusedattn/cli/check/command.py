@@ -7,6 +7,7 @@ import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,8 +37,29 @@ BY_CHANCE = 1.5  # eager PyTorch itself, with a different rounding only, uses le
 
 def run(options: argparse.Namespace) -> int:
     """Return exit status 0 if every case is within the budget, else 1; functions of ``--against`` do not count."""
+    with _compiled(options) if options.compiled else nullcontext():
+        return _run(options)
+
+
+def _compiled(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """The kernels as compiled for another GPU, run on the CPU."""
+    if options.backend != "triton":
+        raise CommandError(f"--compiled: got --backend {options.backend}, allowed is triton")
+    if options.device not in (None, "cpu"):
+        raise CommandError(f"--compiled: got --device {options.device}, allowed is cpu")
+    options.device = "cpu"
+    versions = machine.versions()
+    if missing := [package for package in ("triton", "numpy") if versions[package] == "not installed"]:
+        raise CommandError(f"--compiled: needs {' and '.join(missing)}, not installed here")
+    machine.choose_how_triton_runs(torch.device("cpu"), options.compiled)
+    from fusedattn.virtual_gpu.attention import compiled_attention
+
+    return compiled_attention(options.compiled)
+
+
+def _run(options: argparse.Namespace) -> int:
     device = machine.choose_device(options.device)
-    machine.choose_how_triton_runs(device)
+    machine.choose_how_triton_runs(device, options.compiled)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
         raise CommandError(machine.no_triton(problems))
     chosen = (case for case in testing.CASES if options.feature.lower() in case.name.lower())
@@ -57,10 +79,10 @@ def run(options: argparse.Namespace) -> int:
     work = _work(cases, options.dtype or DTYPES, quick=options.quick)
     rounds = progress.shown(_rounds(work, options.backend, device, others), len(work))
     if options.json:
-        report = json_report.report(list(rounds), options.backend, device)
+        report = json_report.report(list(rounds), options.backend, device, options.compiled)
         print(json_report.dumps(report))
         return 0 if report["ok"] else 1
-    _print_machine(options.backend, device)
+    _print_machine(options.backend, device, options.compiled)
     if others:
         return _print_comparison(rounds, list(others))
     return _print_table((outcomes[OWN] for outcomes in rounds), cases)
@@ -124,9 +146,9 @@ def _torch_backend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **argum
     return out, lse
 
 
-def _print_machine(backend: Backend, device: torch.device) -> None:
+def _print_machine(backend: Backend, device: torch.device, compiled: str | None) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
-    print(machine.describe(device), machine.how_it_runs(backend, device), versions, "", sep="\n")
+    print(machine.describe(device), machine.how_it_runs(backend, device, compiled), versions, "", sep="\n")
 
 
 def _print_comparison(rounds: Iterable[dict[str, Outcome]], others: list[str]) -> int:

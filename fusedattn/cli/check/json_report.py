@@ -20,7 +20,9 @@ Row = dict[str, object]
 NUMBERS = ("max", "mean", "row", "used")
 
 
-def report(rounds: Sequence[dict[str, Outcome]], backend: Backend, device: torch.device) -> dict[str, object]:
+def report(
+    rounds: Sequence[dict[str, Outcome]], backend: Backend, device: torch.device, compiled: str | None = None
+) -> dict[str, object]:
     """The whole report; ``results``, ``features``, ``tensors`` and ``ok`` belong to the fused kernels.
 
     A round has the outcome of each function for one case and dtype.
@@ -30,7 +32,7 @@ def report(rounds: Sequence[dict[str, Outcome]], backend: Backend, device: torch
     return {
         "device": machine.describe(device),
         "backend": backend,
-        "how": machine.how_it_runs(backend, device),
+        "how": machine.how_it_runs(backend, device, compiled),
         "versions": machine.versions(),
         "budget": {"max": testing.MAX_FACTOR, "mean": testing.MEAN_FACTOR, "row": testing.MAX_FACTOR},
         **_of_one(own),
