@@ -56,7 +56,9 @@ class Work:
 class Groups:
     """The groups of one kind of work, counted for each warp."""
 
-    def __init__(self, n_warps: int) -> None:
+    def __init__(self, n_warps: int, *, in_order: bool = False) -> None:
+        """With `in_order`, work takes effect in the order of its issue."""
+        self.in_order = in_order
         self.committed = np.zeros(n_warps, dtype="i8")
         self.work: list[Work] = []
 
@@ -64,8 +66,10 @@ class Groups:
         """Issue work, as part of the group that its warps commit next."""
         work.group = self.committed[work.warp]
         if order.at_once():
-            work.effect(np.ones(len(work.warp), dtype=bool))
-            work.done = True
+            for earlier in [*self.work, work] if self.in_order else [work]:
+                if not earlier.done:
+                    earlier.effect(np.ones(len(earlier.warp), dtype=bool))
+                    earlier.done = True
         self.work.append(work)
 
     def commit(self, mask: Mask) -> None:

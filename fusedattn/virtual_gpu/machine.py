@@ -69,7 +69,8 @@ class Machine:
         self.registers.clear()
         self.shared.clear()
         n_warps = self.n_ctas * self.n_threads // 32
-        self.copies, self.bulk, self.wgmma = Groups(n_warps), Groups(n_warps), Groups(n_warps)
+        self.copies, self.bulk = Groups(n_warps), Groups(n_warps)
+        self.wgmma = Groups(n_warps, in_order=True)
         self.in_flight, self.mbarriers = InFlight(), MBarriers()
         self.boxes: list[BoxCopy] = []
         self.stalled = np.zeros(self.registers.n_lanes, dtype=bool)  # threads that wait for an mbarrier

@@ -1,0 +1,194 @@
+"""The problems that the compiled kernels solve on the virtual GPU, by groups; and the solution of one.
+
+Import this only where kernels are compiled: not in a process with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fusedattn import attention, attention_varlen, testing
+from fusedattn.kernels import configs
+from fusedattn.testing import Case, Ratios
+from fusedattn.virtual_gpu.attention import compiled_attention
+from fusedattn.virtual_gpu.counters import Counters
+
+ARCHS: tuple[configs.Arch, ...] = ("sm_90", "sm_80")
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
+HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table with a backward
+
+# More than one full block of keys and queries, and a part of one.
+LONG = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=200, seqlen_k=328, head_dim=64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case on an architecture; `forward` changes fields of the forward's config, `settings` those of the GPU."""
+
+    group: str
+    arch: configs.Arch
+    case: Case
+    tf32: bool = False
+    forward: dict[str, Any] = field(default_factory=dict)
+    deterministic: bool = True
+    packed: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [self.group, self.arch, "tf32" if self.tf32 else str(self.case.dtype).removeprefix("torch.")]
+        parts += [self.case.name or f"head_dim {self.case.head_dim}"]
+        parts += [f"{name}={value}" for name, value in {**self.forward, **self.settings}.items()]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The share of its budget that each tensor uses, and what each kernel executed."""
+
+    ratios: dict[str, Ratios]
+    counters: dict[str, Counters]
+
+
+def solve(problem: Problem) -> Solution:
+    """Solve a problem by compiled kernels."""
+    inputs = testing.make_inputs(problem.case, torch.device("cpu"))
+    function: Callable[..., Any] = partial(
+        _packed if problem.packed else attention, backend="triton", deterministic=problem.deterministic
+    )
+    with (
+        compiled_attention(problem.arch, **problem.settings) as gpu,
+        _forward_config(problem.forward),
+        _float32_products("high" if problem.tf32 else "highest"),
+    ):
+        if not problem.tf32:
+            return Solution(testing.check(function, inputs), gpu.counters)
+        # TF32 has the mantissa of float16, so eager PyTorch's error in float16 is the unit of its budget.
+        found = testing.run(function, inputs)
+        eager = testing.baseline(inputs.to(torch.float16))
+        ratios = testing.compare_results(
+            found, testing.golden(inputs), eager, torch.float16, testing.bias_terms(inputs)
+        )
+        return Solution(ratios, gpu.counters)
+
+
+@contextlib.contextmanager
+def _forward_config(changes: dict[str, Any]) -> Iterator[None]:
+    table = configs.lookup
+
+    def changed(*asked: Any) -> configs.KernelConfigs:
+        found = table(*asked)
+        return replace(found, fwd=replace(found.fwd, **changes))
+
+    with patch.object(configs, "lookup", changed) if changes else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """attention() of a batch as packed sequences, with an empty one after the first."""
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    stops = [0, *range(1, batch + 1)]
+    stops.insert(1, 1)
+    cu_seqlens = [torch.tensor(stops, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k)]
+    out, lse = attention_varlen(*flat, *cu_seqlens, seqlen_q, seqlen_k, return_lse=True, **options)
+    return out.unflatten(0, (batch, seqlen_q)).transpose(1, 2), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+
+
+def problems() -> Iterator[Problem]:
+    """All problems."""
+    for arch in ARCHS:
+        yield from _features(arch)
+        yield from _styles(arch)
+        yield from _lengths(arch)
+        yield from _orders(arch)
+
+
+def _features(arch: configs.Arch) -> Iterator[Problem]:
+    """Every shared case, in every dtype."""
+    for dtype in DTYPES:
+        for case in testing.CASES:
+            yield Problem("features", arch, replace(case, dtype=dtype))
+    for case in testing.CASES:
+        yield Problem("features", arch, replace(case, dtype=torch.float32), tf32=True)
+
+
+def _styles(arch: configs.Arch) -> Iterator[Problem]:
+    """Every way to load and multiply tiles, with a loop of full blocks and a boundary."""
+    styles: tuple[configs.Style, ...] = ("pointers", "descriptors", "pipelined") if arch == "sm_90" else ("pointers",)
+    for head_dim in HEAD_DIMS:
+        for i, style in enumerate(styles):
+            case = replace(LONG, head_dim=head_dim, causal="bottom_right", dtype=HALVES[i % 2], rope="half")
+            yield Problem("styles", arch, case, forward={"style": style})
+            case = replace(LONG, head_dim=head_dim, padding="uneven", batch=2, dtype=HALVES[(i + 1) % 2])
+            yield Problem("styles", arch, case, forward={"style": style, "persistent": 1})
+    for head_dim, dtype in ((64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
+        for changes in ({"causal": "bottom_right", "rope": "half"}, {"padding": "left"}, {}):
+            case = replace(LONG, head_dim=head_dim, dtype=dtype, **changes)  # type: ignore[arg-type]
+            yield Problem("one pass", arch, case, deterministic=False)
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32), (256, torch.bfloat16)):
+        case = replace(LONG, head_dim=head_dim, dtype=dtype, batch=2, causal="top_left", seqlen_q=150, rope="half")
+        yield Problem("packed", arch, replace(case, window=(90, 0)), packed=True)
+    for head_dim in HEAD_DIMS:
+        for seqlen_q, dtype in ((1, torch.bfloat16), (8, torch.float16), (1, torch.float32)):
+            case = Case(batch=2, nheads_q=8, nheads_kv=2, seqlen_q=seqlen_q, seqlen_k=1100, head_dim=head_dim)
+            case = replace(case, causal="bottom_right", padding="right", rope="half", dtype=dtype)
+            yield Problem("few queries", arch, case)
+
+
+def _lengths(arch: configs.Arch) -> Iterator[Problem]:
+    """Lengths that tiles divide, and others."""
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            for seqlen_q, seqlen_k in ((256, 256), (129, 257), (63, 191)):
+                case = replace(LONG, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype)
+                yield Problem("lengths", arch, replace(case, causal="bottom_right"))
+
+
+def _orders(arch: configs.Arch) -> Iterator[Problem]:
+    """Orders of programs, warps and asynchronous work, and the errors that the hardware may have."""
+    many: list[dict[str, Any]] = [
+        {"asynchronous": "early"},
+        *({"asynchronous": "random", "programs": "random", "seed": seed} for seed in range(3)),
+        {"programs": "reversed"},
+        {"together": False},
+        {"noise": True, "truncating": True},
+    ]
+    for head_dim in HEAD_DIMS:
+        case = replace(LONG, head_dim=head_dim, causal="bottom_right", rope="half", dtype=torch.bfloat16)
+        for settings in many:
+            yield Problem("orders", arch, case, settings=settings)
+    for settings in many[:-1]:
+        case = replace(LONG, causal="bottom_right", dtype=torch.float16)
+        yield Problem("orders", arch, case, deterministic=False, settings=settings)
+
+
+def quick_problems() -> Iterator[Problem]:
+    """A few of them: each style and kernel once."""
+    base = replace(LONG, nheads_q=1, dtype=torch.bfloat16)
+    causal = replace(base, causal="bottom_right", rope="half", seqlen_q=140)
+    for arch in ARCHS:
+        yield Problem("styles", arch, causal)
+        yield Problem("one pass", arch, causal, deterministic=False, settings={"asynchronous": "random"})
+    yield Problem("styles", "sm_90", replace(base, padding="left"), forward={"style": "pipelined", "persistent": 1})
+    yield Problem("features", "sm_90", testing.CASES[-1])
+    few = replace(base, seqlen_q=1, seqlen_k=600, nheads_q=4, padding="right", dtype=torch.float16)
+    yield Problem("few queries", "sm_90", few, settings={"asynchronous": "early"})
