@@ -21,7 +21,7 @@ from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import Fences, InFlight
 
 _SPECIAL = {f"%{name}.{axis}": 32 for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid": 32}
-_PARAMETERS = 2**46  # the addresses of the kernel's parameters begin here: nothing else of a process lies there
+_PARAMETERS = 2**30  # the addresses of parameters begin here: they have a space of their own, of 32 bits
 
 
 class BoxCopy(Protocol):
