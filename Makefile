@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-integrations test-versions test-triton lint accuracy codegen fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
+.PHONY: help demo test test-all test-integrations test-versions test-triton lint accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -75,6 +75,14 @@ codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels fo
 	for version in $(TRITONS); do \
 	    PYTHONPATH=.triton/$$version $(VENV_PYTHON) -m bench.codegen $(ARGS) || status=1; \
 	done; \
+	exit $$status
+
+compiled: .venv/.test $(TRITONS:%=.triton/%/.installed) ## run the compiled kernels on a CPU, under each of TRITONS (an hour; no GPU needed)
+	@status=0; \
+	for version in $(TRITONS); do \
+	    PYTHONPATH=.triton/$$version $(VENV_PYTHON) -m tests.tools.compiled $(ARGS) || status=1; \
+	done; \
+	$(VENV_PYTHON) -m tests.tools.figures || status=1; \
 	exit $$status
 
 N ?= 1000

@@ -98,7 +98,9 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
                 "dtype": dtype,
                 "problems": len(members),
                 "within": sum(row.ok for row in members),
-                "used": max(row.used for row in members if not row.error) if not all(r.error for r in members) else None,
+                "used": max(row.used for row in members if not row.error)
+                if not all(r.error for r in members)
+                else None,
                 "worst": max(members, key=lambda row: row.used).problem,
                 "programs": sum(sum(row.programs.values()) for row in members),
                 "instructions": sum(row.instructions for row in members),

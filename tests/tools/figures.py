@@ -1,7 +1,7 @@
-"""``python -m tests.tools.figures`` writes the generated parts of two pages.
+"""``python -m tests.tools.figures`` writes the generated parts of three pages.
 
-The figures of docs/testing.md come from docs/results/ and bench/baselines/, the layers of docs/architecture.md from the
-import law.
+The figures of docs/testing.md come from docs/results/ and bench/baselines/, those of docs/virtual-gpu.md from
+docs/results/, the layers of docs/architecture.md from the import law.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.helpers import import_law
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/testing.md"
+VIRTUAL_GPU = ROOT / "docs/virtual-gpu.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 
 
@@ -30,6 +31,7 @@ def figures() -> Iterator[tuple[str, str]]:
     yield from _fuzz(_results("fuzz"))
     yield from _mutants(_results("mutants"))
     yield from _soak(_results("soak"))
+    yield from _compiled(_results("compiled"))
     for path in sorted((ROOT / "bench/baselines").glob("*.json")):
         yield from _machine_code(json.loads(path.read_text(encoding="utf-8")))
 
@@ -73,6 +75,54 @@ def _soak(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def _compiled(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for version, result in results.items():
+        solved, total = (sum(group[name] for group in result["groups"]) for name in ("within", "problems"))
+        yield (
+            f"compiled kernels, Triton {version}",
+            f"{solved} of {total} problems keep the error budget on the virtual GPU; the worst tensor uses "
+            f"{max(group['used'] for group in result['groups']):.0%} of it",
+        )
+
+
+def compiled_tables(results: dict[str, Any]) -> str:
+    """What the virtual GPU ran, in Markdown: by Triton and architecture, then by group of problems."""
+    head = ("Triton", "architecture", "problems", "within the budget", "most used", "programs", "instructions of warps")
+    by_arch: list[tuple[object, ...]] = [head]
+    by_group: list[tuple[object, ...]] = [("problems", "dtype", *results)]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for version, result in results.items():
+        for arch in dict.fromkeys(group["arch"] for group in result["groups"]):
+            of_arch = [group for group in result["groups"] if group["arch"] == arch]
+            n = {
+                name: sum(group[name] for group in of_arch)
+                for name in ("problems", "within", "programs", "instructions")
+            }
+            used = f"{max(group['used'] for group in of_arch):.0%}"
+            numbers = (
+                n["problems"],
+                n["within"],
+                used,
+                f"{n['programs']:,}",
+                f"{n['instructions'] / 1e6:,.0f} million",
+            )
+            by_arch.append((version, arch, *numbers))
+        for group in result["groups"]:
+            row = cells.setdefault((group["group"], group["dtype"]), {})
+            before = f"{row[version]}; " if version in row else ""
+            row[version] = f"{before}{group['arch']}: {group['within']} of {group['problems']}, {group['used']:.0%}"
+    by_group += [
+        (group, dtype, *(row.get(version, "") for version in results)) for (group, dtype), row in cells.items()
+    ]
+    kernels = ", ".join(
+        f"`{name}`" for name in dict.fromkeys(n for result in results.values() for n in result["kernels"])
+    )
+    return (
+        f"{table_of(by_arch)}\n\nThe kernels that ran: {kernels}.\n\nBy group: problems within the budget, and the "
+        f"largest share of the budget that a tensor uses.\n\n{table_of(by_group)}"
+    )
+
+
 def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
     known = baseline["known_faults"]
     yield (
@@ -83,4 +133,5 @@ def _machine_code(baseline: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 if __name__ == "__main__":
     PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    write_block(VIRTUAL_GPU, compiled_tables(_results("compiled")) + "\n")
     write_block(ARCHITECTURE, import_law.table() + "\n")
