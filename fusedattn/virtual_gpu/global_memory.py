@@ -7,12 +7,12 @@ between its rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from fusedattn.virtual_gpu.errors import MemoryAccessError
+from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import Array
 
@@ -30,13 +30,20 @@ class _Host:
 _HOST = {size: np.asarray(_Host(f"u{size}")) for size in (1, 2, 4, 8)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Range:
     """Addresses from `start` to `end`; of these only bytes of elements may be used, or all if `elements` is None."""
 
     start: int
     end: int
     elements: Array | None
+    writers: dict[int, Array] = field(default_factory=dict)  # by size of an access: 1 + the last program to store there
+
+    def writer(self, size: int) -> Array:
+        """The last program to store ``size`` bytes at each multiple of them, plus 1."""
+        if size not in self.writers:
+            self.writers[size] = np.zeros(-(-(self.end - self.start) // size) + 1, dtype="i4")
+        return self.writers[size]
 
 
 class GlobalMemory:
@@ -58,7 +65,7 @@ class GlobalMemory:
                 self._check_elements(r, addresses, size, x)
                 return
         where = np.searchsorted(self.starts, addresses, side="right") - 1
-        outside = (where < 0) | (addresses + size > self.ends[where])
+        outside = (where < 0) | (addresses + size > self.ends[where]) if self.ranges else np.ones(len(where), dtype=bool)
         if outside.any():
             raise MemoryAccessError(f"{x.opcode}, at {x.place}: {self._describe(int(addresses[outside][0]), size)}")
         for i in np.unique(where):

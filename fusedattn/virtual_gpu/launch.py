@@ -32,6 +32,7 @@ class Settings:
 
     asynchronous: Literal["early", "late", "random"] = "late"
     programs: Literal["given", "reversed", "random"] = "given"
+    schedule: Literal["lockstep", "random"] = "lockstep"  # warps run together, or drift apart as far as barriers allow
     together: bool = True  # several programs at a time, interleaved; else one after the other
     seed: int | None = None
     noise: bool = False
@@ -77,7 +78,7 @@ class Launcher:
             n_ctas,
             self.metadata.shared,
             self.counters,
-            order=Order(settings.asynchronous, settings.seed),
+            order=Order(settings.asynchronous, settings.seed, settings.schedule),
             products=Products(settings.truncating),
             noise=Noise(settings.noise, settings.seed or 0),
             strict=settings.strict,

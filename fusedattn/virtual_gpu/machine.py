@@ -18,7 +18,7 @@ from fusedattn.virtual_gpu.ptx import Instruction, Kernel
 from fusedattn.virtual_gpu.registers import Array, Registers
 from fusedattn.virtual_gpu.shared_memory import BASE, SharedMemory
 from fusedattn.virtual_gpu.tensor_map import TensorMap
-from fusedattn.virtual_gpu.wgmma_registers import Fences, InFlight
+from fusedattn.virtual_gpu.wgmma_registers import GROUP, Fences, InFlight
 
 _SPECIAL = {f"%{name}.{axis}": 32 for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid": 32}
 _PARAMETERS = 2**46  # the addresses of the kernel's parameters begin here: nothing else of a process lies there
@@ -68,8 +68,9 @@ class Machine:
     def _clear(self) -> None:
         self.registers.clear()
         self.shared.clear()
-        n_warps = self.n_ctas * self.n_threads // 32
-        self.copies, self.bulk, self.wgmma = Groups(n_warps), Groups(n_warps), Groups(n_warps)
+        n_lanes = self.registers.n_lanes
+        self.copies, self.bulk = Groups(n_lanes), Groups(n_lanes)
+        self.wgmma = Groups(n_lanes, GROUP, in_order=True)
         self.in_flight, self.mbarriers = InFlight(), MBarriers()
         self.boxes: list[BoxCopy] = []
         self.stalled = np.zeros(self.registers.n_lanes, dtype=bool)  # threads that wait for an mbarrier
@@ -92,7 +93,7 @@ class Machine:
         thread = np.arange(self.n_threads, dtype="u4")
         numbers = np.zeros(self.n_ctas, dtype="u4")
         numbers[: len(programs)] = programs
-        number = np.repeat(numbers, self.n_threads)
+        self.program = number = np.repeat(numbers, self.n_threads)  # of each lane
         values: dict[str, Any] = {
             "%tid.x": np.tile(thread, self.n_ctas),
             "%laneid": np.tile(thread % 32, self.n_ctas),
