@@ -6,13 +6,14 @@ between its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
+from fusedattn.virtual_gpu.errors import MemoryAccessError
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import Array
 
@@ -37,13 +38,13 @@ class Range:
     start: int
     end: int
     elements: Array | None
-    writers: dict[int, Array] = field(default_factory=dict)  # by size of an access: 1 + the last program to store there
+    last_writers: Array | None = field(default=None, init=False)
 
-    def writer(self, size: int) -> Array:
-        """The last program to store ``size`` bytes at each multiple of them, plus 1."""
-        if size not in self.writers:
-            self.writers[size] = np.zeros(-(-(self.end - self.start) // size) + 1, dtype="i4")
-        return self.writers[size]
+    def writers(self, granule: int) -> Array:
+        """For each granule, a number that tells who stored there last, or 0; the same granules in all calls."""
+        if self.last_writers is None:
+            self.last_writers = np.zeros((self.end - 1) // granule - self.start // granule + 1, dtype="i8")
+        return self.last_writers
 
 
 class GlobalMemory:
@@ -65,11 +66,21 @@ class GlobalMemory:
                 self._check_elements(r, addresses, size, x)
                 return
         where = np.searchsorted(self.starts, addresses, side="right") - 1
-        outside = (where < 0) | (addresses + size > self.ends[where]) if self.ranges else np.ones(len(where), dtype=bool)
+        outside = where < 0
+        if self.ranges:
+            outside |= addresses + size > self.ends[where]
         if outside.any():
             raise MemoryAccessError(f"{x.opcode}, at {x.place}: {self._describe(int(addresses[outside][0]), size)}")
         for i in np.unique(where):
             self._check_elements(self.ranges[i], addresses[where == i], size, x)
+
+    def by_range(self, addresses: Array) -> Iterator[tuple[Range, Any]]:
+        """The ranges of checked addresses, each with an index of those that lie in it."""
+        where = np.searchsorted(self.starts, addresses, side="right") - 1
+        if (where == where[0]).all():
+            yield self.ranges[where[0]], slice(None)
+        else:
+            yield from ((self.ranges[i], where == i) for i in np.unique(where))
 
     def _check_elements(self, r: Range, addresses: Array, size: int, x: Instruction) -> None:
         if r.elements is None:

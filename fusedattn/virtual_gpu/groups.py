@@ -27,10 +27,6 @@ class Order:
         schedule: Literal["lockstep", "random"] = "lockstep",
     ) -> None:
         """With a seed, atomic operations of one instruction follow it, and whatever is random."""
-        if asynchronous not in ("early", "late", "random"):
-            raise ValueError(f"asynchronous: got {asynchronous!r}, allowed are early, late and random")
-        if schedule not in ("lockstep", "random"):
-            raise ValueError(f"schedule: got {schedule!r}, allowed are lockstep and random")
         self.asynchronous, self.seed, self.schedule = asynchronous, seed, schedule
         self.random = np.random.default_rng(seed or 0)
 

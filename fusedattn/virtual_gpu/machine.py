@@ -17,6 +17,7 @@ from fusedattn.virtual_gpu.products import Products
 from fusedattn.virtual_gpu.ptx import Instruction, Kernel
 from fusedattn.virtual_gpu.registers import Array, Registers
 from fusedattn.virtual_gpu.shared_memory import BASE, SharedMemory
+from fusedattn.virtual_gpu.stores import Stores
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, Fences, InFlight
 
@@ -59,7 +60,7 @@ class Machine:
         n_lanes = n_ctas * kernel.n_threads
         self.registers = Registers(kernel.registers | _SPECIAL, n_lanes, addresses | self.parameter_addresses)
         self.shared = SharedMemory(kernel, n_ctas, kernel.n_threads, shared_bytes, counters.liberties, strict=strict)
-        self.memory = GlobalMemory([])
+        self.memory, self.stores = GlobalMemory([]), Stores(kernel)
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
         self.fences = Fences(kernel, counters.liberties, strict=strict)

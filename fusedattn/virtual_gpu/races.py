@@ -8,7 +8,8 @@ is later than what is known of its warp. Accesses of one warp are taken as order
 
 Writes of the tensor memory accelerator have agents of their own, after the warps: one for each mbarrier on which they
 arrive, since a wait for one mbarrier orders nothing that arrives on another. Of generic writes, the async proxy sees
-those before ``fenced``: known to a warp when it, or one whose barrier it passed, executed ``fence.proxy.async``. PTX ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the bookkeeping.
+those before ``fenced``: known to a warp when it, or one whose barrier it passed, executed ``fence.proxy.async``. PTX
+ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the bookkeeping.
 """
 
 from __future__ import annotations
