@@ -84,7 +84,7 @@ class Programs:
         self.at[present:] = -1
         self.waits_at = np.full(n_lanes, -1, dtype="i4")  # the number of the barrier for which a thread waits
         self.counts: dict[tuple[int, int], int] = {}  # by program and barrier for which threads wait
-        self.ahead = np.zeros(n_lanes // self.together, dtype=bool)  # with a random schedule, those who run first
+        self.ahead = self._draw()  # with a random schedule: the warps, or groups of four, that run first
         self._loop()
         for groups in (machine.copies, machine.bulk, machine.wgmma):
             groups.check_empty()
@@ -172,13 +172,16 @@ class Programs:
         """The block of some warps that run ahead of others until the next draw, or have to wait; and its threads."""
         random, n = self.machine.order.random, self.together
         if random.random() < _REDRAW:
-            self.ahead = random.random(len(self.ahead)) < 0.5
+            self.ahead = self._draw()
         first = np.where(ready, self.at, _NOT_READY).reshape(-1, n).min(axis=1)  # of each warp, or four of them
         can = first < _NOT_READY
         if (can & self.ahead).any():
             can &= self.ahead
         number = int(random.choice(first[can]))
         return number, ready & (self.at == number) & np.repeat(can & (first == number), n)
+
+    def _draw(self) -> Array:
+        return self.machine.order.random.random(self.machine.registers.n_lanes // self.together) < 0.5
 
     def _complete(self) -> None:
         """All threads wait: complete a copy."""
