@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,10 @@ def kernel_of(body: str, names: list[str], maps: list[str], n_threads: int) -> p
         loads="\n".join(loads),
     )
     lines = [f".loc 1 {i} 0\n{line}" for i, line in enumerate(body.splitlines(), 1)]
-    return ptx.parse("\n".join([text, *lines, "ret;\n}"]))
+    return _parsed("\n".join([text, *lines, "ret;\n}"]))
+
+
+_parsed = lru_cache(maxsize=16)(ptx.parse)
 
 
 def run(

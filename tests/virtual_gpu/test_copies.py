@@ -46,9 +46,9 @@ def test_an_access_before_the_wait(between: str, access: str) -> None:
 
 
 def test_another_warp_needs_a_barrier_after_the_wait() -> None:
-    # The place of a copy that has ended is that of its instruction.
-    fails(RaceError, _lines(ADDRESS, COPY, COMMIT, WAIT, LOAD_OTHER), "copy", "load", tensors=_words())
-    body = _lines(ADDRESS, COPY, COMMIT, "bar.sync 0;", WAIT, LOAD_OTHER)
+    fill = _lines("st.shared.b32 [%a], %t;", "bar.sync 0;")
+    fails(RaceError, _lines(fill, ADDRESS, COPY, COMMIT, WAIT, LOAD_OTHER), "copy", "load", tensors=_words())
+    body = _lines(fill, ADDRESS, COPY, COMMIT, "bar.sync 0;", WAIT, LOAD_OTHER)
     fails(RaceError, body, "copy", "load", tensors=_words())
 
 
@@ -65,7 +65,8 @@ def test_groups_are_waited_for_in_turn() -> None:
     ]
     for pending in range(4):
         for i in range(3):
-            body = _lines(ADDRESS, *copies, f"cp.async.wait_group {pending};", f"ld.shared.b32 %r2, [%a+{256 * i}]; // load", OUT, WAIT)  # fmt: skip
+            load = f"ld.shared.b32 %r2, [%a+{256 * i}]; // load"
+            body = _lines(ADDRESS, *copies, f"cp.async.wait_group {pending};", load, OUT, WAIT)
             if i < 3 - pending:
                 assert (run_all(body, tensors=_words(256))[0] == 1000 + 64 * i + np.arange(64)).all()
             else:
@@ -208,7 +209,7 @@ def test_boxes_inside_and_outside_of_a_tensor(swizzle: int, first: tuple[int, in
     span = {0: 64, 1: 32, 3: 64, 7: 128}[swizzle]
     box = (8, span // 4)
     x = _aligned(16, 32)
-    body = _lines(_init(), _expect(8 * span), _load_box(first[1], first[0]), _wait_for(), "ld.shared.b32 %r2, [%a]; // load", OUT)  # fmt: skip
+    body = _lines(_init(), _expect(8 * span), _load_box(first[1], first[0]), _wait_for(), LOAD, OUT)
     expected = _box_of(x.numpy(), first, box)
     # Chunks of 16 bytes trade places by the bits of the shared address above them; BASE is 1024.
     memory = np.zeros(8 * span // 16, dtype="O")
