@@ -25,7 +25,7 @@ from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
 _ENDS = ("bra", "ret", "exit", "bar.sync", "barrier.sync", "bar.arrive", "barrier.cta.sync")
-MAX_BLOCKS = 20_000_000
+MAX_BLOCKS = 2_000_000
 _NOT_READY = 2**31 - 1
 _REDRAW = 1 / 16  # of the choices of a random schedule, after which other warps run ahead
 
