@@ -156,7 +156,7 @@ def test_stmatrix_puts_each_element_where_the_isa_says(transposed: bool) -> None
                 for half in range(2):
                     row, column = lane // 4, lane % 4 * 2 + half
                     at = (column, row) if transposed else (row, column)
-                    memory[(warp, matrix, *at)] = word >> 16 * half & 0xFFFF
+                    memory[warp, matrix][at] = word >> 16 * half & 0xFFFF
     rows = memory.reshape(64, 8)  # each thread reads elements 2 and 3 of the row whose address it gave
     np.testing.assert_array_equal(run_all(_matrices(transposed))[0], rows[:, 2] | rows[:, 3] << 16)
 
