@@ -108,10 +108,7 @@ class Groups:
             raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
 
     def _members(self, mask: Mask) -> Array | slice:
-        if mask is True:
-            return slice(None)
-        executing: Array = mask.reshape(-1, self.n_threads).any(axis=1)
-        return executing
+        return slice(None) if mask is True else np.flatnonzero(mask.reshape(-1, self.n_threads).any(axis=1))
 
 
 def _rest(work: Work, left: Array) -> Work:
