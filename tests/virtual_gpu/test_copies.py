@@ -463,3 +463,11 @@ def test_only_the_thread_that_adds_can_wait() -> None:
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
     arguments = _sum(*begin, "@!%p1 " + BULK_COMMIT, BULK_WAIT)
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
+
+
+def test_a_box_of_an_mbarrier_whose_init_its_warp_does_not_know() -> None:
+    init = f"setp.eq.u32 %p3, %t, 32;\n@%p3 mbarrier.init.shared::cta.b64 [%s+{MBARRIER}], 1; // init"
+    x = _aligned(16, 32)
+    arguments = {"tensors": {"x": x}, "maps": {"m": _map(x, BOX)}, "orders": [{}]}
+    body = _lines("setp.eq.u32 %p1, %t, 0;", init, _load_box(0, 0))
+    fails(RaceError, body, "init", "box", **arguments, says="nothing orders it after")
