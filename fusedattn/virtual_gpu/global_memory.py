@@ -6,8 +6,9 @@ between its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +31,20 @@ class _Host:
 _HOST = {size: np.asarray(_Host(f"u{size}")) for size in (1, 2, 4, 8)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Range:
     """Addresses from `start` to `end`; of these only bytes of elements may be used, or all if `elements` is None."""
 
     start: int
     end: int
     elements: Array | None
+    last_writers: Array | None = field(default=None, init=False)
+
+    def writers(self, granule: int) -> Array:
+        """For each granule, a number that tells who stored there last, or 0; the same granules in all calls."""
+        if self.last_writers is None:
+            self.last_writers = np.zeros((self.end - 1) // granule - self.start // granule + 1, dtype="i8")
+        return self.last_writers
 
 
 class GlobalMemory:
@@ -58,11 +66,21 @@ class GlobalMemory:
                 self._check_elements(r, addresses, size, x)
                 return
         where = np.searchsorted(self.starts, addresses, side="right") - 1
-        outside = (where < 0) | (addresses + size > self.ends[where])
+        outside = where < 0
+        if self.ranges:
+            outside |= addresses + size > self.ends[where]
         if outside.any():
             raise MemoryAccessError(f"{x.opcode}, at {x.place}: {self._describe(int(addresses[outside][0]), size)}")
         for i in np.unique(where):
             self._check_elements(self.ranges[i], addresses[where == i], size, x)
+
+    def by_range(self, addresses: Array) -> Iterator[tuple[Range, Any]]:
+        """The ranges of checked addresses, each with an index of those that lie in it."""
+        where = np.searchsorted(self.starts, addresses, side="right") - 1
+        if (where == where[0]).all():
+            yield self.ranges[where[0]], slice(None)
+        else:
+            yield from ((self.ranges[i], where == i) for i in np.unique(where))
 
     def _check_elements(self, r: Range, addresses: Array, size: int, x: Instruction) -> None:
         if r.elements is None:

@@ -7,7 +7,7 @@ same. Until the wait, its sources must not be written and its targets not be tou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -18,20 +18,23 @@ from fusedattn.virtual_gpu.registers import Array, Mask
 
 
 class Order:
-    """When asynchronous work takes effect, and in which order atomic operations and programs run."""
+    """When asynchronous work takes effect, and in which order atomic operations, warps and programs run."""
 
-    def __init__(self, asynchronous: Literal["early", "late", "random"] = "late", seed: int | None = None) -> None:
-        """With a seed, atomic operations of one instruction, and the schedule of warps, follow it."""
-        if asynchronous not in ("early", "late", "random"):
-            raise ValueError(f"asynchronous: got {asynchronous!r}, allowed are early, late and random")
-        self.asynchronous, self.seed = asynchronous, seed
+    def __init__(
+        self,
+        asynchronous: Literal["early", "late", "random"] = "late",
+        seed: int | None = None,
+        schedule: Literal["lockstep", "random"] = "lockstep",
+    ) -> None:
+        """With a seed, atomic operations of one instruction follow it, and whatever is random."""
+        self.asynchronous, self.seed, self.schedule = asynchronous, seed, schedule
         self.random = np.random.default_rng(seed or 0)
 
-    def at_once(self) -> bool:
-        """Whether work takes effect now."""
+    def at_once(self, n: int) -> Array:
+        """Whether each of `n` parts of some work takes effect now."""
         if self.asynchronous == "random":
-            return bool(self.random.random() < 0.5)
-        return self.asynchronous == "early"
+            return self.random.random(n) < 0.5
+        return np.full(n, self.asynchronous == "early")
 
     def turn(self, n: int) -> Array:
         """The order of `n` atomic operations that are issued together."""
@@ -40,52 +43,59 @@ class Order:
 
 @dataclass
 class Work:
-    """Work that some parts of the machine issued together: threads, or groups of warps.
+    """Work that some members of the machine issued together: threads, or groups of four warps.
 
-    `warp` is a warp of each part. `effect` and `end` take the parts for which the work takes effect, or is waited for.
+    `effect` and `end` take those of the members for which the work takes effect, or is waited for.
     """
 
-    warp: Array
+    member: Array
     effect: Callable[[Array], None]
     end: Callable[[Array], None]
     x: Instruction
-    group: Array | None = None  # of each part
-    done: bool = False  # it has taken effect
+    group: Array = field(default_factory=lambda: np.zeros(0, dtype="i8"))  # of each member
+    done: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))  # by each member: it has taken effect
+
+    def take_effect(self, chosen: Array) -> None:
+        """Let the work of some members take effect, if it did not yet."""
+        chosen = chosen & ~self.done
+        if chosen.any():
+            self.effect(chosen)
+            self.done |= chosen
 
 
 class Groups:
-    """The groups of one kind of work, counted for each warp."""
+    """The groups of one kind of work, counted for each member: a number of threads that issue work together."""
 
-    def __init__(self, n_warps: int, *, in_order: bool = False) -> None:
-        """With `in_order`, work takes effect in the order of its issue."""
-        self.in_order = in_order
-        self.committed = np.zeros(n_warps, dtype="i8")
+    def __init__(self, n_lanes: int, n_threads: int = 1, *, in_order: bool = False) -> None:
+        """With `in_order`, the work of a member takes effect in the order of its issue."""
+        self.n_threads, self.in_order = n_threads, in_order
+        self.committed = np.zeros(n_lanes // n_threads, dtype="i8")
         self.work: list[Work] = []
 
     def add(self, work: Work, order: Order) -> None:
-        """Issue work, as part of the group that its warps commit next."""
-        work.group = self.committed[work.warp]
-        if order.at_once():
-            for earlier in [*self.work, work] if self.in_order else [work]:
-                if not earlier.done:
-                    earlier.effect(np.ones(len(earlier.warp), dtype=bool))
-                    earlier.done = True
+        """Issue work, as part of the group that its members commit next."""
+        work.group = self.committed[work.member]
+        work.done = np.zeros(len(work.member), dtype=bool)
+        at_once = order.at_once(len(work.member))
+        if at_once.any():
+            if self.in_order:
+                for before in self.work:
+                    before.take_effect(np.isin(before.member, work.member[at_once]))
+            work.take_effect(at_once)
         self.work.append(work)
 
     def commit(self, mask: Mask) -> None:
-        self.committed[self._warps(mask)] += 1
+        self.committed[self._members(mask)] += 1
 
     def wait(self, pending: int, mask: Mask) -> None:
         """Wait until at most `pending` of the latest committed groups are not complete."""
         waiting = np.zeros(len(self.committed), dtype=bool)
-        waiting[self._warps(mask)] = True
+        waiting[self._members(mask)] = True
         left = []
         for work in self.work:
-            assert work.group is not None
-            due = waiting[work.warp] & (work.group < self.committed[work.warp] - pending)
+            due = waiting[work.member] & (work.group < self.committed[work.member] - pending)
             if due.any():
-                if not work.done:
-                    work.effect(due)
+                work.take_effect(due)
                 work.end(due)
             if not due.all():
                 left.append(_rest(work, ~due) if due.any() else work)
@@ -97,26 +107,24 @@ class Groups:
             x = self.work[0].x
             raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
 
-    @staticmethod
-    def _warps(mask: Mask) -> Array | slice:
-        return slice(None) if mask is True else np.flatnonzero(mask.reshape(-1, 32).any(axis=1))
+    def _members(self, mask: Mask) -> Array | slice:
+        return slice(None) if mask is True else np.flatnonzero(mask.reshape(-1, self.n_threads).any(axis=1))
 
 
 def _rest(work: Work, left: Array) -> Work:
-    """The work of the parts that are left."""
+    """The work of the members that are left."""
 
     def of_all(chosen: Array) -> Array:
-        parts = np.zeros(len(left), dtype=bool)
-        parts[np.flatnonzero(left)[chosen]] = True
-        return parts
+        of_work = np.zeros(len(left), dtype=bool)
+        of_work[np.flatnonzero(left)[chosen]] = True
+        return of_work
 
-    assert work.group is not None
     effect, end = work.effect, work.end
     return Work(
-        work.warp[left],
+        work.member[left],
         lambda chosen: effect(of_all(chosen)),
         lambda chosen: end(of_all(chosen)),
         work.x,
         work.group[left],
-        work.done,
+        work.done[left],
     )

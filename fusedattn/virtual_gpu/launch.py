@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -32,12 +32,19 @@ class Settings:
 
     asynchronous: Literal["early", "late", "random"] = "late"
     programs: Literal["given", "reversed", "random"] = "given"
+    schedule: Literal["lockstep", "random"] = "lockstep"  # warps run together, or drift apart as far as barriers allow
     together: bool = True  # several programs at a time, interleaved; else one after the other
     seed: int | None = None
     noise: bool = False
     truncating: bool = False
     strict: bool = False  # two rules of PTX that Triton's code breaks, and the hardware forgives, are errors
     counting: bool = False  # bytes, sectors and bank conflicts
+
+    def __post_init__(self) -> None:
+        for name in ("asynchronous", "programs", "schedule"):
+            allowed = get_args(get_type_hints(Settings)[name])
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(allowed)}")
 
 
 @dataclass
@@ -77,7 +84,7 @@ class Launcher:
             n_ctas,
             self.metadata.shared,
             self.counters,
-            order=Order(settings.asynchronous, settings.seed),
+            order=Order(settings.asynchronous, settings.seed, settings.schedule),
             products=Products(settings.truncating),
             noise=Noise(settings.noise, settings.seed or 0),
             strict=settings.strict,
@@ -111,13 +118,13 @@ class Launcher:
         for kind, value in _leaves(tuple(self.source.signature.values()), arguments):
             if isinstance(value, TensorDescriptor):
                 maps[next(parameters).name] = _tensor_map(value, next(described))
-                tensors.append(value.base)
+                tensors.append(self._on_cpu(value.base))
                 for n in (*value.shape, *value.strides):
                     values[next(parameters).name] = int(n) & 2**64 - 1
                 continue
             parameter = next(parameters)
             if isinstance(value, torch.Tensor):
-                tensors.append(value)
+                tensors.append(self._on_cpu(value))
                 values[parameter.name] = value.data_ptr()
             elif kind.startswith("*"):
                 raise TypeError(f"{self.metadata.name}: got {type(value).__name__} for {kind}, allowed are tensors")
@@ -132,6 +139,11 @@ class Launcher:
         if getattr(self.metadata, "global_scratch_size", 0):
             raise NotImplementedError(f"{self.metadata.name}: needs scratch memory")
         return values, maps, tensors
+
+    def _on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{self.metadata.name}: got a tensor on {tensor.device}, allowed are tensors on the CPU")
+        return tensor
 
 
 @lru_cache(maxsize=64)

@@ -17,8 +17,9 @@ from fusedattn.virtual_gpu.products import Products
 from fusedattn.virtual_gpu.ptx import Instruction, Kernel
 from fusedattn.virtual_gpu.registers import Array, Registers
 from fusedattn.virtual_gpu.shared_memory import BASE, SharedMemory
+from fusedattn.virtual_gpu.stores import Stores
 from fusedattn.virtual_gpu.tensor_map import TensorMap
-from fusedattn.virtual_gpu.wgmma_registers import Fences, InFlight
+from fusedattn.virtual_gpu.wgmma_registers import GROUP, Fences, InFlight
 
 _SPECIAL = {f"%{name}.{axis}": 32 for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid": 32}
 _PARAMETERS = 2**30  # the addresses of parameters begin here: they have a space of their own, of 32 bits
@@ -59,7 +60,7 @@ class Machine:
         n_lanes = n_ctas * kernel.n_threads
         self.registers = Registers(kernel.registers | _SPECIAL, n_lanes, addresses | self.parameter_addresses)
         self.shared = SharedMemory(kernel, n_ctas, kernel.n_threads, shared_bytes, counters.liberties, strict=strict)
-        self.memory = GlobalMemory([])
+        self.memory, self.stores = GlobalMemory([]), Stores(kernel)
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
         self.fences = Fences(kernel, counters.liberties, strict=strict)
@@ -68,9 +69,9 @@ class Machine:
     def _clear(self) -> None:
         self.registers.clear()
         self.shared.clear()
-        n_warps = self.n_ctas * self.n_threads // 32
-        self.copies, self.bulk = Groups(n_warps), Groups(n_warps)
-        self.wgmma = Groups(n_warps, in_order=True)
+        n_lanes = self.registers.n_lanes
+        self.copies, self.bulk = Groups(n_lanes), Groups(n_lanes)
+        self.wgmma = Groups(n_lanes, GROUP, in_order=True)
         self.in_flight, self.mbarriers = InFlight(), MBarriers()
         self.boxes: list[BoxCopy] = []
         self.stalled = np.zeros(self.registers.n_lanes, dtype=bool)  # threads that wait for an mbarrier
@@ -93,7 +94,7 @@ class Machine:
         thread = np.arange(self.n_threads, dtype="u4")
         numbers = np.zeros(self.n_ctas, dtype="u4")
         numbers[: len(programs)] = programs
-        number = np.repeat(numbers, self.n_threads)
+        self.program = number = np.repeat(numbers, self.n_threads)  # of each lane
         values: dict[str, Any] = {
             "%tid.x": np.tile(thread, self.n_ctas),
             "%laneid": np.tile(thread % 32, self.n_ctas),

@@ -17,6 +17,9 @@ class MBarrier:
 
     expected: int
     pending: int
+    time: int  # when a warp initialised it
+    warp: int
+    used: Array  # by each warp, the time of its last use, ``(n_warps,)``
     bytes: int = 0
     phase: int = 0
     gathered: list[tuple[Array, Array]] = field(default_factory=list)  # released in this phase
@@ -30,10 +33,15 @@ class MBarrier:
         self.pending = self.expected
         parts = [*self.gathered, *([self.released] if self.released else [])]
         if parts:
-            known, fenced = (np.max([part[i] for part in parts], axis=0) for i in (0, 1))
-            self.released = known, fenced
+            self.released = _latest([part[0] for part in parts]), _latest([part[1] for part in parts])
         self.gathered = []
         return True
+
+
+def _latest(parts: list[Array]) -> Array:
+    """The latest times of each agent; a part may be without the last agents."""
+    n = max(len(part) for part in parts)
+    return np.max([np.pad(part, (0, n - len(part))) for part in parts], axis=0)
 
 
 class MBarriers:
@@ -47,3 +55,12 @@ class MBarriers:
         if barrier is None:
             raise AsyncError(f"{x.opcode}, at {x.place}: no mbarrier is initialised at shared address {address}")
         return barrier
+
+    def check_bytes(self, name: str) -> None:
+        """Fail if programs end with bytes expected that did not arrive, or the other way round."""
+        for (_, address), barrier in self.table.items():
+            if barrier.bytes:
+                raise AsyncError(
+                    f"{name}: the mbarrier at shared address {address} ends with {abs(barrier.bytes)} bytes "
+                    + ("expected that did not arrive" if barrier.bytes > 0 else "arrived that nobody expected")
+                )

@@ -3,7 +3,7 @@
 Instructions between branches and barriers form a block. Threads at the same block run together; of several groups of
 threads, that with the first block of the code runs next, so that paths that part meet again where they end. Waiting for
 a barrier, for a copy or for nothing at all are states of threads: if all wait, copies in flight are completed, and if
-there is none the program is stuck, which is an error.
+there is none the program is stuck, which is an error. With a random schedule, warps run ahead of others instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from fusedattn.virtual_gpu.errors import AsyncError, DeadlockError, KernelError
 from fusedattn.virtual_gpu.global_memory import GlobalMemory
 from fusedattn.virtual_gpu.instructions import build, unknown
 from fusedattn.virtual_gpu.instructions.builders import Step
+from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction
-from fusedattn.virtual_gpu.registers import Mask, is_number
+from fusedattn.virtual_gpu.registers import Array, Mask, is_number
 from fusedattn.virtual_gpu.tensor_map import TensorMap
-from fusedattn.virtual_gpu.wgmma_registers import written_by
+from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
 _ENDS = ("bra", "ret", "exit", "bar.sync", "barrier.sync", "bar.arrive", "barrier.cta.sync")
-MAX_BLOCKS = 20_000_000
+MAX_BLOCKS = 2_000_000
+_NOT_READY = 2**31 - 1
+_REDRAW = 1 / 16  # of the choices of a random schedule, after which other warps run ahead
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Programs:
         self.block_of = {start: i for i, start in enumerate(starts)}
         stops = [*starts[1:], len(kernel.instructions)]
         self.blocks = [self._block(kernel.instructions[i:j]) for i, j in zip(starts, stops, strict=True)]
+        self.together = GROUP if any(block.has_products for block in self.blocks) else WARP  # threads never apart
 
     def _block(self, instructions: list[Instruction]) -> _Block:
         end = instructions[-1] if instructions and instructions[-1].opcode.startswith(_ENDS) else None
@@ -79,12 +83,15 @@ class Programs:
         self.at = np.zeros(n_lanes, dtype="i4")  # the block of each thread; -1 after its end
         self.at[present:] = -1
         self.waits_at = np.full(n_lanes, -1, dtype="i4")  # the number of the barrier for which a thread waits
+        self.counts: dict[tuple[int, int], int] = {}  # by program and barrier for which threads wait
+        self.ahead = self._draw()  # with a random schedule: the warps, or groups of four, that run first
         self._loop()
         for groups in (machine.copies, machine.bulk, machine.wgmma):
             groups.check_empty()
         if machine.boxes:
             x = machine.boxes[0].x
             raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
+        machine.mbarriers.check_bytes(machine.kernel.name)
         machine.counters.programs += len(programs)
 
     def _loop(self) -> None:
@@ -120,36 +127,75 @@ class Programs:
 
     def _choose(self) -> tuple[int, Mask] | None:
         """The block to run next, and its threads."""
-        if self.uniform is not None and not self.machine.stalled.any():
+        in_step = self.machine.order.schedule == "lockstep"
+        if self.uniform is not None and in_step and not self.machine.stalled.any():
             return (self.uniform, True) if self.uniform >= 0 else None
         if self.uniform is not None:
             self.at[...] = self.uniform
             self.uniform = None
-        while True:
-            ready = (self.at >= 0) & (self.waits_at < 0) & ~self.machine.stalled
-            if ready.any():
-                break
-            if (self.at < 0).all():
-                return None
-            self._unblock()
-        first = int(self.at[ready].min())
-        mask = ready & (self.at == first)
+        ready = self._ready()
+        if ready is None:
+            return None
+        first, mask = self._first(ready) if in_step else self._at_random(ready)
         if mask.all():
             self.uniform = first
             return first, True
         return first, mask
 
-    def _unblock(self) -> None:
-        """All threads wait: complete a copy, or fail."""
-        if self.machine.boxes and self.machine.order.asynchronous == "random":
+    def _ready(self) -> Array | None:
+        """The threads that may run, at least one; None if all have ended.
+
+        Threads wait for those of their warp that wait for an mbarrier, so that warps stay whole, if they can.
+        """
+        while True:
+            ready = (self.at >= 0) & (self.waits_at < 0) & ~self.machine.stalled
+            whole = ready
+            if self.machine.stalled.any():
+                whole = ready & ~np.repeat(self.machine.stalled.reshape(-1, WARP).any(axis=1), WARP)
+            if whole.any():
+                return whole
+            if self.machine.boxes:
+                self._complete()
+            elif ready.any():
+                return ready
+            elif (self.at < 0).all():
+                return None
+            else:
+                raise DeadlockError(self._state())
+
+    def _first(self, ready: Array) -> tuple[int, Array]:
+        """The first block of the code at which threads are ready, and these."""
+        first = int(self.at[ready].min())
+        return first, ready & (self.at == first)
+
+    def _at_random(self, ready: Array) -> tuple[int, Array]:
+        """The block of some warps that run ahead of others until the next draw, or have to wait; and its threads."""
+        random, n = self.machine.order.random, self.together
+        if random.random() < _REDRAW:
+            self.ahead = self._draw()
+        first = np.where(ready, self.at, _NOT_READY).reshape(-1, n).min(axis=1)  # of each warp, or four of them
+        can = first < _NOT_READY
+        if (can & self.ahead).any():
+            can &= self.ahead
+        number = int(random.choice(first[can]))
+        return number, ready & (self.at == number) & np.repeat(can & (first == number), n)
+
+    def _draw(self) -> Array:
+        return self.machine.order.random.random(self.machine.registers.n_lanes // self.together) < 0.5
+
+    def _complete(self) -> None:
+        """All threads wait: complete a copy."""
+        if self.machine.order.asynchronous == "random":
             self.machine.boxes.pop(int(self.machine.order.random.integers(len(self.machine.boxes)))).complete()
             return
-        if self.machine.boxes:  # the oldest of each program, so that programs stay together
-            oldest = {box.cta: box for box in reversed(self.machine.boxes)}
-            self.machine.boxes = [box for box in self.machine.boxes if oldest[box.cta] is not box]
-            for box in oldest.values():
-                box.complete()
-            return
+        # The oldest of each program, so that programs stay together.
+        oldest = {box.cta: box for box in reversed(self.machine.boxes)}
+        self.machine.boxes = [box for box in self.machine.boxes if oldest[box.cta] is not box]
+        for box in oldest.values():
+            box.complete()
+
+    def _state(self) -> str:
+        """What the threads wait for, in words."""
         waits = []
         if self.machine.stalled.any():
             x = self.machine.stalled_by
@@ -161,7 +207,7 @@ class Programs:
                 f"{np.count_nonzero(there)} threads at barrier {barrier}, at {before.place if before else '?'}"
             )
         ended = np.count_nonzero(self.at < 0)
-        raise DeadlockError(f"{self.machine.kernel.name}: {'; '.join(waits)}; {ended} threads have ended")
+        return f"{self.machine.kernel.name}: {'; '.join(waits)}; {ended} threads have ended"
 
     def _go_on(self, number: int, block: _Block, mask: Mask) -> None:
         """Send the threads of a mask to their next blocks."""
@@ -204,11 +250,15 @@ class Programs:
         """bar.sync: go on when all threads of the program, or so many as the operand says, have arrived."""
         if not end.opcode.startswith(("bar.sync", "barrier.sync")):
             raise unknown(end)
+        if end.opcode.startswith("bar.") or ".aligned" in end.opcode:
+            whole_warps(mask, end)
         self.machine.counters.barriers += 1
         numbers = [int(str(operand)) for operand in end.operands if is_number(str(operand))]
         if len(numbers) != len(end.operands):
             raise unknown(end)
         barrier, count = numbers[0], (numbers[1:] or [self.machine.n_threads])[0]
+        if not 0 <= barrier < 16 or count % WARP or not 0 < count <= self.machine.n_threads:
+            raise KernelError(f"{end.opcode}, at {end.place}: barrier {barrier} of {count} threads")
         if mask is True and count == self.machine.n_threads:
             self.machine.shared.races.join_all(slice(None))
             return
@@ -221,10 +271,14 @@ class Programs:
         for cta in np.flatnonzero(mask.reshape(self.machine.n_ctas, -1).any(axis=1)):
             there = of_ctas[cta] == barrier
             n = np.count_nonzero(there)
+            before = self.counts.setdefault((int(cta), barrier), count)
+            if before != count:
+                raise KernelError(f"{end.opcode}, at {end.place}: {count} threads, and others wait for {before}")
             if n > count:
                 raise KernelError(f"{end.opcode}, at {end.place}: {n} threads at a barrier of {count}")
             if n == count:
                 of_ctas[cta, there] = -1
+                del self.counts[int(cta), barrier]
                 warps = np.flatnonzero(there.reshape(-1, 32).any(axis=1))
                 if len(warps) == self.machine.shared.n_warps:
                     self.machine.shared.races.join_all([cta])

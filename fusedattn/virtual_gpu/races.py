@@ -6,9 +6,10 @@ which everything that warp ``a`` did is ordered before what warp ``w`` does next
 the rows of its warps equal. An access races with an earlier one of another warp, one of both being a write, if that
 is later than what is known of its warp. Accesses of one warp are taken as ordered.
 
-Work of the async proxy has an agent of its own, after the warps: the tensor memory accelerator's writes. Of generic
-writes, the async proxy sees those before ``fenced``: known to a warp when it, or one whose barrier it passed, executed
-``fence.proxy.async``. PTX ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the bookkeeping.
+Writes of the tensor memory accelerator have agents of their own, after the warps: one for each mbarrier on which they
+arrive, since a wait for one mbarrier orders nothing that arrives on another. Of generic writes, the async proxy sees
+those before ``fenced``: known to a warp when it, or one whose barrier it passed, executed ``fence.proxy.async``. PTX
+ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the bookkeeping.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
+from fusedattn.virtual_gpu.errors import AsyncError, MemoryAccessError, RaceError
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import Array
 
-# In place of the time of a write: nobody has written, or asynchronous work is writing. Times of the accelerator's
-# writes are above BY_TMA, so that one comparison finds everything that needs a closer look.
+# In place of the time of a write: nobody has written, asynchronous work is writing, or an mbarrier lies there. Times of
+# the accelerator's writes are above BY_TMA, so that one comparison finds everything that needs a closer look.
 NEVER = 2**31 - 1
 IN_FLIGHT = 2**31 - 2
+MBARRIER = 2**31 - 3
 BY_TMA = 2**30
 
 COPY_WITHOUT_FENCE = "no fence.proxy.async between cp.async and wgmma"
@@ -40,9 +42,9 @@ class Races:
         self.liberties, self.strict = liberties, strict
         self.n_ctas, self.n_warps, self.n_granules = n_ctas, n_warps, n_granules
         self.instruction_at: list[Instruction | None] = [None]  # by time
-        agents = n_warps + 1
-        self.known = np.zeros((n_ctas, agents, agents), dtype="i4")
-        self.fenced = np.zeros((n_ctas, agents, agents), dtype="i4")
+        self.agent_of: dict[int, int] = {}  # by the address of an mbarrier: the agent of writes that arrive on it
+        self.known = np.zeros((n_ctas, n_warps, n_warps), dtype="i4")
+        self.fenced = np.zeros((n_ctas, n_warps, n_warps), dtype="i4")
         self.horizon = np.zeros((n_ctas, n_warps), dtype="i4")  # everything of every warp up to it is known
         self.fenced_horizon = np.zeros((n_ctas, n_warps), dtype="i4")
         self.written = np.full(n_ctas * n_granules, NEVER, dtype="i4")
@@ -51,6 +53,7 @@ class Races:
         self.last_read = np.zeros(n_ctas * n_granules, dtype="i4")  # of all warps
         self.read_by = np.zeros((n_warps, n_ctas * n_granules), dtype="i4")
         self.being_read = np.zeros(n_ctas * n_granules, dtype="i2")  # by asynchronous work, so often
+        self.begun = np.zeros(n_ctas * n_granules, dtype="i4")  # when asynchronous work on it was started
 
     @property
     def now(self) -> int:
@@ -63,23 +66,19 @@ class Races:
             raise OverflowError("more accesses of shared memory than can be told apart")
         return self.now
 
-    def read(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> None:
-        """Warps read granules ``(n, k)``; with `of_async`, by instructions of the async proxy.
-
-        `cta` and `warp` have ``(n, 1)`` elements.
-        """
+    def read(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> None:
+        """Warps read granules ``(n, k)``; `cta` and `warp` have ``(n, 1)`` elements."""
         now = self.tick(x)
-        horizon = (self.fenced_horizon if of_async else self.horizon)[cta, warp]
-        late = self.written[granules] > horizon
+        late = self.written[granules] > self.horizon[cta, warp]
         if late.any():
-            self._examine_writes(granules, cta, warp, late, x, of_async=of_async)
+            self._examine_writes(granules, cta, warp, late, x, of_async=False)
         self.last_read[granules] = now
         self.read_by[warp, granules] = now
 
-    def write(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> int:
+    def write(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> int:
         """Warps write granules ``(n, k)``; returns the time."""
         now = self.tick(x)
-        self._examine_overwriting(granules, cta, warp, x, of_async=of_async)
+        self._examine_overwriting(granules, cta, warp, x, of_async=False)
         self.written[granules] = now
         self.writer[granules] = warp
         self.by_copy[granules] = False
@@ -91,27 +90,75 @@ class Races:
         self._examine_overwriting(granules, cta, warp, x, of_async=of_async)
         self.written[granules] = IN_FLIGHT
         self.writer[granules] = warp
-        self.read_by[warp, granules] = now  # where it was started, for messages
+        self.begun[granules] = now
+        if (self.writer[granules] != warp).any():
+            raise RaceError(f"{x.opcode}, at {x.place}: several warps write the same bytes")
 
-    def end_write(self, granules: Array, warp: Array, x: Instruction, *, by_tma: bool = False) -> int:
-        """The work has written: as if by a warp now, or by the tensor memory accelerator; returns the time."""
+    def end_write(self, granules: Array, x: Instruction) -> None:
+        """The work has written, as if by the warp that started it, now."""
+        self.written[granules] = self.tick(x)
+        self.by_copy[granules] = True
+
+    def end_write_by_tma(self, granules: Array, address: int, x: Instruction) -> tuple[Array, Array]:
+        """The accelerator has written, and arrives on the mbarrier at an address; returns what it releases."""
+        now, agent = self.tick(x), self._agent(address)
+        self.written[granules] = now + BY_TMA
+        self.writer[granules] = agent
+        self.by_copy[granules] = False
+        known, fenced = (np.zeros(self.known.shape[2], dtype="i4") for _ in range(2))
+        known[agent] = now
+        return known, fenced
+
+    def _agent(self, address: int) -> int:
+        """The agent of the writes that arrive on the mbarrier at an address."""
+        if address not in self.agent_of:
+            self.agent_of[address] = self.n_warps + len(self.agent_of)
+            self.known, self.fenced = (np.pad(table, ((0, 0), (0, 0), (0, 1))) for table in (self.known, self.fenced))
+        return self.agent_of[address]
+
+    def begin_reads(self, granules: Array, cta: Array, warps: Array, x: Instruction) -> None:
+        """Asynchronous work of several parts will read granules ``(parts, n)``, until :meth:`end_reads`.
+
+        `cta` has ``(parts, 1)`` elements, `warps` ``(parts, k)``: the k warps of which each reads all of them.
+        """
         now = self.tick(x)
-        self.written[granules] = now + BY_TMA if by_tma else now
-        self.writer[granules] = self.n_warps if by_tma else warp
-        self.by_copy[granules] = not by_tma
+        late = self.written[granules] > self.fenced_horizon[cta, warps].min(axis=1, keepdims=True)
+        if late.any():
+            for warp in warps.T:
+                self._examine_writes(granules, cta, warp[:, None], late, x, of_async=True)
+        self.begun[granules] = now
+        for part in _apart(cta):
+            self.being_read[granules[part]] += 1
+
+    def end_reads(self, granules: Array, cta: Array, warps: Array, x: Instruction) -> None:
+        """Warps have waited for the reads of granules; all as in :meth:`begin_reads`."""
+        now = self.tick(x)
+        for part in _apart(cta):
+            self.being_read[granules[part]] -= 1
+        self.last_read[granules] = now
+        for warp in warps.T:
+            self.read_by[warp[:, None], granules] = now
+
+    def make_mbarrier(self, granules: Array, cta: int, warp: int, x: Instruction) -> int:
+        """An mbarrier begins to be where these granules are; returns the time."""
+        now = self.write(granules, np.array([[cta]]), np.array([[warp]]), x)
+        self.written[granules] = MBARRIER
+        self.begun[granules] = now
         return now
 
-    def begin_reads(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> None:
-        """Asynchronous work will read these granules, until :meth:`end_reads`."""
-        self.read(granules, cta, warp, x, of_async=True)
-        self.being_read[granules] += 1
-
-    def end_reads(self, granules: Array, warp: Array, x: Instruction) -> None:
-        """Warps have waited for the reads of granules."""
+    def end_mbarrier(self, granules: Array, cta: int, warp: int, used: Array, x: Instruction) -> None:
+        """A warp ends an mbarrier that warps have used at the times `used`, ``(n_warps,)``."""
         now = self.tick(x)
-        self.being_read[granules] -= 1
-        self.last_read[granules] = now
-        self.read_by[warp, granules] = now
+        for by in np.flatnonzero(used):
+            self.require(int(used[by]), int(by), cta, warp, x)
+        self.written[granules] = now
+        self.writer[granules] = warp
+
+    def require(self, time: int, by: int, cta: int, warp: int, x: Instruction) -> None:
+        """Fail unless what a warp did at a time is ordered before what another does now."""
+        if by != warp and time > self.known[cta, warp, by]:
+            first = _of(self.instruction_at[time])
+            raise RaceError(f"{x.opcode}, at {x.place}, by warp {warp}: nothing orders it after {first}, by warp {by}")
 
     def _examine_overwriting(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool) -> None:
         horizon = self.horizon[cta, warp]
@@ -143,8 +190,11 @@ class Races:
             raise MemoryAccessError(f"{x.opcode}, at {x.place}: reads shared memory that nobody has written")
         if (written == IN_FLIGHT).any():
             i = int(np.argmax(written == IN_FLIGHT))
-            start = self.instruction_at[int(self.read_by[writer[i], at[i]])]
+            start = self.instruction_at[int(self.begun[at[i]])]
             raise RaceError(f"{x.opcode}, at {x.place}, touches what {_of(start)} has not finished writing")
+        if (written == MBARRIER).any():
+            start = self.instruction_at[int(self.begun[at[int(np.argmax(written == MBARRIER))]])]
+            raise AsyncError(f"{x.opcode}, at {x.place}, touches the mbarrier of {_of(start)}")
         by_tma = written > BY_TMA
         time = np.where(by_tma, written - BY_TMA, written)
         unordered = (time > self.known[of_cta, me, writer]) & (writer != me)
@@ -176,7 +226,7 @@ class Races:
         at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
         if self.being_read[at].any():
             i = int(np.argmax(self.being_read[at]))
-            reader = self.instruction_at[int(self.read_by[:, at[i]].max())]
+            reader = self.instruction_at[int(self.begun[at[i]])]
             raise RaceError(f"{x.opcode}, at {x.place}, overwrites what {_of(reader)} is still reading")
         reads = self.read_by[:, at]  # (n_warps, n)
         bad = reads > self.known[of_cta, me, : self.n_warps].T
@@ -193,10 +243,10 @@ class Races:
         """A barrier of all warps of programs: what one knows, all know."""
         now, n = self.now, self.n_warps
         for table in (self.known, self.fenced):
-            table[ctas, :n] = table[ctas, :n].max(axis=1, keepdims=True)
-        self.known[ctas, :n, :n] = now
+            table[ctas] = table[ctas].max(axis=1, keepdims=True)
+        self.known[ctas, :, :n] = now
         self.horizon[ctas] = now
-        self.fenced_horizon[ctas] = self.fenced[ctas, :n, :n].min(axis=2)
+        self.fenced_horizon[ctas] = self.fenced[ctas, :, :n].min(axis=2)
 
     def join(self, cta: int, warps: Array) -> None:
         """A barrier of some warps of one program."""
@@ -219,18 +269,26 @@ class Races:
 
     def acquire(self, cta: int, warps: Array, released: tuple[Array, Array]) -> None:
         """Warps of a program know what others released."""
-        known, fenced = released
-        self.known[cta, warps] = np.maximum(self.known[cta, warps], known)
-        self.fenced[cta, warps] = np.maximum(self.fenced[cta, warps], fenced)
+        for table, part in zip((self.known, self.fenced), released, strict=True):
+            n = len(part)  # without the agents that came later
+            table[cta, warps, :n] = np.maximum(table[cta, warps, :n], part)
         self._renew(cta)
 
     def _renew(self, cta: int) -> None:
         """The horizons of a program: what a warp knows of all others, and of itself."""
         n = self.n_warps
-        known = self.known[cta, :n, :n].copy()
+        known = self.known[cta, :, :n].copy()
         known[np.arange(n), np.arange(n)] = NEVER
         self.horizon[cta] = known.min(axis=1) if n > 1 else self.now
-        self.fenced_horizon[cta] = self.fenced[cta, :n, :n].min(axis=1)
+        self.fenced_horizon[cta] = self.fenced[cta, :, :n].min(axis=1)
+
+
+def _apart(cta: Array) -> list[Any]:
+    """Indices of parts ``(parts, 1)``, which are sorted by program, such that no two of one index share a program."""
+    of_parts = cta[:, 0]
+    rank = np.arange(len(of_parts)) - np.searchsorted(of_parts, of_parts)
+    most = int(rank.max())
+    return [rank == i for i in range(most + 1)] if most else [slice(None)]
 
 
 def _of(x: Instruction | None) -> str:

@@ -32,6 +32,13 @@ class TensorMap:
             raise MemoryAccessError(
                 f"a tensor map of address {self.address:#x} and strides {self.strides}: not multiples of 16"
             )
+        if self.strides[-1] != self.element or any(n < 1 for n in (*self.shape, *self.box)):
+            raise MemoryAccessError(
+                f"a tensor map of shape {self.shape}, strides {self.strides} and box {self.box}: empty, or its last "
+                "dimension is not contiguous"
+            )
+        if self.swizzle and self.box[-1] * self.element != 16 * (self.swizzle + 1):
+            raise MemoryAccessError(f"a tensor map of box {self.box}: rows that are not as long as the swizzle")
         if any(n > 256 for n in self.box) or self.box[-1] * self.element % 16:
             raise MemoryAccessError(f"a tensor map of box {self.box}: more than 256, or rows not of whole 16 bytes")
 

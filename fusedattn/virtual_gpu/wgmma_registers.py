@@ -24,6 +24,8 @@ class InFlight:
     def begin(self, targets: frozenset[str], sources: frozenset[str], groups: Array, x: Instruction) -> None:
         """A product takes accumulators, which may be those of the one before, and sources."""
         self._check(self.targets, sources, groups, x)
+        self._check(self.sources, targets, groups, x)
+        self._check({used: counts for used, counts in self.targets.items() if used != targets}, targets, groups, x)
         for table, registers in ((self.targets, targets), (self.sources, sources)):
             if registers:
                 table.setdefault(registers, Counter()).update(groups.tolist())

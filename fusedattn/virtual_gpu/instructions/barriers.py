@@ -53,20 +53,31 @@ def _each(machine: Machine, x: Instruction, i: int) -> Any:
     return found
 
 
-def _used(machine: Machine, x: Instruction, lane: int, address: int, *, writes: bool) -> None:
-    shared = machine.shared
-    places = np.array([shared.start[lane] + address])
-    (shared.writes if writes else shared.reads)(places, np.array([lane]), 8, x)
+def _granules(machine: Machine, lane: int, address: int) -> Array:
+    """The granules of an mbarrier, ``(1, n)``."""
+    return machine.shared.granules(np.array([machine.shared.start[lane] + address]), 8)
+
+
+def used_mbarrier(machine: Machine, x: Instruction, cta: int, warp: int, address: int) -> MBarrier:
+    """The mbarrier at an address, which a warp uses now."""
+    barrier, races = machine.mbarriers.at(cta, address, x), machine.shared.races
+    races.require(barrier.time, barrier.warp, cta, warp, x)
+    barrier.used[warp] = races.tick(x)
+    return barrier
 
 
 @builds("mbarrier.init.shared::cta.b64", "mbarrier.init.shared.b64")
 def _init(machine: Machine, x: Instruction) -> Step:
     each, count = _each(machine, x, 0), int(name(x, 1))
+    if not 1 <= count < 2**20:
+        raise AsyncError(f"{x.opcode}, at {x.place}: a count of {count}; allowed are 1 to 2^20 - 1")
+    shared = machine.shared
 
     def step(mask: Mask) -> None:
-        for lane, cta, _, address in each(mask):
-            _used(machine, x, lane, address, writes=True)
-            machine.mbarriers.table[cta, address] = MBarrier(count, count)
+        for lane, cta, warp, address in each(mask):
+            time = shared.races.make_mbarrier(_granules(machine, lane, address), cta, warp, x)
+            used = np.zeros(shared.n_warps, dtype="i8")
+            machine.mbarriers.table[cta, address] = MBarrier(count, count, time, warp, used)
 
     return step
 
@@ -76,11 +87,11 @@ def _invalidate(machine: Machine, x: Instruction) -> Step:
     each = _each(machine, x, 0)
 
     def step(mask: Mask) -> None:
-        for lane, cta, _, address in each(mask):
-            barrier = machine.mbarriers.at(cta, address, x)
+        for lane, cta, warp, address in each(mask):
+            barrier = used_mbarrier(machine, x, cta, warp, address)
             if barrier.bytes:
                 raise AsyncError(f"{x.opcode}, at {x.place}: {barrier.bytes} bytes are still to arrive")
-            _used(machine, x, lane, address, writes=True)
+            machine.shared.races.end_mbarrier(_granules(machine, lane, address), cta, warp, barrier.used, x)
             del machine.mbarriers.table[cta, address]
 
     return step
@@ -102,8 +113,7 @@ def _arrive(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         of_lanes = np.broadcast_to(n_bytes, (machine.registers.n_lanes,))
         for lane, cta, warp, address in each(mask):
-            _used(machine, x, lane, address, writes=False)
-            barrier = machine.mbarriers.at(cta, address, x)
+            barrier = used_mbarrier(machine, x, cta, warp, address)
             if not barrier.pending:
                 raise AsyncError(f"{x.opcode}, at {x.place}: more arrivals than the {barrier.expected} of the barrier")
             barrier.bytes += int(of_lanes[lane])
@@ -125,8 +135,7 @@ def _try_wait(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         lanes = lanes_of(mask)
         at = addresses(lanes)
-        places = shared.locate(at, lanes, 8, x)
-        shared.reads(places, lanes, 8, x)
+        shared.locate(at, lanes, 8, x)
         numbers = np.arange(n_lanes)[lanes]
         wanted = np.broadcast_to(parity, (n_lanes,))[lanes] & 1
         done = np.empty(len(numbers), dtype=bool)
@@ -134,10 +143,12 @@ def _try_wait(machine: Machine, x: Instruction) -> Step:
         for one in np.unique(key):
             same = key == one
             cta, address, bit = int(one >> 33), int(one >> 1 & 0xFFFFFFFF), int(one & 1)
-            barrier = machine.mbarriers.at(cta, address, x)
+            warps = np.unique(shared.warp[numbers[same]])
+            for warp in warps:
+                barrier = used_mbarrier(machine, x, cta, int(warp), address)
             done[same] = ended = barrier.phase & 1 != bit
             if ended and barrier.released is not None:
-                shared.races.acquire(cta, np.unique(shared.warp[numbers[same]]), barrier.released)
+                shared.races.acquire(cta, warps, barrier.released)
         found = np.zeros(n_lanes, dtype=bool)
         found[numbers] = done
         store(out, found, mask)

@@ -26,6 +26,8 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         raise unknown(x)
     to, source = shared_addresses(machine, x, 0), address_of(machine, x, 1)
     size = int(name(x, 2), 0)
+    if size not in ((16,) if x.opcode.startswith("cp.async.cg") else (4, 8, 16)):
+        raise unknown(x)
     given = machine.registers.value(name(x, 3) if len(x.operands) > 3 else str(size), "u4")
     shared, n_lanes = machine.shared, machine.registers.n_lanes
 
@@ -47,17 +49,17 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         cta, warp = shared.cta[numbers][:, None], shared.warp[numbers][:, None]
         shared.races.begin_write(granules, cta, warp, x)
 
-        def effect(parts: Array) -> None:
+        def effect(chosen: Array) -> None:
             words = shared.typed[4]
-            filled, empty = parts & whole, parts & ~whole
+            filled, empty = chosen & whole, chosen & ~whole
             for i in range(0, size, 4):
                 words[(places[filled] + i) // 4] = global_memory.load(addresses[filled] + i, 4)
                 words[(places[empty] + i) // 4] = 0
 
-        def end(parts: Array) -> None:
-            shared.races.end_write(granules[parts], warp[parts], x)
+        def end(chosen: Array) -> None:
+            shared.races.end_write(granules[chosen], x)
 
-        machine.copies.add(Work(numbers // 32, effect, end, x), machine.order)
+        machine.copies.add(Work(numbers, effect, end, x), machine.order)
 
     return step
 
@@ -102,12 +104,9 @@ class _BoxCopy:
         values = np.zeros(tensor.box, dtype=f"u{tensor.element}")
         values[exists] = global_memory.load(addresses[exists], tensor.element)
         shared.typed[tensor.element][places // tensor.element] = values
-        time = shared.races.end_write(self.granules, np.zeros((), dtype="i8"), x, by_tma=True)
         barrier = machine.mbarriers.at(self.cta, self.barrier, x)
         barrier.bytes -= tensor.n_bytes
-        known, fenced = (np.zeros(shared.n_warps + 1, dtype="i4") for _ in range(2))
-        known[shared.n_warps] = time
-        barrier.gathered.append((known, fenced))
+        barrier.gathered.append(shared.races.end_write_by_tma(self.granules, self.barrier, x))
         if barrier.advance():
             machine.wake(self.cta)
 
@@ -159,10 +158,11 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             start, barrier = int(to(lane)), int(barriers(lane))
             cta, warp = int(shared.cta[lane]), int(shared.warp[lane])
             granules = _checked(machine, x, tensor, first, cta, start)
-            machine.mbarriers.at(cta, barrier, x)
+            made = machine.mbarriers.at(cta, barrier, x)
+            shared.races.require(made.time, made.warp, cta, warp, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
             copy = _BoxCopy(machine, x, tensor, first, cta, start, barrier, granules)
-            if machine.order.at_once():
+            if machine.order.at_once(1)[0]:
                 copy.complete()
             else:
                 machine.boxes.append(copy)
@@ -185,22 +185,22 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         first = tuple(int(coordinate[lane]) for coordinate in coordinates)
         cta, start = int(shared.cta[lane]), int(source(lane))
         granules = _checked(machine, x, tensor, first, cta, start)
-        warp = np.array([[int(shared.warp[lane])]])
-        shared.races.begin_reads(granules, np.array([[cta]]), warp, x)
+        of_cta, warp = np.array([[cta]]), np.array([[int(shared.warp[lane])]])
+        shared.races.begin_reads(granules, of_cta, warp, x)
         if not tensor.is_float or tensor.element != 4:
             raise unknown(x)
 
-        def effect(parts: Array) -> None:
+        def effect(chosen: Array) -> None:
             addresses, exists = tensor.elements(first)
             values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
             at = addresses[exists]
             total = global_memory.load(at, 4).view("f4") + values[exists].view("f4")
             global_memory.save(at, 4, total.view("u4"))
 
-        def end(parts: Array) -> None:
-            shared.races.end_reads(granules, warp, x)
+        def end(chosen: Array) -> None:
+            shared.races.end_reads(granules, of_cta, warp, x)
 
-        machine.bulk.add(Work(np.array([lane // 32]), effect, end, x), machine.order)
+        machine.bulk.add(Work(np.array([lane]), effect, end, x), machine.order)
 
     return step
 

@@ -104,13 +104,15 @@ def _store(machine: Machine, x: Instruction) -> Step:
     addresses, values = address_of(machine, x, 0), sources_of(machine, x, 1, size)
     if len(vector(x, 1)) != n:
         raise unknown(x)
+    stores = machine.stores
+    number = stores.enter(x, size * n)
 
     def step(mask: Mask) -> None:
         at = addresses(mask)
         machine.memory.check(at, size * n, x)
         machine.counters.sectors(x, at, size * n, mask)
-        for i in range(n):
-            save(at + i * size, size, values(i, mask))
+        program = machine.program if mask is True else machine.program[mask]
+        stores.store(machine.memory, at, [values(i, mask) for i in range(n)], program, number)
 
     return step
 

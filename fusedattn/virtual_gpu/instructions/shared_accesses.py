@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedattn.virtual_gpu.errors import RaceError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.global_accesses import loads_into, sources_of
 from fusedattn.virtual_gpu.instructions.warps import whole_warps
@@ -65,7 +66,10 @@ def _store(machine: Machine, x: Instruction) -> Step:
         elements = shared.typed[size]
         first = places // size
         for i in range(n):
-            elements[first + i] = values(i, mask)
+            new = values(i, mask)
+            elements[first + i] = new
+            if (elements[first + i] != new).any():
+                raise RaceError(f"{x.opcode}, at {x.place}: threads write different values to the same bytes")
 
     return step
 

@@ -6,6 +6,7 @@ PTX ISA, "asynchronous warpgroup level matrix instructions": matrix descriptors,
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -86,6 +87,8 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
     size = 4 if kind == "tf32" else 2
     if k * size != 32:
         raise unknown(x)
+    if n % 8 or not 8 <= n <= 256 or len(vector(x, 0)) != n // 2 or machine.n_threads % GROUP:
+        raise unknown(x)
     registers, shared, products = machine.registers, machine.shared, machine.products
     from_registers = not isinstance(x.operands[1], str)
     *flags, n_flags = *(int(name(x, i)) for i in range(4, len(x.operands))), len(x.operands) - 4
@@ -122,11 +125,8 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
             chunks = np.concatenate([a.chunks(at_a), chunks], axis=1)
         places = chunks + (cta * shared.window)[:, None]
         granules = shared.granules(places.reshape(-1), 16).reshape(len(groups), -1)
-        # Each of the four warps reads all of it.
-        of_warps = np.repeat(granules, 4, axis=0)
-        cta_of_warps = np.repeat(cta, 4)[:, None]
-        warp = (groups[:, None] * 4 + np.arange(4)).reshape(-1) % n_warps
-        shared.races.begin_reads(of_warps, cta_of_warps, warp[:, None], x)
+        warps = (groups[:, None] * 4 + np.arange(4)) % n_warps  # each of the four reads all of it
+        shared.races.begin_reads(granules, cta[:, None], warps, x)
         bases = (cta * shared.window)[:, None, None]
         saved = bank[a].reshape(4, -1, GROUP)[:, groups].reshape(4, -1) if from_registers else None
 
@@ -155,11 +155,10 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
                 bank[d_rows[:, None], lanes] = result
 
         def end(parts: Array) -> None:
-            rows = np.repeat(parts, 4)
-            shared.races.end_reads(of_warps[rows], warp[rows][:, None], x)
+            shared.races.end_reads(granules[parts], cta[parts][:, None], warps[parts], x)
             machine.in_flight.end(targets, sources, groups[parts])
 
-        machine.wgmma.add(Work(groups * 4, effect, end, x), machine.order)
+        machine.wgmma.add(Work(groups, effect, end, x), machine.order)
 
     return step
 
@@ -172,17 +171,28 @@ def _whole_groups(mask: Array, x: Instruction) -> Array:
     return np.flatnonzero(some)
 
 
+def _of_whole_groups(x: Instruction, act: Callable[[Mask], None]) -> Step:
+    """A step of groups of four warps, which execute it as a whole."""
+
+    def step(mask: Mask) -> None:
+        if mask is not True:
+            _whole_groups(mask, x)
+        act(mask)
+
+    return step
+
+
 @builds("wgmma.commit_group.sync.aligned")
 def _commit(machine: Machine, x: Instruction) -> Step:
-    return lambda mask: machine.wgmma.commit(mask)
+    return _of_whole_groups(x, lambda mask: machine.wgmma.commit(mask))
 
 
 @builds("wgmma.wait_group.sync.aligned")
 def _wait(machine: Machine, x: Instruction) -> Step:
     pending = int(name(x, 0))
-    return lambda mask: machine.wgmma.wait(pending, mask)
+    return _of_whole_groups(x, lambda mask: machine.wgmma.wait(pending, mask))
 
 
 @builds("wgmma.fence.sync.aligned")
 def _fence(machine: Machine, x: Instruction) -> Step:
-    return lambda mask: None  # machine.fences knows where it must stand
+    return _of_whole_groups(x, lambda mask: None)  # machine.fences knows where it must stand

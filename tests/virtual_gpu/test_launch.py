@@ -1,0 +1,15 @@
+"""Launches of Triton kernels on the virtual GPU, in a process that compiles; here the kernels may be interpreted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.helpers import compiling
+
+
+def test_launches(tmp_path: Path) -> None:
+    tests = Path(__file__).with_name("compiled_launches.py")
+    done = compiling.compiling("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", tests, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d\d passed in", done.stdout, re.M), done.stdout

@@ -1,0 +1,236 @@
+"""The programs of a grid and their warps: in which order they run, and that none waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusedattn.virtual_gpu import programs
+from fusedattn.virtual_gpu.errors import DeadlockError, RaceError
+from tests.helpers.ptx_programs import fails, run, run_all
+
+OUT = "st.global.b32 [%o], %r2;"
+
+
+@pytest.mark.parametrize("grid", [(7, 1, 1), (3, 4, 1), (2, 3, 4), (1, 1, 5)])
+@pytest.mark.parametrize("n_ctas", [1, 2, 5, 32])
+def test_grids_of_each_dimension(grid: tuple[int, int, int], n_ctas: int) -> None:
+    body = f"""
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, %ctaid.y;
+    mov.u32 %r3, %ctaid.z;
+    shl.b32 %r2, %r2, 8;
+    shl.b32 %r3, %r3, 16;
+    or.b32 %r2, %r2, %r1;
+    or.b32 %r2, %r2, %r3;
+    {OUT}
+    """
+    x, y, z = (a.reshape(-1) for a in np.meshgrid(*(np.arange(n) for n in grid), indexing="ij"))
+    expected = np.zeros(grid[0] * grid[1] * grid[2], dtype="u4")
+    expected[x + grid[0] * (y + grid[1] * z)] = x | y << 8 | z << 16
+    result = run(body, grid=grid, n_ctas=n_ctas, n_threads=32)
+    np.testing.assert_array_equal(result, np.repeat(expected[:, None], 32, axis=1))
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+@pytest.mark.parametrize("n_ctas", [1, 2, 5])
+def test_programs_run_in_the_order_that_is_given(order: list[int], n_ctas: int) -> None:
+    """Each takes a number; programs of one batch take theirs together, in their order."""
+    body = f"""
+    setp.eq.u32 %p1, %t, 0;
+    mov.u32 %r1, 1;
+    @%p1 atom.global.gpu.relaxed.add.u32 %r2, [%n], %r1;
+    @%p1 {OUT}
+    """
+    n = torch.zeros(1, dtype=torch.int32)
+    result = run(body, grid=(5, 1, 1), n_ctas=n_ctas, programs=order, tensors={"n": n})
+    assert [int(result[i, 0]) for i in order] == [0, 1, 2, 3, 4]
+    assert n.item() == 5
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_atomics_of_one_instruction_follow_in_some_order(seed: int | None) -> None:
+    body = f"atom.global.gpu.relaxed.add.u32 %r2, [%n], %t;\n{OUT}"
+    n = torch.zeros(1, dtype=torch.int32)
+    before = run(body, grid=(3, 1, 1), tensors={"n": n}, seed=seed)
+    added = np.tile(np.arange(64), 3)
+    turn = np.argsort(before.reshape(-1) * 1000 + added)  # a thread that adds nothing is before the one that adds
+    np.testing.assert_array_equal(before.reshape(-1)[turn], np.cumsum(added[turn]) - added[turn])
+    assert n.item() == added.sum()
+    assert (turn == np.arange(192)).all() == (seed is None)
+
+
+def test_loops_of_different_lengths() -> None:
+    """A thread counts as far as its program, warp and lane say, with a barrier after the loop."""
+    body = f"""
+    mul.lo.u32 %r1, %c, 5;
+    mad.lo.u32 %r1, %w, 3, %r1;
+    and.b32 %r3, %l, 1;
+    add.u32 %r1, %r1, %r3;
+    mov.u32 %r2, 0;
+    LOOP:
+    setp.ge.u32 %p1, %r2, %r1;
+    @%p1 bra DONE;
+    add.u32 %r2, %r2, 1;
+    bra.uni LOOP;
+    DONE:
+    st.shared.b32 [%a], %r2;
+    bar.sync 0;
+    xor.b32 %r4, %a, 132;
+    ld.shared.b32 %r2, [%r4];
+    {OUT}
+    """
+    c, t = np.arange(5)[:, None], np.arange(96)[None] ^ 33
+    result = run_all(body, grid=(5, 1, 1), n_ctas=2)
+    np.testing.assert_array_equal(result, (5 * c + 3 * (t // 32) + t % 2)[:, :64])
+
+
+def test_a_loop_with_a_barrier_in_each_round() -> None:
+    """Programs need different numbers of rounds; each round passes words on to the other warp."""
+    body = f"""
+    add.u32 %r1, %c, 1;
+    mov.u32 %r2, %t;
+    xor.b32 %r5, %a, 128;
+    LOOP:
+    st.shared.b32 [%a], %r2;
+    bar.sync 0;
+    ld.shared.b32 %r2, [%r5];
+    add.u32 %r2, %r2, 1;
+    bar.sync 0;
+    sub.u32 %r1, %r1, 1;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra LOOP;
+    {OUT}
+    """
+    expected = [(np.arange(64) ^ (32 * ((c + 1) % 2))) + c + 1 for c in range(4)]
+    np.testing.assert_array_equal(run_all(body, grid=(4, 1, 1), n_ctas=3), expected)
+
+
+def test_threads_that_end_early() -> None:
+    body = f"""
+    mov.u32 %r2, 1;
+    {OUT}
+    setp.eq.u32 %p1, %w, 1;
+    @%p1 ret;
+    setp.gt.u32 %p2, %l, 9;
+    @%p2 exit;
+    mov.u32 %r2, 2;
+    {OUT}
+    """
+    expected = np.where(np.arange(64) < 10, 2, 1)
+    np.testing.assert_array_equal(run_all(body, grid=(2, 1, 1))[1], expected)
+
+
+def test_warps_that_have_ended_are_missed_at_a_barrier_of_all() -> None:
+    end = "setp.eq.u32 %p1, %w, 1;\n@%p1 ret;\n"
+    run_all(end + "bar.sync 0, 32;")
+    fails(DeadlockError, end + "bar.sync 0; // barrier", "barrier", says="32 threads have ended")
+
+
+def test_all_programs_end_at_once_or_none() -> None:
+    assert (run("ret;\n" + OUT, grid=(3, 1, 1)) == 0).all()
+    assert (run(f"mov.u32 %r2, 3;\n{OUT}\nexit;", grid=(3, 1, 1)) == 3).all()
+
+
+def test_one_program_of_several_that_waits_for_ever() -> None:
+    body = """
+    setp.ne.u32 %p1, %c, 1;
+    @%p1 ret;
+    setp.lt.u32 %p2, %t, 32;
+    @%p2 ret;
+    bar.sync 0; // barrier
+    """
+    fails(DeadlockError, body, "barrier", grid=(3, 1, 1))
+    run_all(body, grid=(1, 1, 1))
+
+
+def test_a_loop_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MAX_BLOCKS", 1000)
+    fails(DeadlockError, "LOOP:\nadd.u32 %r1, %r1, 1;\nbra LOOP;", says="1000 blocks, and no end")
+
+
+TICKETS = """
+    mov.u32 %r1, 0;
+    mov.u32 %r5, 1;
+    mov.u32 %r2, 0;
+    setp.eq.u32 %p1, %l, 0;
+    LOOP:
+    @%p1 atom.global.gpu.relaxed.add.u32 %r3, [%n], %r5;
+    max.u32 %r2, %r2, %r3;
+    {barrier}
+    add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p2, %r1, 20;
+    @%p2 bra LOOP;
+    @%p1 st.global.b32 [%o], %r2;
+    """
+
+
+def _last_tickets(barrier: str = "", **order: Any) -> list[int]:
+    """The last ticket of each of four warps, which take 20 each."""
+    body = TICKETS.replace("{barrier}", barrier)
+    result = run(body, n_threads=128, tensors={"n": torch.zeros(1, dtype=torch.int32)}, **order)
+    return [int(x) for x in result[0, ::32]]
+
+
+def test_warps_drift_apart_with_a_random_schedule() -> None:
+    assert _last_tickets() == [76, 77, 78, 79]
+    drifts = [_last_tickets(schedule="random", seed=seed) for seed in range(5)]
+    assert all(max(last) == 79 for last in drifts)
+    assert min(min(last) for last in drifts) < 45  # one is through when others have hardly begun
+    assert len({tuple(last) for last in drifts}) == 5
+    assert _last_tickets(schedule="random", seed=3) == drifts[3]
+
+
+def test_barriers_hold_warps_together_with_a_random_schedule() -> None:
+    for seed in range(5):
+        assert min(_last_tickets("bar.sync 0;", schedule="random", seed=seed)) >= 76
+
+
+# What several programs store to one place.
+STORE_ONE = "setp.eq.u32 %p1, %t, 0;\n@%p1 st.global.{kind} [%x+{at}], {value}; // {mark}"
+
+
+def _store(value: str, kind: str = "b32", at: int = 0, mark: str = "store") -> str:
+    return STORE_ONE.format(kind=kind, at=at, value=value, mark=mark)
+
+
+@pytest.mark.parametrize("n_ctas", [1, 3])
+def test_programs_that_store_different_values_to_one_place(n_ctas: int) -> None:
+    arguments = {"grid": (3, 1, 1), "n_ctas": n_ctas, "tensors": {"x": torch.zeros(4, dtype=torch.int32)}}
+    run_all("mov.u32 %r1, 5;\n" + _store("%r1"), **arguments)
+    fails(RaceError, _store("%c"), "store", **arguments, says="another value than program")
+    body = f"setp.eq.u32 %p2, %c, 0;\n@%p2 bra OTHER;\n{_store('%c', mark='first')}\nret;\nOTHER:\n{_store('%c')}"
+    fails(RaceError, body, "first", "store", **arguments | {"grid": (2, 1, 1)})
+
+
+def test_stores_that_share_one_byte() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    wide = _store("{%c, %c, %c, %c}", "v4.b32", mark="wide")
+    narrow = "mov.u32 %r1, 1;\ncvt.u16.u32 %h1, %r1;\n" + _store("%h1", "b8", 13, mark="narrow")
+    body = f"setp.eq.u32 %p2, %c, 0;\n@%p2 bra OTHER;\n{narrow}\nret;\nOTHER:\n{wide}"
+    fails(RaceError, body, "wide", "narrow", grid=(2, 1, 1), tensors={"x": x})
+    run_all(body.replace("mov.u32 %r1, 1;", "mov.u32 %r1, 0;"), grid=(2, 1, 1), tensors={"x": x})
+
+
+def test_a_program_may_store_twice_and_atomics_need_no_order() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    run_all("mov.u32 %r1, 1;\nred.global.gpu.relaxed.add.u32 [%x], %r1;", grid=(3, 1, 1), tensors={"x": x})
+    assert x[0].item() == 3 * 64
+    twice = _store("%c") + "\nadd.u32 %r1, %c, 1;\n" + _store("%r1")
+    run_all(twice, grid=(1, 1, 1), tensors={"x": x})
+
+
+def test_launches_do_not_race_with_each_other() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    for value in (1, 2):
+        run(f"mov.u32 %r1, {value};\n{_store('%r1')}", grid=(2, 1, 1), tensors={"x": x})
+    assert x[0].item() == 2
+
+
+def test_atomics_that_acquire_may_order_stores() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    body = f"mov.u32 %r1, 1;\natom.global.gpu.acq_rel.add.u32 %r2, [%x+4], %r1;\n{_store('%c')}"
+    run(body, grid=(2, 1, 1), tensors={"x": x})
