@@ -38,6 +38,7 @@ from fusedattn.kernels.masking import (
 )
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import (
     dot,
     dot_add,
@@ -514,6 +515,7 @@ def _launch_dkdv(
     dq_total: torch.Tensor | None = None,
 ) -> None:
     """Fill `dkdv`; if `dq_total` is given, add dq to it (kernels/dq_sum.py)."""
+    config = fenced(config, problem.async_products, q, dout, has_descriptors=True)
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None, None)
     if dq_total is not None:
@@ -547,6 +549,7 @@ def _launch_dq(
     problem: Problem,
     config: TileConfig,
 ) -> None:
+    config = fenced(config, problem.async_products, k, v, has_descriptors=True)
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     launcher.launch(

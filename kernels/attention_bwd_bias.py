@@ -23,6 +23,7 @@ from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.exact_sum import NO_SUMS, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, tile_visited
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import dtype_of, program_tile, strided
 from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import QKVDout, score_gradient
@@ -191,7 +192,7 @@ def launch_dbias(
     problem: Problem,
 ) -> torch.Tensor:
     """The gradient of the four-dimensional ``bias``, in its shape and dtype; no tensor is empty."""
-    shape, config = problem.shape, problem.configs.dq
+    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, q, k, v, dout)
     n_tiles_m = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     n_tiles_n = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     over = [size == 1 for size in bias.shape]
@@ -228,7 +229,7 @@ def launch_drelative(
     problem: Problem,
 ) -> torch.Tensor:
     """The gradient of the four-dimensional ``relative``, in its shape and dtype; no tensor is empty."""
-    shape, config = problem.shape, problem.configs.dq
+    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, k, v)
     n_sequences, nheads, n_rows, n_columns = relative.shape
     full, sums = None, NO_SUMS
     if n_rows == 1:

@@ -20,6 +20,7 @@ from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.exact_sum import ExactSums, add_exactly
 from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import dtype_of, program_tile, strided
 from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.score_gradient import QKVDout, score_gradient
@@ -100,7 +101,7 @@ def launch(
 
     `readers` has (first entry, number of entries, index, derivative) for each part of it; for slopes, no functions.
     """
-    shape, config = problem.shape, problem.configs.dq
+    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, k, v)
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     sums = exact_sum.zeros(learned.numel(), rows.delta.dtype, q.device)
     for start, n_entries, index, derivative in readers:

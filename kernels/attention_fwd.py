@@ -35,6 +35,7 @@ from fusedattn.kernels.grouped_heads import grouped_program, load_rows, rows_of,
 from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import (
     bits_of,
     dot,
@@ -403,7 +404,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
     tiling = tiling_of(problem)
-    config = tiling.config
+    config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
     filled, partials = Results(None, None, None, None, None), None
     if tiling.split:
         dropped = problem.call.dropout.seed_ptr is not None

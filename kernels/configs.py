@@ -110,6 +110,16 @@ class TileConfig:
             BOUNDARY_STAGES=1,
         )
 
+    @cached_property
+    def unpipelined(self) -> TileConfig:
+        """This config with one stage in all loops."""
+        return replace(self, num_stages=1, BOUNDARY_STAGES=1)
+
+    @cached_property
+    def unpipelined_boundary(self) -> TileConfig:
+        """This config with one stage for boundary blocks."""
+        return replace(self, BOUNDARY_STAGES=1)
+
     def smaller(self, *, by_keys: bool = False) -> TileConfig:
         """This config with half of the tile, at least 16 by 16.
 

@@ -33,6 +33,7 @@ class Problem:
         rotates_in_place: the forward rotates keys as it loads them, rather than read keys that were rotated before.
         nondeterministic: gradients may be summed in any order of programs.
         l2_bytes: of the cache, for the heads that run side by side.
+        async_products: matrix units read tiles asynchronously (kernels/pipelining.py).
     """
 
     shape: Shape
@@ -50,6 +51,7 @@ class Problem:
     rotates_in_place: bool
     nondeterministic: bool
     l2_bytes: int
+    async_products: bool = False
 
     @property
     def known_call(self) -> tuple[Call, Hashable]:

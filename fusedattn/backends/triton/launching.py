@@ -28,6 +28,7 @@ from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
 from fusedattn.kernels.mask_arguments import BandBounds, mask_arguments
 from fusedattn.kernels.parameters import Call
+from fusedattn.kernels.pipelining import ASYNC_PRODUCTS
 from fusedattn.kernels.primitives import INTERPRETED
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.replay import recorded
@@ -136,6 +137,7 @@ def problem_of(
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
     rotation_q, rotation_k = _rotations(constants)
+    precision = _precision(q.dtype)
     return Problem(
         shape=shape,
         call=call,
@@ -145,7 +147,7 @@ def problem_of(
         rotation_k=rotation_k,
         sinks=None if sinks is None else sinks.contiguous(),
         scale=constants.scale,
-        precision=_precision(q.dtype),
+        precision=precision,
         configs=tiles,
         exact_rows=exact_rows,
         few_queries=few_queries,
@@ -153,6 +155,7 @@ def problem_of(
         and shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv,
         nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
+        async_products=arch in ASYNC_PRODUCTS and (q.itemsize == 2 or precision == "tf32"),
     )
 
 

@@ -1,0 +1,41 @@
+"""Which loops may copy tiles asynchronously by pointers.
+
+From sm_90 on, matrix units read shared memory through a proxy of their own. Between ``cp.async`` and a product that
+reads what it copied must stand a ``fence.proxy.async`` (PTX ISA, "async proxy"). Triton before 3.7.1 writes none.
+Later versions leave it out if the loop's other tile goes through registers, as it does if its rows are not aligned:
+the fence of that tile then stands too early. Such loops have one stage, in which every tile goes through registers.
+"""
+
+import re
+
+import torch
+import triton
+
+from fusedattn.kernels.configs import Arch, TileConfig
+from fusedattn.kernels.descriptors import tiles_of
+from fusedattn.kernels.launcher import SPECIALIZED
+
+ASYNC_PRODUCTS: tuple[Arch, ...] = ("sm_90", "sm_100")
+FENCES_COPIES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
+
+
+def fenced(config: TileConfig, async_products: bool, *tiles: torch.Tensor, has_descriptors: bool = False) -> TileConfig:
+    """`config` for a loop over rows of `tiles`, with one stage if Triton would leave out the fence of a copy.
+
+    `async_products`: the products are those of matrix units in :data:`ASYNC_PRODUCTS`. `has_descriptors`: the kernel
+    loads full blocks in the style of `config`.
+    """
+    if not async_products:
+        return config
+    n_copied = sum(map(_is_copied, tiles))
+    if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):
+        return config
+    described = has_descriptors and all(tiles_of(x, config.BOUNDARY, config.style) is not None for x in tiles)
+    return config.unpipelined_boundary if described else config.unpipelined
+
+
+def _is_copied(x: torch.Tensor) -> bool:
+    """Whether a pipelined loop copies tiles of ``x`` asynchronously; in 4 bytes it always does."""
+    if x.itemsize >= 4:
+        return True
+    return x.data_ptr() % SPECIALIZED == 0 and not any(stride % SPECIALIZED for stride in x.stride()[:3])
