@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.launch import Launcher, Settings
 
+_NUMBERS = itertools.count()
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
@@ -28,13 +29,15 @@ class VirtualGPU:
     settings: Settings = field(default_factory=Settings)
     counters: dict[str, Counters] = field(default_factory=dict)
     rewrite: Any = None  # a function of (name, PTX) that returns other PTX, to plant faults
+    number: int = field(default_factory=_NUMBERS.__next__)
+    starters: list[_Starter] = field(default_factory=list)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """The number under which Triton keeps compiled kernels: another for each architecture and set of settings."""
-        return zlib.crc32(repr((self.capability, self.settings, id(self))).encode())
+        """The number under which Triton keeps compiled kernels: another for each GPU, which may rewrite them."""
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -62,7 +65,14 @@ class VirtualGPU:
         """Triton 3.9 says when it needs a module no longer."""
 
     def launcher_cls(self, source: Any, metadata: Any) -> _Starter:
-        return _Starter(self, source, metadata)
+        self.starters.append(_Starter(self, source, metadata))
+        return self.starters[-1]
+
+    def forget(self) -> None:
+        """Give back the memory of the kernels that ran, and remove them from Triton's caches."""
+        for starter in self.starters:
+            starter.launcher = None
+            starter.source.fn.device_caches.pop(self.number, None)
 
 
 @dataclass
@@ -104,4 +114,7 @@ def virtual_gpu(capability: int = 90, settings: Settings | None = None, **change
         triton.knobs.cache.scope(),
     ):
         triton.knobs.cache.dir = f"{triton.knobs.cache.dir}/virtual_gpu"
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            gpu.forget()

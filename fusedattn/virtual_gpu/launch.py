@@ -37,7 +37,8 @@ class Settings:
     seed: int | None = None
     noise: bool = False
     truncating: bool = False
-    strict: bool = False  # two rules of PTX that Triton's code breaks, and the hardware forgives, are errors
+    strict: bool = False  # a rule of PTX that Triton's code breaks, and NVIDIA's assembler repairs, is an error
+    fenced_copies: bool = True  # else wgmma needs no fence after cp.async, as Triton before 3.7.1 writes none
     counting: bool = False  # bytes, sectors and bank conflicts
 
     def __post_init__(self) -> None:
@@ -88,6 +89,7 @@ class Launcher:
             products=Products(settings.truncating),
             noise=Noise(settings.noise, settings.seed or 0),
             strict=settings.strict,
+            fenced_copies=settings.fenced_copies,
         )
         return Programs(machine)
 

@@ -14,7 +14,6 @@ ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the b
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -30,16 +29,13 @@ IN_FLIGHT = 2**31 - 2
 MBARRIER = 2**31 - 3
 BY_TMA = 2**30
 
-COPY_WITHOUT_FENCE = "no fence.proxy.async between cp.async and wgmma"
-
 
 class Races:
     """The accesses of the shared memory of `n_ctas` programs, each with `n_warps`."""
 
-    def __init__(
-        self, n_ctas: int, n_warps: int, n_granules: int, liberties: Counter[str], *, strict: bool = False
-    ) -> None:
-        self.liberties, self.strict = liberties, strict
+    def __init__(self, n_ctas: int, n_warps: int, n_granules: int, *, fenced_copies: bool = True) -> None:
+        """Without `fenced_copies`, what cp.async wrote needs no fence."""
+        self.fenced_copies = fenced_copies
         self.n_ctas, self.n_warps, self.n_granules = n_ctas, n_warps, n_granules
         self.instruction_at: list[Instruction | None] = [None]  # by time
         self.agent_of: dict[int, int] = {}  # by the address of an mbarrier: the agent of writes that arrive on it
@@ -207,19 +203,11 @@ class Races:
             )
         if of_async:
             unfenced = (time > self.fenced[of_cta, me, writer]) & ~by_tma
+            if not self.fenced_copies:
+                unfenced &= ~self.by_copy[at]
             if unfenced.any():
-                self._examine_fences(at[unfenced], time[unfenced], x)
-
-    def _examine_fences(self, at: Array, time: Array, x: Instruction) -> None:
-        """The async proxy touches what the generic proxy wrote, without a fence between them."""
-        forgiven = self.by_copy[at]
-        if forgiven.all():
-            self.liberties[f"{COPY_WITHOUT_FENCE}: {x.place}"] += 1
-        if self.strict or not forgiven.all():
-            i = 0 if self.strict else int(np.argmin(forgiven))
-            raise RaceError(
-                f"{x.opcode}, at {x.place}: no fence.proxy.async after {_of(self.instruction_at[int(time[i])])}"
-            )
+                first = self.instruction_at[int(time[np.argmax(unfenced)])]
+                raise RaceError(f"{x.opcode}, at {x.place}: no fence.proxy.async after {_of(first)}")
 
     def _examine_reads(self, granules: Array, cta: Array, warp: Array, late: Array, x: Instruction) -> None:
         """Fail if one of the reads of these granules is not ordered before what the warp writes now."""

@@ -6,7 +6,6 @@ null pointer is out of bounds.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ class SharedMemory:
     """The bytes of `n_ctas` programs, `n_bytes` of each, with the order of accesses."""
 
     def __init__(
-        self, kernel: Kernel, n_ctas: int, n_threads: int, n_bytes: int, liberties: Counter[str], *, strict: bool
+        self, kernel: Kernel, n_ctas: int, n_threads: int, n_bytes: int, *, fenced_copies: bool = True
     ) -> None:
         self.n_ctas, self.n_bytes = n_ctas, n_bytes
-        self.liberties, self.strict = liberties, strict
+        self.fenced_copies = fenced_copies
         self.window = -(-(BASE + n_bytes) // 1024) * 1024  # of one program
         self.granule = _smallest_access(kernel)
         self.bytes = np.empty(n_ctas * self.window, dtype="u1")
@@ -42,7 +41,7 @@ class SharedMemory:
         """Poison all bytes, and forget all accesses."""
         self.bytes.fill(_POISON)
         n_granules = self.window // self.granule
-        self.races = Races(self.n_ctas, self.n_warps, n_granules, self.liberties, strict=self.strict)
+        self.races = Races(self.n_ctas, self.n_warps, n_granules, fenced_copies=self.fenced_copies)
 
     def locate(self, addresses: Array, lanes: Any, size: int, x: Instruction) -> Array:
         """The places in :attr:`bytes` of `size` bytes at addresses of lanes, checked; int64."""

@@ -66,7 +66,7 @@ class Fences:
     """A wgmma.fence must stand before a product, and after all other writes of its registers.
 
     LLVM moves such writes past the fence; NVIDIA's assembler then orders them itself. So only the fence is required,
-    unless the machine is strict.
+    unless the machine is strict; but a fence of an earlier group of products orders no later writes.
     """
 
     def __init__(self, kernel: Kernel, liberties: Counter[str], *, strict: bool) -> None:
@@ -76,7 +76,7 @@ class Fences:
     def require(self, x: Instruction) -> None:
         """Fail unless a fence stands before a product, in its block."""
         registers = {*vector(x, 0), *(vector(x, 1) if not isinstance(x.operands[1], str) else ())}
-        written = False
+        written = of_earlier_group = False
         for i in range(self._index(x) - 1, -1, -1):
             before = self.instructions[i]
             if before.opcode.startswith("wgmma.fence"):
@@ -86,7 +86,10 @@ class Fences:
             if before.opcode.startswith("wgmma.mma_async"):
                 written |= bool(set(vector(before, 0)) & registers) and vector(before, 0) != vector(x, 0)
             else:
+                of_earlier_group |= before.opcode.startswith("wgmma.commit_group")
                 written |= bool(written_by(before) & registers)
+        if written and of_earlier_group:
+            raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
         if written:
             self.liberties[f"{WRITES_AFTER_FENCE}: {x.place}"] += 1
             if self.strict:
