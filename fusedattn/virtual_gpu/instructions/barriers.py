@@ -90,7 +90,7 @@ def _invalidate(machine: Machine, x: Instruction) -> Step:
 def _arrive(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")[2:]
     expects = words[0] == "expect_tx"
-    if words not in (["expect_tx", "shared::cta", "b64"], ["shared::cta", "b64"], ["shared", "b64"]):
+    if words[expects:] not in (["shared::cta", "b64"], ["shared", "b64"]):
         raise unknown(x)
     if x.operands[0] != "_":
         raise unknown(x)
