@@ -162,7 +162,7 @@ class _Body:
         """
         depth, statement = 1, ""
         for line in body.splitlines():
-            if line.lstrip().startswith(".loc"):
+            if line.split()[:1] == [".loc"]:
                 self._locate(line.strip())
                 continue
             for piece in re.split(r"([{};])", line.split("//")[0]):

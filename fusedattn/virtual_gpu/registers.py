@@ -31,7 +31,7 @@ DTYPES: dict[str, str] = {
     "tf32": "u4",
 }
 _BANKS = {1: "?", 16: "u2", 32: "u4", 64: "u8"}
-_POISON = {1: False, 16: 0xFFC1, 32: 0xFFC1_FFC1, 64: 0xFFC1_FFC1_FFC1_FFC1}
+_POISON = {1: False, 16: 0xFFF9, 32: 0xFFF9_FFF9, 64: 0xFFF9_FFF9_FFF9_FFF9}
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+\.\d+|\d+)U?$")
 
 

@@ -42,9 +42,9 @@ def build(machine: Machine, instruction: Instruction) -> Step:
         if builder is not None:
             try:
                 step = builder(machine, instruction)
+                return _guarded(machine, instruction, step) if instruction.guard else step
             except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 raise unknown(instruction) from error  # a type, register, number or operand that there is not
-            return _guarded(machine, instruction, step) if instruction.guard else step
     raise unknown(instruction)
 
 

@@ -317,7 +317,7 @@ def _clz(machine: Machine, x: Instruction) -> Step:
 @builds("selp")
 def _selp(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
-    if len(words) != 2:
+    if len(words) != 2 or words[1] not in (*INTEGERS, "f32", "f64"):
         raise unknown(x)
     kind = f"u{np.dtype(DTYPES[words[1]]).itemsize}"
     return computed(machine, x, lambda a, b, chosen: np.where(chosen, a, b), kind, kind, kind, "?")
