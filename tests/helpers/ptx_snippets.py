@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,16 @@ def run(
     return machine
 
 
-def evaluate(code: str, results: int | Sequence[int], **operands: tuple[int, Sequence[int]]) -> list[Any]:
+def evaluate(
+    code: str,
+    results: int | Sequence[int],
+    settings: Mapping[str, Any] | None = None,
+    **operands: tuple[int, Sequence[int]],
+) -> list[Any]:
     """What `code` computes in register %d, or in %d and %e, of so many bits each.
 
     Operands are (bits, values), one value for each thread, in registers of their names; predicates have one bit.
+    `settings` are those of :func:`run`.
     """
     widths = dict(zip("de", [results] if isinstance(results, int) else results, strict=False))
     n = max(len(values) for _, values in operands.values())
@@ -73,7 +79,7 @@ def evaluate(code: str, results: int | Sequence[int], **operands: tuple[int, Seq
     loads = [_move("ld", i, name, bits) for i, (name, (bits, _)) in enumerate(operands.items())]
     stores = [_move("st", len(tensors) + i, name, bits) for i, (name, bits) in enumerate(widths.items())]
     lines = ["mov.u32 %lane, %tid.x;", *loads, code, *stores]
-    run("\n".join(lines), *tensors, *outs, n_threads=n_threads, registers=f"{declared} {_OWN}")
+    run("\n".join(lines), *tensors, *outs, n_threads=n_threads, registers=f"{declared} {_OWN}", **settings or {})
     columns = [
         [value & (1 << bits) - 1 for value in out[:n].tolist()] for out, bits in zip(outs, widths.values(), strict=True)
     ]

@@ -44,7 +44,8 @@ def build(machine: Machine, instruction: Instruction) -> Step:
                 step = builder(machine, instruction)
                 return _guarded(machine, instruction, step) if instruction.guard else step
             except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-                raise unknown(instruction) from error  # a type, register, number or operand that there is not
+                # a type, register, number or operand that there is not
+                raise UnknownPTXError(f"{instruction.opcode}, at {instruction.place}: {error}") from error
     raise unknown(instruction)
 
 

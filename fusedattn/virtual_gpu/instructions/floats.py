@@ -15,6 +15,7 @@ import numpy as np
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.integers import computed, ufunc
 from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.noise import Noise
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import DTYPES, Array
 
@@ -206,8 +207,11 @@ def _div(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
     if words[2:] not in (["f32"], ["ftz", "f32"]):
         raise unknown(x)
-    exact: Callable[..., Any] = machine.noise.two_ulp if words[1] == "full" else lambda y, *seeds: y
-    return _arithmetic(machine, x, lambda a, b: exact(np.divide(a, b), a, b), 2, "f32", "ftz" in words)
+    function: Callable[..., Any] = np.divide
+    if words[1] == "full" and machine.noise.on:
+        noise = machine.noise.of("div")
+        function = lambda a, b: noise(np.divide(a.astype("f8"), b), a, b)  # noqa: E731
+    return _arithmetic(machine, x, function, 2, "f32", "ftz" in words)
 
 
 # Function -> NumPy's, of float64; the error that the ISA states is applied by Noise.
@@ -229,9 +233,9 @@ def _function(machine: Machine, x: Instruction) -> Step:
     if kind != "f32" or set(modifiers) - {"approx", "rn", "ftz"}:
         raise unknown(x)
     exact = _FUNCTIONS[which]
-    noise: Callable[..., Any] = machine.noise.of(which) if "approx" in modifiers else lambda y, *seeds: y
+    noise = (machine.noise if "approx" in modifiers else Noise()).of(which)
 
     def function(a: Array) -> Array:
-        return noise(exact(a.astype("f8")).astype("f4"), a)
+        return noise(exact(a.astype("f8")), a)
 
     return _arithmetic(machine, x, function, 1, "f32", "ftz" in modifiers)
