@@ -234,6 +234,20 @@ def test_other_atomic_operations(operation: str, wanted: int) -> None:
     assert x.item() == wanted
 
 
+def test_atomic_sums_of_float32_return_what_was_there() -> None:
+    x, out = torch.tensor([0.5]), torch.zeros(32, 4)
+    body = "atom.global.gpu.relaxed.add.f32 %r2, [ %rd1 + 0 ], 0f3F800000; st.global.b32 [%rd4], %r2;"
+    run(ADDRESSES + body, x, out, n_threads=32)
+    assert out[:, 0].tolist() == [i + 0.5 for i in range(32)]
+    assert x.item() == 32.5
+
+
+def test_long_sums_that_nobody_reads() -> None:
+    x = torch.tensor([2**40 - 1])
+    run(f"{ADDRESSES} cvt.u64.u32 %rd7, %r1; red.global.gpu.relaxed.add.u64 [ %rd1 + 0 ], %rd7;", x, x, n_threads=32)
+    assert x.item() == 2**40 - 1 + 31 * 16
+
+
 def test_atomic_exchanges_and_long_sums() -> None:
     x, out = torch.tensor([100, 2**40]), torch.zeros(32, 2, dtype=torch.int64)
     body = """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
+from fusedattn.virtual_gpu.machine import PARAMETER_WINDOW
 from fusedattn.virtual_gpu.ptx import Address, Instruction, Kernel, Parameter, access_of, parse
 from tests.helpers.ptx_snippets import evaluate, module, run
 
@@ -191,6 +192,20 @@ def test_local_memory_may_be_declared_and_not_used() -> None:
 
 def test_hints_change_nothing() -> None:
     assert parsed('.pragma "nounroll"; mov.b32 %r1, 0;').instructions[0].opcode == "mov.b32"
+
+
+def test_addresses_of_parameters() -> None:
+    """They have a space of their own, of 32 bits, which generic addresses reach by cvta."""
+    out = torch.zeros(3, dtype=torch.int64)
+    body = """
+    mov.b64 %rd1, p1; cvta.param.u64 %rd2, %rd1; mov.b32 %r1, p1; cvt.u64.u32 %rd3, %r1; cvta.param.u64 %rd4, %rd3;
+    mov.b64 %rd5, p0; ld.param.b64 %rd6, [p0]; cvta.to.global.u64 %rd6, %rd6;
+    st.global.b64 [%rd6], %rd2; st.global.b64 [%rd6+8], %rd4; st.global.b64 [%rd6+16], %rd5;
+    """
+    machine = run(body, out, torch.zeros(1), n_threads=32)
+    addresses = machine.parameter_addresses
+    assert out.tolist() == [PARAMETER_WINDOW + addresses["p1"]] * 2 + [addresses["p0"]]
+    assert 0 < addresses["p0"] < addresses["p1"] < 2**32
 
 
 def test_parameters_of_other_widths() -> None:

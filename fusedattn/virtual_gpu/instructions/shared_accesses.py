@@ -24,8 +24,8 @@ def shared_addresses(machine: Machine, x: Instruction, i: int) -> Any:
     if not registers.has(operand.base):
         fixed = int(registers.value(operand.base, "u4")) + offset
         return lambda lanes: np.full(registers.n_lanes, fixed, dtype="u4")[lanes]
-    base = registers.row(operand.base, "u4")
-    return lambda lanes: base[lanes] + np.uint32(offset) if offset else base[lanes]
+    base, moved = registers.row(operand.base, "u4"), np.uint32(offset % 2**32)
+    return lambda lanes: base[lanes] + moved if offset else base[lanes]
 
 
 @builds("ld.shared")
