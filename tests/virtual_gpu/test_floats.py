@@ -108,6 +108,15 @@ def test_products_and_sums_are_rounded_once() -> None:
     check(F32, got, [F32.flushed(x) for x in flushed], a, b, c)
 
 
+@pytest.mark.parametrize("denormal", [False, True])
+def test_close_calls_alone(denormal: bool) -> None:
+    """No other thread has a tie, so those that look like one must be found in either range."""
+    cases = [x for x in close_calls() if F32.is_denormal(x[2]) == denormal]
+    a, b, c = map(list, zip(*cases, strict=True))
+    got = evaluate("fma.rn.f32 %d, %a, %b, %c;", 32, a=(32, a), b=(32, b), c=(32, c))
+    check(F32, got, [F32.rounded(multiplied_and_added, *x) for x in cases], a, b, c)
+
+
 def test_close_calls_are_close() -> None:
     """Some of them come out differently if the sum is rounded to float64 first."""
     differing = 0

@@ -81,6 +81,12 @@ def test_threads_part_and_meet_again() -> None:
     assert got == [(total, sums[i - i % 32 + 5]) for i, total in enumerate(sums)]
 
 
+def test_guards_on_a_path_that_some_threads_take() -> None:
+    code = "mov.b32 %d, 1; @%q bra out; @%p mov.b32 %d, 2; @!%p mov.b32 %d, 3; out: add.s32 %d, %d, 10;"
+    got = evaluate(code, 32, p=(1, [0, 0, 1, 1] * 16), q=(1, [0, 1] * 32))
+    assert got == [13, 11, 12, 11] * 16
+
+
 def test_some_threads_may_end_early() -> None:
     out = torch.zeros(64, dtype=torch.int32)
     address = "ld.param.b64 %rd1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;"

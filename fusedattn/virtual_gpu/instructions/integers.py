@@ -342,9 +342,8 @@ def _mov(machine: Machine, x: Instruction) -> Step:
         values = [registers.value(y, part) for y in parts]
 
         def pack(mask: Mask) -> None:
-            columns = [y.copy() for y in values]  # the target may be among them
-            for i, column in enumerate(columns):
-                store(packed[:, i], column, mask)
+            for i, value in enumerate(values):
+                store(packed[:, i], value, mask)
 
         return pack
     whole = registers.row(name(x, 1), kind).view(part).reshape(-1, len(parts))
