@@ -366,6 +366,19 @@ def test_one_warp_loads_matrices() -> None:
     assert out[1, 32:].tolist() == [40 + lane // 4 for lane in range(32)]
 
 
+def test_one_warp_stores_matrices() -> None:
+    """The second, from registers of its own."""
+    out = torch.zeros(THREADS, 16, dtype=torch.uint8)
+    body = f"""
+    {FILL} st.shared.v4.b32 [%r3], {{7, 7, 7, 7}}; bar.sync 0; setp.ge.u32 %p1, %r1, 32;
+    @%p1 stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r3], {{%r1, %r1, %r1, %r1}};
+    bar.sync 0; ld.shared.v4.b32 {{%r30, %r31, %r32, %r33}}, [%r3]; st.global.v4.b32 [%rd2], {{%r30, %r31, %r32, %r33}};
+    """
+    run(body, out, n_threads=THREADS, shared_bytes=SHARED)
+    for row in range(THREADS):
+        assert elements(out, row)[::2] == ([7] * 4 if row < 32 else [32 + 4 * (row % 8) + c for c in range(4)])
+
+
 def test_rows_are_aligned_and_inside() -> None:
     load = "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3+OFFSET];"
     with pytest.raises(MemoryAccessError, match="not a multiple of 16"):
