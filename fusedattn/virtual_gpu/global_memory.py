@@ -65,10 +65,9 @@ class GlobalMemory:
             if r.start <= low and high <= r.end:
                 self._check_elements(r, addresses, size, x)
                 return
-        where = np.searchsorted(self.starts, addresses, side="right") - 1
+        where = np.searchsorted(self.starts, addresses, side="right") - 1  # -1: before all, or there is none
         outside = where < 0
-        if self.ranges:
-            outside |= addresses + size > self.ends[where]
+        outside[~outside] = addresses[~outside] + size > self.ends[where[~outside]]
         if outside.any():
             raise MemoryAccessError(f"{x.opcode}, at {x.place}: {self._describe(int(addresses[outside][0]), size)}")
         for i in np.unique(where):

@@ -22,7 +22,8 @@ from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, Fences, InFlight
 
 _SPECIAL = {f"%{name}.{axis}": 32 for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid": 32}
-_PARAMETERS = 2**30  # the addresses of parameters begin here: they have a space of their own, of 32 bits
+_PARAMETERS = 128  # the first address in the space of the kernel's parameters
+PARAMETER_WINDOW = 2**46  # generic addresses of that space begin here: nothing else of a process lies there
 
 
 class BoxCopy(Protocol):
@@ -89,7 +90,7 @@ class Machine:
         """The state at the beginning of programs, which are at most as many as there is place for."""
         self._clear()
         self.memory = memory
-        self.maps = {self.parameter_addresses[name]: tensor for name, tensor in maps.items()}
+        self.maps = {PARAMETER_WINDOW + self.parameter_addresses[name]: tensor for name, tensor in maps.items()}
         for name, value in parameters.items():
             self.parameters[name][...] = value
         thread = np.arange(self.n_threads, dtype="u4")

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from fusedattn.virtual_gpu.registers import Array
 
-# Relative errors, in units of 2^-23; those of lg2, sin and cos are absolute.
-_RELATIVE = {"ex2": 2.0**0.5, "rcp": 1.0, "sqrt": 1.0, "rsqrt": 2.0**0.1, "tanh": 2.0**12}
-_ABSOLUTE = {"lg2": 2.0**0.4, "sin": 2.0**2.5, "cos": 2.0**2.5}
-_UNIT = 2.0**-23
+Bound = Callable[[Array, Array], Array]  # of the exact result and the first operand
+
+
+def _ulps(n: int) -> Bound:
+    """Units of the last place; results of a sign keep it."""
+    return lambda y, x: np.minimum(n * np.spacing(np.abs(y).astype("f4")).astype("f8"), np.abs(y))
+
+
+def _relative(error: float) -> Bound:
+    return lambda y, x: error * np.abs(y)
+
+
+def _of_angle(y: Array, x: Array) -> Array:
+    return np.where(np.abs(x) <= 2 * np.pi, 2.0**-20.5, 2.0**-14.7)
+
+
+def _of_logarithm(y: Array, x: Array) -> Array:
+    return 2.0**-22 * np.where((x > 0.5) & (x < 2), 1.0, np.abs(y))
+
+
+_BOUNDS: dict[str, Bound] = {
+    "div": _ulps(2),
+    "ex2": _ulps(2),
+    "rcp": _ulps(1),
+    "sqrt": _relative(2.0**-23),
+    "rsqrt": _relative(2.0**-22.9),
+    "tanh": _relative(2.0**-11),
+    "sin": _of_angle,
+    "cos": _of_angle,
+    "lg2": _of_logarithm,
+}
 
 
 @dataclass(frozen=True)
@@ -23,22 +49,21 @@ class Noise:
     on: bool = False
     seed: int = 0
 
-    def of(self, function: str) -> Callable[..., Any]:
-        """Perturb a result y of ``function.approx``, by (y, operand)."""
-        if not self.on:
-            return lambda y, *operands: y
-        if function in _ABSOLUTE:
-            bound = _ABSOLUTE[function] * _UNIT
-            return lambda y, *operands: (y + bound * self._part(*operands)).astype("f4")
-        return self._relative(_RELATIVE[function] * _UNIT)
+    def of(self, function: str) -> Callable[..., Array]:
+        """A function of (exact result in float64, operands), which rounds to float32 and errs.
 
-    @property
-    def two_ulp(self) -> Callable[..., Any]:
-        """Perturb a quotient of div.full or div.approx."""
-        return self._relative(2 * _UNIT) if self.on else lambda y, *operands: y
+        Results for operands that are zero or infinite are exact: the ISA states them in a table.
+        """
+        bound = _BOUNDS[function]
 
-    def _relative(self, bound: float) -> Callable[..., Any]:
-        return lambda y, *operands: (y * (1 + bound * self._part(*operands))).astype("f4")
+        def noisy(y: Array, *operands: Array) -> Array:
+            rounded, limit = y.astype("f4"), bound(y, operands[0])
+            found = (y + limit * self._part(*operands)).astype("f4")
+            found = np.where(np.abs(found - y) > limit, np.nextafter(found, rounded), found)
+            stated = np.any([(x == 0) | np.isinf(x) for x in np.broadcast_arrays(*operands)], axis=0)
+            return np.where(stated | ~np.isfinite(y), rounded, found)
+
+        return noisy if self.on else lambda y, *operands: y.astype("f4")
 
     def _part(self, *operands: Array) -> Array:
         """From -1 to 1, the same for the same operands."""

@@ -19,12 +19,13 @@ from fusedattn.virtual_gpu.instructions import build, unknown
 from fusedattn.virtual_gpu.instructions.builders import Step
 from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
-from fusedattn.virtual_gpu.ptx import Instruction
+from fusedattn.virtual_gpu.ptx import BRANCHES, RETURNS, Instruction
 from fusedattn.virtual_gpu.registers import Array, Mask, is_number
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
-_ENDS = ("bra", "ret", "exit", "bar.sync", "barrier.sync", "bar.arrive", "barrier.cta.sync")
+_BARRIERS = ("bar.sync", "barrier.sync")
+_ENDS = (*BRANCHES, *RETURNS, *_BARRIERS)
 MAX_BLOCKS = 2_000_000
 _NOT_READY = 2**31 - 1
 _REDRAW = 1 / 16  # of the choices of a random schedule, after which other warps run ahead
@@ -55,7 +56,7 @@ class Programs:
         self.together = GROUP if any(block.has_products for block in self.blocks) else WARP  # threads never apart
 
     def _block(self, instructions: list[Instruction]) -> _Block:
-        end = instructions[-1] if instructions and instructions[-1].opcode.startswith(_ENDS) else None
+        end = instructions[-1] if instructions and instructions[-1].opcode in _ENDS else None
         inner = instructions[:-1] if end is not None else instructions
         return _Block(
             [build(self.machine, x) for x in inner],
@@ -214,10 +215,10 @@ class Programs:
         end = block.end
         if end is None:
             self._send(number + 1, mask)
-        elif end.opcode in ("ret", "exit"):
+        elif end.opcode in RETURNS:
             self._part(end, mask, -1, number + 1)
-        elif end.opcode in ("bra", "bra.uni"):
-            self._part(end, mask, self.block_of[self.machine.kernel.labels[str(end.operands[0])]], number + 1)
+        elif end.opcode in BRANCHES:
+            self._part(end, mask, self.block_of[self.machine.kernel.target(end)], number + 1)
         else:
             if end.guard:
                 raise unknown(end)
@@ -248,8 +249,6 @@ class Programs:
 
     def _arrive(self, end: Instruction, mask: Mask) -> None:
         """bar.sync: go on when all threads of the program, or so many as the operand says, have arrived."""
-        if not end.opcode.startswith(("bar.sync", "barrier.sync")):
-            raise unknown(end)
         if end.opcode.startswith("bar.") or ".aligned" in end.opcode:
             whole_warps(mask, end)
         self.machine.counters.barriers += 1

@@ -22,6 +22,9 @@ class Address:
     coordinates: tuple[str, ...] = ()
 
 
+BRANCHES = ("bra", "bra.uni")
+RETURNS = ("ret", "exit")
+
 Operand = str | tuple[str, ...] | Address  # a name or number, {a vector}, [memory]
 
 
@@ -63,7 +66,6 @@ class Kernel:
     name: str
     parameters: list[Parameter] = field(default_factory=list)
     n_threads: int = 0
-    shared: dict[str, int] = field(default_factory=dict)  # name -> offset, of memory whose size is known here
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits; predicates have one
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -72,16 +74,27 @@ class Kernel:
         """The numbers of the instructions that follow one of `ends`, or that a branch leads to."""
         starts = {0}
         for i, x in enumerate(self.instructions):
-            if x.opcode.startswith(ends):
+            if x.opcode in ends:
                 starts.add(i + 1)
-            if x.opcode.startswith("bra"):
-                starts.add(self.labels[name(x, 0)])
+            if x.opcode in BRANCHES:
+                starts.add(self.target(x))
         return sorted(i for i in starts if i < len(self.instructions))
+
+    def target(self, x: Instruction) -> int:
+        """The number of the instruction to which a branch leads."""
+        at = self.labels.get(name(x, 0), len(self.instructions))
+        if at == len(self.instructions):
+            raise UnknownPTXError(f"{x.opcode} to {x.operands[0]}, at {x.place}: no instruction follows that label")
+        return at
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)\s.*?([\w$]+)(?:\[(\d+)\])?$", re.S)
+_THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*1)*\s*(?![\s,\d])")
 _RANGE = re.compile(r"(%?[\w$]+)<(\d+)>")
+_REGISTER = re.compile(r"\.(?:pred|[bsuf](8|16|32|64))")
+_ACCESS = re.compile(r"\w+\.\w+(?:\.v([248]))?\.([bsuf](8|16|32|64))")
+_LABEL = re.compile(r"\s*([\w$]+):(?!:)")
 _PLACE = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*?//\s*(.*))?")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 
@@ -100,9 +113,11 @@ def parse(text: str) -> Kernel:
         kind, its_name, count = found.groups()
         n_bytes = int(kind[1:]) // 8
         kernel.parameters.append(Parameter(its_name, n_bytes * int(count or 1), opaque=count is not None))
-    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", directives)
-    if threads is None:
-        raise UnknownPTXError("a kernel without .reqntid or .maxntid")
+    threads = _THREADS.search(directives)
+    if threads is None or int(threads.group(1)) % 32:
+        raise UnknownPTXError(
+            f"{' '.join(directives.split())!r}; needed is .reqntid or .maxntid, of whole warps in a row"
+        )
     kernel.n_threads = int(threads.group(1))
     files = {number: path.rsplit("/", 1)[-1] for number, path in _FILE.findall(text)}
     _Body(kernel, files).read(text[entries[0].end() :])
@@ -116,6 +131,7 @@ class _Body:
         self.kernel, self.files = kernel, files
         self.place = ""
         self.scopes: list[dict[str, str]] = [{}]  # of open blocks: names of the source -> names that are unique
+        self.open: list[int] = []  # the numbers of open blocks
         self.n_blocks = 0
 
     def read(self, body: str) -> None:
@@ -124,42 +140,47 @@ class _Body:
         for statement, self.place in statements:
             if statement == "{":
                 self.n_blocks += 1
+                self.open.append(self.n_blocks)
                 self.scopes.append({name: f"{name}#{self.n_blocks}" for name in labels[self.n_blocks]})
             elif statement == "}":
                 self.scopes.pop()
+                self.open.pop()
             elif statement.endswith(":"):
                 self.kernel.labels[self._unique(statement[:-1])] = len(self.kernel.instructions)
             elif statement.startswith("."):
                 self._declare(statement)
             else:
                 self.kernel.instructions.append(self._instruction(statement))
+        last = self.kernel.instructions[-1:]
+        if not last or last[0].guard or last[0].opcode not in (*RETURNS, *BRANCHES):
+            raise UnknownPTXError("a body without a return at its end")
 
     def _statements(self, body: str) -> Iterator[tuple[str, str]]:
-        """Statements without their semicolons, braces of blocks and labels; each with its place."""
+        """Statements without their semicolons, braces of blocks and labels; each with its place.
+
+        A brace at the beginning of a statement is that of a block, another that of a vector.
+        """
         depth, statement = 1, ""
         for line in body.splitlines():
-            stripped = line.strip()
-            if stripped.startswith((".loc ", ".loc\t")):
-                self._locate(stripped)
+            if line.split()[:1] == [".loc"]:
+                self._locate(line.strip())
                 continue
-            for part in re.split(r"(;|(?<![\w\]])\{|\}|^\s*[\w$]+:)", line.split("//")[0]):
-                piece = part.strip()
-                if not piece:
-                    continue
+            for piece in re.split(r"([{};])", line.split("//")[0]):
                 if piece == ";":
                     yield statement.strip(), self.place
                     statement = ""
-                elif statement or piece not in "{}":
-                    statement += part
-                    if piece.endswith(":") and statement.strip() == piece:
-                        yield piece, self.place
-                        statement = ""
-                else:
+                elif piece in ("{", "}") and not statement.strip():
                     depth += 1 if piece == "{" else -1
                     if depth == 0:
                         return
                     yield piece, self.place
-        raise UnknownPTXError(f"a body that does not end; after {statement!r}")
+                else:
+                    statement += piece
+                    while label := _LABEL.match(statement):
+                        yield f"{label.group(1)}:", self.place
+                        statement = statement[label.end() :]
+            statement += " "
+        raise UnknownPTXError(f"a body that does not end; after {statement.strip()!r}")
 
     def _locate(self, line: str) -> None:
         found = _PLACE.match(line)
@@ -181,19 +202,14 @@ class _Body:
     def _declare(self, statement: str) -> None:
         words = statement.replace(",", " ").split()
         if words[0] == ".reg":
-            bits = 1 if words[1] == ".pred" else int(words[1][2:])
-            for name in words[2:]:
-                several = _RANGE.fullmatch(name)
-                if several:
-                    prefix, count = several.groups()
-                    self.kernel.registers |= {f"{prefix}{i}": bits for i in range(int(count))}
-                else:
-                    if len(self.scopes) > 1:
-                        self.scopes[-1].setdefault(name, f"{name}#{self.n_blocks}")
-                    self.kernel.registers[self._unique(name)] = bits
-        elif words[0] in (".pragma", ".local"):
-            pass  # a hint to the assembler; a stack, whose accesses would be unknown
-        else:
+            kind = _REGISTER.fullmatch(words[1])
+            if kind is None:
+                raise UnknownPTXError(statement)
+            for name in _declared(words[2:]):
+                if len(self.scopes) > 1:
+                    self.scopes[-1][name] = f"{name}#{self.open[-1]}"
+                self.kernel.registers[self._unique(name)] = int(kind.group(1) or 1)
+        elif words[0] not in (".pragma", ".local"):  # hints, and memory that no instruction can use
             raise UnknownPTXError(statement)
 
     def _instruction(self, statement: str) -> Instruction:
@@ -202,13 +218,10 @@ class _Body:
             word, statement = statement[1:].split(None, 1)
             negated = word.startswith("!")
             guard = self._unique(word.lstrip("!"))
-        opcode, _, rest = statement.partition(" ") if " " in statement else statement.partition("\t")
-        opcode, rest = opcode.strip(), rest.strip()
-        if "\t" in opcode:
-            opcode, _, before = opcode.partition("\t")
-            rest = f"{before} {rest}"
-        operands = tuple(self._operand(text) for text in _split(rest))
-        return Instruction(opcode, operands, guard, negated, self.place)
+        opcode, *operands = statement.split(None, 1)
+        return Instruction(
+            opcode, tuple(self._operand(text) for text in _split("".join(operands))), guard, negated, self.place
+        )
 
     def _operand(self, text: str) -> Operand:
         text = text.strip()
@@ -224,6 +237,16 @@ class _Body:
         if "|" in text:
             return tuple(self._unique(part.strip()) for part in text.split("|"))
         return self._unique(text)
+
+
+def _declared(names: Iterable[str]) -> Iterator[str]:
+    """The registers of a declaration; ``%r<3>`` are %r0, %r1 and %r2."""
+    for name in names:
+        several = _RANGE.fullmatch(name)
+        if several is None:
+            yield name
+        else:
+            yield from (f"{several.group(1)}{i}" for i in range(int(several.group(2))))
 
 
 def _split(text: str) -> list[str]:
@@ -254,14 +277,11 @@ def _labels_of_blocks(statements: Iterable[str]) -> dict[int, list[str]]:
 
 def access_of(x: Instruction) -> tuple[str, int, int]:
     """The type, its bytes and the number of elements of ``ld.space.v4.b32`` and the like; no other modifiers."""
-    words = x.opcode.split(".")[2:]
-    n = 1
-    if words[0] in ("v2", "v4", "v8"):
-        n = int(words.pop(0)[1:])
-    if len(words) != 1:
+    found = _ACCESS.fullmatch(x.opcode)
+    if found is None:
         raise UnknownPTXError(f"{x.opcode}, at {x.place}")
-    kind = words[0]
-    return kind, int(kind[1:]) // 8, n
+    n, kind, bits = found.groups()
+    return kind, int(bits) // 8, int(n or 1)
 
 
 def name(x: Instruction, i: int) -> str:

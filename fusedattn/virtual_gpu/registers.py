@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fusedattn.virtual_gpu.errors import UnknownPTXError
-
 Array = np.ndarray[Any, Any]
 Mask = Literal[True] | Array  # of lanes: all, or a bool array ``(n_lanes,)``
 
@@ -31,7 +29,7 @@ DTYPES: dict[str, str] = {
     "tf32": "u4",
 }
 _BANKS = {1: "?", 16: "u2", 32: "u4", 64: "u8"}
-_POISON = {1: False, 16: 0xFFC1, 32: 0xFFC1_FFC1, 64: 0xFFC1_FFC1_FFC1_FFC1}
+_POISON = {1: False, 16: 0xFFF9, 32: 0xFFF9_FFF9, 64: 0xFFF9_FFF9_FFF9_FFF9}
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+\.\d+|\d+)U?$")
 
 
@@ -71,14 +69,14 @@ class Registers:
         if wanted == bits:
             return lanes.view(dtype)
         if wanted > bits:
-            raise UnknownPTXError(f"{name}: {bits} bits read as {wanted}")
+            raise ValueError(f"{name}: {bits} bits read as {wanted}")
         return lanes.view(dtype)[:: bits // wanted]
 
     def rows(self, names: Sequence[str]) -> tuple[Array, Any]:
         """The bank of registers of one width, and their rows in it; a slice if these are consecutive."""
         places = [self.row_of[name] for name in names]
         if len({bits for bits, _ in places}) != 1:
-            raise UnknownPTXError(f"registers of different widths: {', '.join(names)}")
+            raise ValueError(f"registers of different widths: {', '.join(names)}")
         rows = [row for _, row in places]
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         return self.banks[places[0][0]], slice(rows[0], rows[0] + len(rows)) if consecutive else np.array(rows)
@@ -99,7 +97,7 @@ def is_number(text: str) -> bool:
 def number(text: str, dtype: str) -> Array:
     """A number of PTX, of a NumPy dtype: its bits, if it is written as the bits of a float."""
     if not is_number(text):
-        raise UnknownPTXError(f"operand {text}")
+        raise ValueError(f"operand {text}")
     kind = np.dtype(dtype)
     if text[:2].lower() in ("0f", "0d"):
         raw = bytes.fromhex(text[2:])[::-1]

@@ -40,8 +40,12 @@ def build(machine: Machine, instruction: Instruction) -> Step:
     for n in range(len(parts), 0, -1):
         builder = _BUILDERS.get(".".join(parts[:n]))
         if builder is not None:
-            step = builder(machine, instruction)
-            return _guarded(machine, instruction, step) if instruction.guard else step
+            try:
+                step = builder(machine, instruction)
+                return _guarded(machine, instruction, step) if instruction.guard else step
+            except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                # a type, register, number or operand that there is not
+                raise UnknownPTXError(f"{instruction.opcode}, at {instruction.place}: {error}") from error
     raise unknown(instruction)
 
 
@@ -51,11 +55,14 @@ def unknown(instruction: Instruction) -> UnknownPTXError:
 
 def _guarded(machine: Machine, instruction: Instruction, step: Step) -> Step:
     guard, negated = machine.registers.row(instruction.guard, "?"), instruction.negated
+    changes = instruction.guard in instruction.names[1:]  # perhaps by the step
 
     def guarded(mask: Mask) -> None:
         mine = ~guard if negated else guard
         if mask is not True:
             mine = mine & mask
+        elif changes:
+            mine = mine.copy()
         n = np.count_nonzero(mine)
         if n == mine.size:
             step(True)

@@ -21,12 +21,8 @@ COMPARISONS: dict[str, Any] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
-    # Of unsigned numbers, by older names.
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
 }
+_OF_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}  # older names
 _UNORDERED = {"equ": "eq", "neu": "ne", "ltu": "lt", "leu": "le", "gtu": "gt", "geu": "ge"}
 _OF_NAN: dict[str, Callable[[Array, Array], Array]] = {
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
@@ -34,7 +30,7 @@ _OF_NAN: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-@builds(*(f"setp.{comparison}" for comparison in (*COMPARISONS, *_UNORDERED, *_OF_NAN)))
+@builds(*(f"setp.{comparison}" for comparison in (*COMPARISONS, *_OF_UNSIGNED, *_UNORDERED, *_OF_NAN)))
 def _setp(machine: Machine, x: Instruction) -> Step:
     """Comparisons of any type; ``setp.lt.and.s32 p, a, b, c`` combines the result with c."""
 
@@ -42,7 +38,10 @@ def _setp(machine: Machine, x: Instruction) -> Step:
     kind = words[-1]
     if kind not in INTEGERS:
         return _setp_of_floats(machine, x)
-    function, dtype = COMPARISONS[words[1]], DTYPES[kind]
+    comparison = _OF_UNSIGNED.get(words[1], words[1]) if kind[0] == "u" else words[1]
+    function, dtype = COMPARISONS[comparison], DTYPES[kind]
+    if kind[0] == "b" and comparison not in ("eq", "ne"):
+        raise unknown(x)
     if len(words) == 3:
         return ufunc(machine, x, function, "?", dtype, dtype)
     if len(words) != 4 or words[2] not in LOGIC:

@@ -8,37 +8,33 @@ from typing import Any
 import numpy as np
 
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, to_bf16
-from fusedattn.virtual_gpu.instructions.integers import computed
+from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, relu, to_bf16
+from fusedattn.virtual_gpu.instructions.integers import complete, computed
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name
 from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, store
 
-_ROUNDINGS = {"rn": np.rint, "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_WHOLE: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 @builds("cvt")
 def _cvt(machine: Machine, x: Instruction) -> Step:
     *modifiers, target, source = x.opcode.split(".")[1:]
-    rounding = [word for word in modifiers if word not in ("ftz", "sat", "relu", "satfinite")]
-    if len(rounding) > 1 or set(modifiers) & {"satfinite"}:
+    rounding = [word for word in modifiers if word not in ("ftz", "relu")]
+    if len(rounding) > 1 or len(set(modifiers)) != len(modifiers):
         raise unknown(x)
-    mode = rounding[0] if rounding else ""
+    mode, ftz, clamped = "".join(rounding), "ftz" in modifiers, "relu" in modifiers
     if target in ("bf16x2", "f16x2"):
-        return _cvt_pair(machine, x, target, source, mode, relu="relu" in modifiers)
-    if "sat" in modifiers or "relu" in modifiers:
+        return _cvt_pair(machine, x, target, source, mode, clamped=clamped)
+    if clamped or (ftz and "f32" not in (target, source)):
         raise unknown(x)
-    if target in ("f32", "f64", "f16", "bf16") and source in ("f32", "f64", "f16", "bf16"):
-        return _cvt_floats(machine, x, target, source, mode, ftz="ftz" in modifiers)
-    if source in ("f32", "f64", "f16", "bf16"):
-        return _cvt_to_integer(machine, x, target, source, mode, ftz="ftz" in modifiers)
-    if target in ("f32", "f64", "f16", "bf16"):
-        if mode != "rn":
-            raise unknown(x)
-        return _cvt_from_integer(machine, x, target, source)
-    if target == "tf32":
-        raise unknown(x)
-    if modifiers:
+    if target in TYPES and source in TYPES:
+        return _cvt_floats(machine, x, target, source, mode, ftz=ftz)
+    if source in TYPES:
+        return _cvt_to_integer(machine, x, target, source, mode, ftz=ftz)
+    if target in TYPES:
+        return _cvt_from_integer(machine, x, target, source, mode)
+    if modifiers or "b" in target + source or "pred" in (target, source):
         raise unknown(x)
     kind, of = DTYPES[target], DTYPES[source]
     wide = _container(machine, x, kind)
@@ -56,54 +52,60 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
     of, load, _ = TYPES[source]
     prepare: Callable[..., Any] = (lambda y: flush(load(y))) if ftz and source == "f32" else load
     if target == source:  # rounding to whole numbers, in the same type
-        if mode not in _ROUNDINGS:
-            raise unknown(x)
-        whole = _ROUNDINGS[mode]
+        whole = _WHOLE[mode]
         return computed(machine, x, lambda a: back(whole(prepare(a))), storage, of)
-    narrows = np.dtype(storage).itemsize < np.dtype(of).itemsize
-    if (narrows and mode not in ("rn", "rz")) or (mode == "rz" and target != "bf16"):
+    if (target, source, mode) == ("bf16", "f32", "rz"):
+        return computed(machine, x, lambda a: _cut_off(prepare(a)), storage, of)
+    widens = np.dtype(storage).itemsize > np.dtype(of).itemsize
+    if mode != ("" if widens else "rn") or (target, source) == ("bf16", "f64"):
         raise unknown(x)
-    if mode == "rz":
-        return computed(machine, x, lambda a: (a.view("u4") >> np.uint32(16)).astype("u2"), storage, of)
     computing = "f4" if target == "bf16" else storage
+    if ftz and target == "f32":
+        return computed(machine, x, lambda a: flush(load(a).astype("f4")), storage, of)
     return computed(machine, x, lambda a: back(prepare(a).astype(computing)), storage, of)
 
 
+def _cut_off(x: Array) -> Array:
+    """float32 as bfloat16, rounded towards zero."""
+    return np.where(np.isnan(x), 0x7FFF, x.view("u4") >> np.uint32(16)).astype("u2")
+
+
 def _cvt_to_integer(machine: Machine, x: Instruction, target: str, source: str, mode: str, *, ftz: bool) -> Step:
-    """Values beyond the target become its largest or smallest number; NaN becomes 0."""
-    if mode not in _ROUNDINGS or mode == "rn":
-        raise unknown(x)
-    kind = DTYPES[target]
+    """Values beyond the target become its largest or smallest number.
+
+    NaN becomes 0, or the number with the highest bit alone if one of the types is a long one.
+    """
+    kind, whole = np.dtype(DTYPES[target]), _WHOLE[mode]
     of, load, _ = TYPES[source]
-    limits, whole = np.iinfo(kind), _ROUNDINGS[mode]
-    wide = _container(machine, x, kind)
+    largest, smallest = (np.array(n, dtype=kind) for n in (np.iinfo(kind).max, np.iinfo(kind).min))
+    highest = 1 << 8 * kind.itemsize - 1 if source == "f64" or kind.itemsize == 8 else 0
+    of_nan = np.array(highest, dtype=f"u{kind.itemsize}").view(kind)
+    wide = _container(machine, x, DTYPES[target])
 
     def convert(a: Array) -> Array:
         value = whole((flush(load(a)) if ftz and source == "f32" else load(a)).astype("f8"))
-        inside = (value >= float(limits.min)) & (value < float(limits.max) + (kind[1] != "8"))
-        exact = np.where(inside, value, 0.0).astype(kind)
-        beyond = np.where(value > 0, limits.max, limits.min)
-        return np.where(inside | np.isnan(value), exact, beyond.astype(kind)).astype(kind).astype(wide)
+        inside = (value >= float(smallest)) & (value < float(int(largest) + 1))
+        beyond = np.where(value > 0, largest, np.where(value < 0, smallest, of_nan))
+        return np.where(inside, np.where(inside, value, 0.0).astype(kind), beyond).astype(wide)
 
     return computed(machine, x, convert, wide, of)
 
 
-def _cvt_from_integer(machine: Machine, x: Instruction, target: str, source: str) -> Step:
+def _cvt_from_integer(machine: Machine, x: Instruction, target: str, source: str, mode: str) -> Step:
     storage, _, back = TYPES[target]
-    computing = "f4" if target == "bf16" else storage
-    return computed(machine, x, lambda a: back(a.astype(computing)), storage, DTYPES[source])
+    if mode != "rn" or target == "bf16" or source[0] not in "su":
+        raise unknown(x)
+    return computed(machine, x, lambda a: back(a.astype(storage)), storage, DTYPES[source])
 
 
-def _cvt_pair(machine: Machine, x: Instruction, target: str, source: str, mode: str, *, relu: bool) -> Step:
+def _cvt_pair(machine: Machine, x: Instruction, target: str, source: str, mode: str, *, clamped: bool) -> Step:
     """Two float32 in one register: the first operand becomes the high half."""
     if source != "f32" or mode != "rn":
         raise unknown(x)
     out = machine.registers.row(name(x, 0), "u4").view("u2").reshape(-1, 2)
     high, low = (machine.registers.value(name(x, i), "f4") for i in (1, 2))
     convert = to_bf16 if target == "bf16x2" else lambda y: y.astype("f2").view("u2")
-    prepare: Callable[..., Any] = (
-        (lambda y: np.where(np.isnan(y), y, np.maximum(y, np.float32(0)))) if relu else lambda y: y
-    )
+    prepare: Callable[[Array], Array] = relu if clamped else lambda y: y
 
     def step(mask: Mask) -> None:
         halves = convert(prepare(low)), convert(prepare(high))
@@ -116,6 +118,7 @@ def _cvt_pair(machine: Machine, x: Instruction, target: str, source: str, mode: 
 @builds("cvt.rna.tf32.f32", "cvt.rn.tf32.f32")
 def _cvt_tf32(machine: Machine, x: Instruction) -> Step:
     """Ten bits of mantissa: ties away from zero (rna), or to even (rn)."""
+    complete(x, "cvt.rna.tf32.f32", "cvt.rn.tf32.f32")
     away = x.opcode.startswith("cvt.rna")
 
     def convert(bits: Array) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.integers import computed, ufunc
 from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.noise import Noise
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import DTYPES, Array
 
@@ -30,17 +31,33 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     """float32 a * b + c, rounded once."""
     product = a.astype("f8") * b  # exact: 48 bits
     total = product + c
-    # A second rounding differs from one only if the sum looks like a tie, and was itself rounded.
-    bits = np.atleast_1d(total).view("u8")
-    tie = bits & np.uint64(0x1FFFFFFF) == np.uint64(0x10000000)
-    if tie.any():
-        product, c64 = np.broadcast_arrays(product, c.astype("f8"))
-        part = total - product
-        error = np.atleast_1d((product - (total - part)) + (c64 - part))
-        away = np.sign(error) * np.sign(np.atleast_1d(total))
-        bits = bits + np.where(tie & (away > 0), 1, 0).astype("u8") - np.where(tie & (away < 0), 1, 0).astype("u8")
-        total = bits.view("f8").reshape(total.shape)
+    if not (total.view("u8") & 0x0FFFFFFF).all():  # perhaps a tie of float32, which a rounding of the sum may make
+        tie = (total.view("u8") & 0x1FFFFFFF == 0x10000000) | (np.abs(total) < _TINY) & (total != 0)
+        if tie.any():
+            total = _to_odd(total, _error(product, c, total))
     return total.astype("f4")
+
+
+def _fma_of_bf16(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c as float32 that rounds to the right bfloat16."""
+    product = a.astype("f8") * b
+    total = product + c
+    total = _to_odd(total, _error(product, c, total))
+    rounded = total.astype("f4")
+    return _to_odd(rounded, total - rounded)
+
+
+def _error(a: Array, b: Array, total: Array) -> Array:
+    """What a + b exceeds the rounded total by, exactly."""
+    part = total - a
+    return (a - (total - part)) + (b - part)
+
+
+def _to_odd(rounded: Array, error: Array) -> Array:
+    """Numbers too small by `error` become the odd one of their neighbours: then another rounding sees no false tie."""
+    bits = rounded.view(f"u{rounded.dtype.itemsize}")
+    too_far = (error < 0) != np.signbit(rounded)  # from zero
+    return np.where(np.abs(error) > 0, bits - too_far | 1, bits).view(rounded.dtype)
 
 
 def from_bf16(x: Array) -> Array:
@@ -53,6 +70,23 @@ def to_bf16(x: Array) -> Array:
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), 0x7FFF, rounded).astype("u2")
 
+
+def relu(x: Array) -> Array:
+    """Positive numbers and NaN; zero for others."""
+    return np.where(x <= 0, x.dtype.type(0), x)
+
+
+def _fma_of_f16(a: Array, b: Array, c: Array) -> Array:
+    return (a.astype("f8") * b + c).astype("f2")  # no sum that float64 rounds is near a tie of float16
+
+
+_FMA = {
+    "f32": fma,
+    "f16": _fma_of_f16,
+    "f16x2": _fma_of_f16,
+    "bf16": _fma_of_bf16,
+    "bf16x2": _fma_of_bf16,
+}
 
 TYPES: dict[str, tuple[str, Callable[[Array], Array], Callable[[Array], Array]]] = {
     # type -> (storage, to the type that computes, and back)
@@ -86,6 +120,8 @@ def _split(x: Instruction, allowed: tuple[str, ...]) -> tuple[str, set[str]]:
 
 def _arithmetic(machine: Machine, x: Instruction, function: Callable[..., Array], n: int, kind: str, ftz: bool) -> Step:
     """A step for `n` operands of one floating-point type; `function` rounds once."""
+    if ftz and kind != "f32":
+        raise unknown(x)
     if kind in ("f16x2", "bf16x2"):
         return computed(machine, x, _halves(kind, function), "u4", *["u4"] * n)
     storage, load, back = TYPES[kind]
@@ -110,20 +146,15 @@ def _binary(machine: Machine, x: Instruction) -> Step:
     return _arithmetic(machine, x, function, 2, kind, "ftz" in modifiers)
 
 
-@builds("fma.rn", "mad.f32", "mad.rn")
+@builds("fma.rn")
 def _fma(machine: Machine, x: Instruction) -> Step:
     kind, modifiers = _split(x, ("rn", "ftz", "relu"))
-    if kind == "f64":
+    function = _FMA[kind]
+    if "relu" not in modifiers:
+        return _arithmetic(machine, x, function, 3, kind, "ftz" in modifiers)
+    if kind == "f32" or "ftz" in modifiers:
         raise unknown(x)
-    if kind.startswith("f16"):
-
-        def function(a: Array, b: Array, c: Array) -> Array:
-            return (a.astype("f8") * b + c).astype("f2")
-    else:
-        function = fma
-    if "relu" in modifiers:
-        return _arithmetic(machine, x, lambda *y: np.fmax(function(*y), 0), 3, kind, "ftz" in modifiers)
-    return _arithmetic(machine, x, function, 3, kind, "ftz" in modifiers)
+    return _arithmetic(machine, x, lambda *y: relu(function(*y)), 3, kind, ftz=False)
 
 
 @builds("neg", "abs")
@@ -140,19 +171,47 @@ def _sign(machine: Machine, x: Instruction) -> Step:
     return computed(machine, x, lambda a: a & ~sign, dtype, dtype)
 
 
+def _smaller(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A minimum, of which NumPy's leaves open whether that of 0 and -0 is -0."""
+
+    def smaller(a: Array, b: Array) -> Array:
+        found = function(a, b)
+        return found if found.all() else np.where((found == 0) & (a == b), -(-a - b), found)
+
+    return smaller
+
+
+def _larger(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A maximum, of which NumPy's leaves open whether that of 0 and -0 is 0."""
+
+    def larger(a: Array, b: Array) -> Array:
+        found = function(a, b)
+        return found if found.all() else np.where((found == 0) & (a == b), a + b, found)
+
+    return larger
+
+
 @builds("min", "max")
 def _extreme(machine: Machine, x: Instruction) -> Step:
     """Without .NaN, the other operand if one is NaN."""
     kind, modifiers = _split(x, ("ftz", "NaN"))
-    functions = (np.minimum, np.maximum) if "NaN" in modifiers else (np.fmin, np.fmax)
-    return _arithmetic(machine, x, functions[x.opcode.startswith("max")], 2, kind, "ftz" in modifiers)
+    if x.opcode.startswith("min"):
+        function = _smaller(np.minimum if "NaN" in modifiers else np.fmin)
+    else:
+        function = _larger(np.maximum if "NaN" in modifiers else np.fmax)
+    return _arithmetic(machine, x, function, 2, kind, "ftz" in modifiers)
 
 
-@builds("div.full.f32", "div.full.ftz.f32", "div.rn.f32", "div.rn.ftz.f32", "div.approx.f32", "div.approx.ftz.f32")
+@builds("div.full", "div.rn")
 def _div(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
-    exact: Callable[..., Any] = machine.noise.two_ulp if words[1] in ("full", "approx") else lambda y, *seeds: y
-    return _arithmetic(machine, x, lambda a, b: exact(np.divide(a, b), a, b), 2, "f32", "ftz" in words)
+    if words[2:] not in (["f32"], ["ftz", "f32"]):
+        raise unknown(x)
+    function: Callable[..., Any] = np.divide
+    if words[1] == "full" and machine.noise.on:
+        noise = machine.noise.of("div")
+        function = lambda a, b: noise(np.divide(a.astype("f8"), b), a, b)  # noqa: E731
+    return _arithmetic(machine, x, function, 2, "f32", "ftz" in words)
 
 
 # Function -> NumPy's, of float64; the error that the ISA states is applied by Noise.
@@ -174,9 +233,9 @@ def _function(machine: Machine, x: Instruction) -> Step:
     if kind != "f32" or set(modifiers) - {"approx", "rn", "ftz"}:
         raise unknown(x)
     exact = _FUNCTIONS[which]
-    noise: Callable[..., Any] = machine.noise.of(which) if "approx" in modifiers else lambda y, *seeds: y
+    noise = (machine.noise if "approx" in modifiers else Noise()).of(which)
 
     def function(a: Array) -> Array:
-        return noise(exact(a.astype("f8")).astype("f4"), a)
+        return noise(exact(a.astype("f8")), a)
 
     return _arithmetic(machine, x, function, 1, "f32", "ftz" in modifiers)

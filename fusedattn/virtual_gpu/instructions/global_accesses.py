@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fusedattn.virtual_gpu.global_memory import load, save
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.instructions.floats import flush
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, vector
-from fusedattn.virtual_gpu.registers import Array, Mask
+from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask
 
 
 @builds("ld.global")
@@ -54,22 +56,31 @@ _ADVICE = {
 
 
 def loads_into(machine: Machine, x: Instruction, targets: tuple[str, ...], kind: str) -> Any:
-    """A function (i, values, mask) that writes loaded numbers to register `i`, extended to its width."""
+    """A function (i, values, mask) that writes loaded numbers to register `i`, extended to its width.
+
+    What is loaded for "_" is not kept.
+    """
     size, signed = int(kind[1:]) // 8, kind[0] == "s"
-    rows = []
+    rows: list[Array | None] = []
     for target in targets:
+        if target == "_":
+            rows.append(None)
+            continue
         width = machine.registers.bits(target) // 8
         if width < size:
             raise unknown(x)
         rows.append(machine.registers.row(target, f"{'i' if signed else 'u'}{width}"))
 
     def put(i: int, values: Array, mask: Mask) -> None:
+        row = rows[i]
+        if row is None:
+            return
         if signed:
             values = values.view(f"i{size}")
         if mask is True:
-            rows[i][...] = values
+            row[...] = values
         else:
-            rows[i][mask] = values
+            row[mask] = values
 
     return put
 
@@ -117,15 +128,21 @@ def _store(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-_ATOMICS = {
-    "add": lambda old, new: old + new,
-    "min": np.minimum,
-    "max": np.maximum,
-    "exch": lambda old, new: new,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+_ATOMICS: dict[str, tuple[Callable[[Array, Array], Array], tuple[str, ...]]] = {
+    # operation -> (function of the old and the new value, types)
+    "add": (np.add, ("u32", "s32", "u64", "f32", "f64")),
+    "min": (np.minimum, ("u32", "s32", "u64", "s64")),
+    "max": (np.maximum, ("u32", "s32", "u64", "s64")),
+    "exch": (lambda old, new: new, ("b32", "b64")),
+    "and": (np.bitwise_and, ("b32", "b64")),
+    "or": (np.bitwise_or, ("b32", "b64")),
+    "xor": (np.bitwise_xor, ("b32", "b64")),
 }
+
+
+def _add_flushed(old: Array, new: Array) -> Array:
+    """The ISA: on global memory, float32 sums have no denormal operands or results."""
+    return flush(flush(old) + flush(new))
 
 
 @builds("atom.global", "red.global")
@@ -134,23 +151,22 @@ def _atomic(machine: Machine, x: Instruction) -> Step:
     words = [
         word
         for word in x.opcode.split(".")[2:]
-        if word not in ("gpu", "sys", "cta", "relaxed", "acq_rel", "acquire", "release", "noftz")
+        if word not in ("gpu", "sys", "cta", "relaxed", "acq_rel", "acquire", "release")
     ]
-    operation, kind = words[0], words[-1]
+    operation, *vectors, kind = words
     returns = x.opcode.startswith("atom")
-    if (
-        operation not in _ATOMICS
-        or len(words) not in (2, 3)
-        or kind not in ("f32", "u32", "s32", "b32", "u64", "s64", "b64", "f64")
-    ):
+    function, kinds = _ATOMICS[operation]
+    n = {(): 1, ("v2",): 2, ("v4",): 4}[tuple(vectors)]
+    if kind not in kinds or (n > 1 and (operation, kind) != ("add", "f32")):
         raise unknown(x)
-    size = int(kind[1:]) // 8
-    dtype = f"{ {'f': 'f', 's': 'i', 'u': 'u', 'b': 'u'}[kind[0]] }{size}"
-    n = int(words[1][1:]) if len(words) == 3 else 1
+    if kind == "f32":
+        function = _add_flushed
+    dtype, size = DTYPES[kind], int(kind[1:]) // 8
     addresses, values = address_of(machine, x, 1 if returns else 0), sources_of(machine, x, 2 if returns else 1, size)
     targets = vector(x, 0) if returns else ()
-    put = loads_into(machine, x, tuple(y for y in targets if y != "_"), f"b{8 * size}") if returns else None
-    function = _ATOMICS[operation]
+    put = loads_into(machine, x, targets, f"b{8 * size}") if returns else None
+    if len(vector(x, 2 if returns else 1)) != n or (returns and len(targets) != n):
+        raise unknown(x)
 
     def step(mask: Mask) -> None:
         at = addresses(mask)
@@ -159,7 +175,7 @@ def _atomic(machine: Machine, x: Instruction) -> Step:
         for i in range(n):
             new = np.broadcast_to(values(i, mask), at.shape).view(dtype)
             old = _in_turn(at + i * size, size, new, function, machine.order.turn(at.size))
-            if put is not None and targets[i] != "_":
+            if put is not None:
                 put(i, old, mask)
 
     return step

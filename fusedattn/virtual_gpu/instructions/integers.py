@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.machine import Machine
+from fusedattn.virtual_gpu.machine import PARAMETER_WINDOW, Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name, vector
 from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, store
 
 _WIDER = {"i2": "i4", "u2": "u4", "i4": "i8", "u4": "u8"}
-INTEGERS = ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64", "pred")
+INTEGERS = ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64")
+_BITS = ("b16", "b32", "b64", "pred")
 
 
 def ufunc(machine: Machine, x: Instruction, function: Any, target: str, *sources: str) -> Step:
@@ -41,6 +42,12 @@ def computed(
         store(out, function(*inputs), mask)
 
     return step
+
+
+def complete(x: Instruction, *opcodes: str) -> None:
+    """Fail if the opcode has modifiers other than those of `opcodes`."""
+    if x.opcode not in opcodes:
+        raise unknown(x)
 
 
 def integer_type(x: Instruction, *before: str) -> str:
@@ -141,7 +148,7 @@ def _rem(machine: Machine, x: Instruction) -> Step:
 _EXTREMES = {"min": np.minimum, "max": np.maximum}
 
 
-@builds(*(f"{f}.{kind}" for f in _EXTREMES for kind in INTEGERS[:-1] if kind[0] != "b"))
+@builds(*(f"{f}.{kind}" for f in _EXTREMES for kind in INTEGERS if kind[0] != "b"))
 def _extreme(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
     return ufunc(machine, x, _EXTREMES[x.opcode[:3]], kind, kind, kind)
@@ -168,15 +175,15 @@ def _abs(machine: Machine, x: Instruction) -> Step:
 LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-@builds(*(f"{f}.{kind}" for f in LOGIC for kind in INTEGERS if kind[0] in "bp"))
+@builds(*(f"{f}.{kind}" for f in LOGIC for kind in _BITS))
 def _logic(machine: Machine, x: Instruction) -> Step:
-    kind = DTYPES[integer_type(x)]
-    return ufunc(machine, x, LOGIC[x.opcode.split(".")[0]], kind, kind, kind)
+    function, _, kind = x.opcode.partition(".")
+    return ufunc(machine, x, LOGIC[function], DTYPES[kind], DTYPES[kind], DTYPES[kind])
 
 
-@builds(*(f"not.{kind}" for kind in INTEGERS if kind[0] in "bp"))
+@builds(*(f"not.{kind}" for kind in _BITS))
 def _not(machine: Machine, x: Instruction) -> Step:
-    kind = DTYPES[integer_type(x)]
+    kind = DTYPES[x.opcode.partition(".")[2]]
     return ufunc(machine, x, np.invert, kind, kind)
 
 
@@ -217,20 +224,21 @@ def _funnel(machine: Machine, x: Instruction) -> Step:
 def _bit_field(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
     bits = 8 * np.dtype(kind).itemsize
+    if kind[0] not in "iu" or bits < 32:
+        raise unknown(x)
 
     def extract(value: Array, first: Array, length: Array) -> Array:
-        first, length = np.minimum(first & 0xFF, bits), np.minimum(length & 0xFF, bits)
-        length = np.minimum(length, bits - first)
+        first, length = first & 0xFF, length & 0xFF
+        empty = (length == 0) | (first >= bits) & (kind[0] == "u")  # beyond its end a signed number has its sign
+        first, end = np.minimum(first, bits - 1), np.minimum(first + length, bits)
         # Move the field to the top, then down: the second shift fills with the sign if there is one.
-        up = (bits - first - length).astype(kind)
-        down = np.minimum(bits - length, bits - 1).astype(kind)
-        field = np.left_shift(value, np.minimum(up, bits - 1).astype(kind))
-        return np.where(length > 0, np.right_shift(field, down), 0).astype(kind)
+        up, down = np.where(empty, 0, (bits - end, bits - end + first)).astype(kind)
+        return np.where(empty, 0, value << up >> down).astype(kind)
 
     return computed(machine, x, extract, kind, kind, "u4", "u4")
 
 
-@builds("bfi")
+@builds("bfi.b32", "bfi.b64")
 def _bit_field_insert(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
     bits = 8 * np.dtype(kind).itemsize
@@ -248,6 +256,7 @@ def _bit_field_insert(machine: Machine, x: Instruction) -> Step:
 @builds("lop3.b32")
 def _lop3(machine: Machine, x: Instruction) -> Step:
     """Any function of three bits, by its table of truth: bit ``4 a + 2 b + c``."""
+    complete(x, "lop3.b32")
     table = int(name(x, 4).rstrip("U"), 0)
 
     def function(a: Array, b: Array, c: Array) -> Array:
@@ -263,8 +272,7 @@ def _lop3(machine: Machine, x: Instruction) -> Step:
 @builds("prmt.b32")
 def _permute_bytes(machine: Machine, x: Instruction) -> Step:
     """Four bytes of the eight of (b, a); a selector of 8 and more spreads the sign of its byte."""
-    if x.opcode != "prmt.b32":
-        raise unknown(x)
+    complete(x, "prmt.b32")
     source_a, source_b = (machine.registers.value(name(x, i), "u4") for i in (1, 2))
     selector = machine.registers.value(name(x, 3), "u4")
     out = machine.registers.row(name(x, 0), "u4")
@@ -309,7 +317,7 @@ def _clz(machine: Machine, x: Instruction) -> Step:
 @builds("selp")
 def _selp(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
-    if len(words) != 2:
+    if len(words) != 2 or words[1] not in (*INTEGERS, "f32", "f64"):
         raise unknown(x)
     kind = f"u{np.dtype(DTYPES[words[1]]).itemsize}"
     return computed(machine, x, lambda a, b, chosen: np.where(chosen, a, b), kind, kind, kind, "?")
@@ -334,9 +342,8 @@ def _mov(machine: Machine, x: Instruction) -> Step:
         values = [registers.value(y, part) for y in parts]
 
         def pack(mask: Mask) -> None:
-            columns = [y.copy() for y in values]  # the target may be among them
-            for i, column in enumerate(columns):
-                store(packed[:, i], column, mask)
+            for i, value in enumerate(values):
+                store(packed[:, i], value, mask)
 
         return pack
     whole = registers.row(name(x, 1), kind).view(part).reshape(-1, len(parts))
@@ -351,7 +358,8 @@ def _mov(machine: Machine, x: Instruction) -> Step:
 
 @builds("cvta")
 def _cvta(machine: Machine, x: Instruction) -> Step:
-    """Every address is generic already."""
-    if x.opcode not in ("cvta.param.u64", "cvta.to.global.u64", "cvta.global.u64", "cvta.to.shared.u64"):
+    """Global addresses are generic already; those of parameters have a window of their own."""
+    if x.opcode not in ("cvta.param.u64", "cvta.to.global.u64", "cvta.global.u64"):
         raise unknown(x)
-    return computed(machine, x, lambda a: a, "u8", "u8")
+    window = np.uint64(PARAMETER_WINDOW if x.opcode == "cvta.param.u64" else 0)
+    return computed(machine, x, lambda a: a + window, "u8", "u8")

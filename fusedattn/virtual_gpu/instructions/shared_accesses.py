@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ def shared_addresses(machine: Machine, x: Instruction, i: int) -> Any:
     if not registers.has(operand.base):
         fixed = int(registers.value(operand.base, "u4")) + offset
         return lambda lanes: np.full(registers.n_lanes, fixed, dtype="u4")[lanes]
-    base = registers.row(operand.base, "u4")
-    return lambda lanes: base[lanes] + np.uint32(offset) if offset else base[lanes]
+    base, moved = registers.row(operand.base, "u4"), np.uint32(offset % 2**32)
+    return lambda lanes: base[lanes] + moved if offset else base[lanes]
 
 
 @builds("ld.shared")
@@ -74,13 +75,15 @@ def _store(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-def _matrices(x: Instruction, words: list[str]) -> tuple[int, bool]:
+_MATRICES = re.compile(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+
+
+def _matrices(x: Instruction) -> tuple[int, bool]:
     """The number of 8 by 8 matrices of 16-bit elements, and whether they are transposed."""
-    transposed = "trans" in words
-    rest = [word for word in words if word != "trans"]
-    if rest[:2] != ["sync", "aligned"] or rest[2] != "m8n8" or rest[4:] != ["shared", "b16"]:
+    found = _MATRICES.fullmatch(x.opcode)
+    if found is None:
         raise unknown(x)
-    return int(rest[3][1:]), transposed
+    return int(found.group(1)), found.group(2) is not None
 
 
 def _row_places(machine: Machine, x: Instruction, mask: Mask, addresses: Any, n: int) -> tuple[Array, Any, Array]:
@@ -102,7 +105,7 @@ _ROW, _PAIR = np.divmod(np.arange(32), 4)
 
 @builds("ldmatrix")
 def _load_matrices(machine: Machine, x: Instruction) -> Step:
-    n, transposed = _matrices(x, x.opcode.split(".")[1:])
+    n, transposed = _matrices(x)
     targets = vector(x, 0)
     if len(targets) != n:
         raise unknown(x)
@@ -137,7 +140,7 @@ def _put(bank: Array, rows: Any, values: Array, mask: Mask, warps: Array) -> Non
 
 @builds("stmatrix")
 def _store_matrices(machine: Machine, x: Instruction) -> Step:
-    n, transposed = _matrices(x, x.opcode.split(".")[1:])
+    n, transposed = _matrices(x)
     sources = vector(x, 1)
     if len(sources) != n:
         raise unknown(x)

@@ -6,6 +6,7 @@ import numpy as np
 
 from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
+from fusedattn.virtual_gpu.instructions.integers import complete
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name, vector
 from fusedattn.virtual_gpu.registers import Array, Mask, number, store
@@ -44,29 +45,26 @@ def _shuffle(machine: Machine, x: Instruction) -> Step:
     target, *predicate = vector(x, 0)
     out, value, by = registers.row(target, "u4"), registers.row(name(x, 1), "u4"), registers.value(name(x, 2), "u4")
     own = np.arange(WARP, dtype="i8")
+    found = [registers.row(y, "?").reshape(-1, WARP) for y in predicate]
 
     def source(amount: Array) -> Array:
         if words[2] == "idx":
-            return (amount & 31) + 0 * own
+            return amount + 0 * own
         if words[2] == "bfly":
-            return own ^ (amount & 31)
+            return own ^ amount
         return own - amount if words[2] == "up" else own + amount
 
     def step(mask: Mask) -> None:
         whole_warps(mask, x)
-        amount = by.astype("i8")
+        amount = by.astype("i8") & 31
         lanes = source(amount.reshape(-1, WARP) if amount.ndim else amount)
         inside = (lanes >= 0) & (lanes < WARP)
         lanes = np.where(inside, lanes, own)
         of_warps = value.reshape(-1, WARP)
         taken = of_warps[:, lanes] if lanes.ndim == 1 else np.take_along_axis(of_warps, lanes, axis=1)
         store(out, taken.reshape(-1), mask)
-        if predicate:
-            store(
-                registers.row(predicate[0], "?").reshape(-1, WARP),
-                inside,
-                True if mask is True else mask.reshape(-1, WARP),
-            )
+        for row in found:
+            store(row, inside, True if mask is True else mask.reshape(-1, WARP))
 
     return step
 
@@ -102,6 +100,7 @@ def _reduce(machine: Machine, x: Instruction) -> Step:
 @builds("elect.sync")
 def _elect(machine: Machine, x: Instruction) -> Step:
     """One thread of each warp, here the first."""
+    complete(x, "elect.sync")
     _whole(machine, x, 1)
     target, predicate = vector(x, 0)
     outs = [(machine.registers.row(target, "u4"), 0)] if target != "_" else []
@@ -147,6 +146,7 @@ def _vote(machine: Machine, x: Instruction) -> Step:
 
 @builds("activemask.b32")
 def _active(machine: Machine, x: Instruction) -> Step:
+    complete(x, "activemask.b32")
     out = machine.registers.row(name(x, 0), "u4")
 
     def step(mask: Mask) -> None:
