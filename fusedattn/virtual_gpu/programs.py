@@ -24,7 +24,7 @@ from fusedattn.virtual_gpu.registers import Array, Mask, is_number
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
-_BARRIERS = ("bar.sync", "barrier.sync")
+_BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
 _ENDS = (*BRANCHES, *RETURNS, *_BARRIERS)
 MAX_BLOCKS = 2_000_000
 _NOT_READY = 2**31 - 1
