@@ -37,7 +37,7 @@ class Settings:
     noise: bool = False
     truncating: bool = False
     strict: bool = False  # two rules of PTX that Triton's code breaks, and the hardware forgives, are errors
-    counting: bool = False  # bytes, sectors and bank conflicts
+    counting: bool = False  # instructions by warp, products, bytes, sectors and bank conflicts
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Launcher:
 
     def _programs(self, kernel: ptx.Kernel, n_ctas: int) -> Programs:
         settings = self.settings
-        self.counters.accesses = settings.counting
+        self.counters.counting = settings.counting
         machine = Machine(
             kernel,
             n_ctas,
