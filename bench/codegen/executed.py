@@ -143,8 +143,8 @@ def _of_iteration(x: Iteration) -> dict[str, Any]:
         "issued": {kind: _short(n) for kind, n in x.issued.items()},
         "multiply_adds": _short(x.multiply_adds),
         "barriers": _short(x.barriers),
-        "memory_bytes": _short(x.memory_bytes),
-        "shared_bytes": _short(x.shared_bytes),
+        "memory_bytes": None if x.memory_bytes is None else _short(x.memory_bytes),
+        "shared_bytes": None if x.shared_bytes is None else _short(x.shared_bytes),
         "traffic": {where: _of_traffic(t, x.iterations) for where, t in x.traffic.items()},
     }
 

@@ -20,7 +20,7 @@ class Iteration:
 
     The first iterations find their tiles already fetched, and the last ones fetch none, so in few iterations the
     average of the bytes is too small: `memory_bytes` and `shared_bytes` are those of a program in an iteration that
-    fetches.
+    fetches, and None if none does.
 
     Attributes:
         iterations: of programs, in all.
@@ -32,8 +32,8 @@ class Iteration:
     multiply_adds: float
     barriers: float
     traffic: dict[str, Traffic]
-    memory_bytes: float
-    shared_bytes: float
+    memory_bytes: float | None
+    shared_bytes: float | None
 
 
 def product_loops(kernel: Kernel) -> list[list[Instruction]]:
@@ -62,26 +62,27 @@ def iteration(loop: list[Instruction], counters: Counters, n_warps: int) -> Iter
     for e in executed:
         issued[kind_of(e.x.opcode)] += int(e.issued.sum())
     barriers = sum(int(e.issued.sum()) for e in executed if _holds_all(e))
+    iterations = by_warps / n_warps
+    fetches = all(e.readers for e in executed if e.x.opcode.startswith(("cp.async.c", "cp.async.bulk.tensor")))
     return Iteration(
-        by_warps / n_warps,
+        iterations,
         {kind: n / by_warps for kind, n in issued.items()},
         sum(e.multiply_adds for e in executed) / by_warps,
         barriers / by_warps,
         total(executed),
-        sum(_bytes(e, "global", n_warps, by_warps / n_warps) for e in executed),
-        sum(_bytes(e, "shared", n_warps, by_warps / n_warps) for e in executed),
+        sum(_bytes(e, "global", n_warps, iterations) for e in executed) if fetches else None,
+        sum(_bytes(e, "shared", n_warps, iterations) for e in executed) if fetches else None,
     )
 
 
 def _bytes(e: Executed, space: str, n_warps: int, iterations: float) -> float:
     """Bytes of a program in an iteration: read and added in global memory, or read and written in shared memory.
 
-    An instruction that fetches does so once for the program, by the tensor memory accelerator, or for each warp.
+    An instruction that fetches does so once for each warp that ever does.
     """
     found = [t for where, t in e.traffic.items() if where.startswith(space) and where != "global write"]
     if "global read" in e.traffic:
-        each = 1 if e.x.opcode.startswith("cp.async.bulk") else n_warps
-        return sum(t.bytes / t.requests * each for t in found)
+        return sum(t.bytes / t.requests for t in found) * len({warp % n_warps for warp in e.readers})
     return sum(t.bytes for t in found) / iterations
 
 

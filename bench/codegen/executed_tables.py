@@ -68,8 +68,10 @@ def _cells(loop: dict[str, Any]) -> Iterator[object]:
         yield f"{sum(t[2] for t in of_space):.0f}, {sum(t[3] for t in of_space):.0f}"
 
 
-def _beside(executed: float, assumed: float | None, unit: int = 1) -> str:
-    return f"{executed / unit:.4g}" + (f" of {assumed / unit:.4g}" if assumed is not None else "")
+def _beside(executed: float | None, assumed: float | None, unit: int = 1) -> str:
+    """Both figures; the first is unknown for bytes of a loop in which no iteration fetches."""
+    shown = "?" if executed is None else f"{executed / unit:.4g}"
+    return shown if assumed is None else f"{shown} of {assumed / unit:.4g}"
 
 
 def offenders(entries: dict[str, dict[str, Any]]) -> Iterator[Iterable[object]]:

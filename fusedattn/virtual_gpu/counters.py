@@ -51,6 +51,7 @@ class Executed:
     issued: Array  # by each warp of a program, ``(warps,)``; also if no lane's predicate is true
     multiply_adds: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by space and direction: "global read", "shared write"
+    readers: set[int] = field(default_factory=set)  # warps that read global memory, of programs that run together
 
 
 @dataclass
@@ -122,6 +123,8 @@ class Counters:
         distinct = np.unique(index * _OF_GROUP + addresses)
         ideal = -(-np.bincount(distinct // _OF_GROUP) * size // SECTOR)
         self._add(x, f"global {direction}", len(warp), size * addresses.size, len(touched), int(ideal.sum()))
+        if direction == "read":
+            self.of(x).readers.update(warp.tolist())
 
     def banks(self, x: Instruction, direction: str, addresses: Array, size: int, lanes: Array) -> None:
         """Lanes access `size` bytes of shared memory each, aligned to `size`.
@@ -147,11 +150,15 @@ class Counters:
         """`n` groups of four warps read operands of wgmma, of `n_bytes` each, in shared memory."""
         self._add(x, "shared read", n, n * n_bytes, n * -(-n_bytes // PASS), n * -(-n_bytes // PASS))
 
-    def box(self, x: Instruction, directions: tuple[str, str], addresses: Array, element: int, n_bytes: int) -> None:
-        """A copy of a box of `n_bytes` in shared memory; of its elements, those at these global addresses exist."""
+    def box(
+        self, x: Instruction, directions: tuple[str, str], addresses: Array, element: int, n_bytes: int, lane: int
+    ) -> None:
+        """A lane copies a box of `n_bytes` in shared memory; of its elements, those at these global addresses exist."""
         in_global, in_shared = directions
         existing = element * addresses.size
         sectors = len(np.unique(addresses // SECTOR))
+        if in_global == "read":
+            self.of(x).readers.add(lane // WARP)
         self._add(x, f"global {in_global}", 1, existing, sectors, -(-existing // SECTOR))
         self._add(x, f"shared {in_shared}", 1, n_bytes, -(-n_bytes // PASS), -(-n_bytes // PASS))
 

@@ -86,6 +86,30 @@ def test_an_iteration() -> None:
     assert found.shared_bytes == 1024 + 1024  # copied and loaded
 
 
+def test_bytes_of_warps_that_fetch() -> None:
+    """Only the second of two warps loads, and in the first of two iterations; a copy never runs."""
+    body = f"""
+        mov.b32 %r40, 2;
+        setp.ge.u32 %p3, %r0, 32;
+        setp.ge.u32 %p4, %r0, 64;
+    again:
+        {MMA}
+        setp.gt.and.s32 %p0, %r40, 1, %p3;
+        @%p0 ld.global.b32 %r41, [%rd5];
+        {{COPY}}
+        add.s32 %r40, %r40, -1;
+        setp.gt.s32 %p1, %r40, 0;
+        @%p1 bra again;
+        cp.async.wait_all;
+    """
+    offsets = [4 * i for i in range(64)]
+    for copy, expected in (("", (128, 0)), ("@%p4 cp.async.ca.shared.global [%r5], [%rd5], 4;", (None, None))):
+        kernel = kernel_of(body.replace("{COPY}", copy), 64)
+        found = iteration(product_loops(kernel)[0], counted(kernel, offsets, n_programs=2), 2)
+        assert found is not None
+        assert (found.memory_bytes, found.shared_bytes) == expected
+
+
 def test_a_loop_that_does_not_run() -> None:
     kernel = kernel_of(f"setp.eq.s32 %p0, %r0, %r0;\n@%p0 bra past;\nagain:\n{MMA}\n@%p0 bra again;\npast:")
     [loop] = product_loops(kernel)

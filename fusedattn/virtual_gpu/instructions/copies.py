@@ -129,7 +129,7 @@ def _checked(
     x: Instruction,
     tensor: TensorMap,
     first: tuple[int, ...],
-    cta: int,
+    lane: int,
     start: int,
     directions: tuple[str, str],
 ) -> Array:
@@ -143,12 +143,13 @@ def _checked(
     if start % alignment:
         raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
     shared = machine.shared
+    cta = int(shared.cta[lane])
     shared.check(np.array([start]), tensor.n_bytes, x)
     addresses, exists = tensor.elements(first)
     if exists.any():
         machine.memory.check(addresses[exists], tensor.element, x)
     if machine.counters.counting:
-        machine.counters.box(x, directions, addresses[exists], tensor.element, tensor.n_bytes)
+        machine.counters.box(x, directions, addresses[exists], tensor.element, tensor.n_bytes, lane)
     places = np.arange(start, start + tensor.n_bytes, 16) + cta * shared.window
     return shared.granules(places, 16).reshape(1, -1)
 
@@ -171,7 +172,7 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             first = tuple(int(coordinate[lane]) for coordinate in coordinates)
             start, barrier = int(to(lane)), int(barriers(lane))
             cta, warp = int(shared.cta[lane]), int(shared.warp[lane])
-            granules = _checked(machine, x, tensor, first, cta, start, ("read", "write"))
+            granules = _checked(machine, x, tensor, first, int(lane), start, ("read", "write"))
             machine.mbarriers.at(cta, barrier, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
             copy = _BoxCopy(machine, x, tensor, first, cta, start, barrier, granules)
@@ -197,7 +198,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         tensor = machine.tensor_map(int(maps[lane]), x)
         first = tuple(int(coordinate[lane]) for coordinate in coordinates)
         cta, start = int(shared.cta[lane]), int(source(lane))
-        granules = _checked(machine, x, tensor, first, cta, start, ("atomic", "read"))
+        granules = _checked(machine, x, tensor, first, lane, start, ("atomic", "read"))
         warp = np.array([[int(shared.warp[lane])]])
         shared.races.begin_reads(granules, np.array([[cta]]), warp, x)
         if not tensor.is_float or tensor.element != 4:
