@@ -12,6 +12,7 @@ from fusedattn.virtual_gpu.kinds import Kind, kind_of
 from fusedattn.virtual_gpu.ptx import Instruction, Kernel, name
 
 FMA = "fma.rn.f32"
+_COPIES = ("cp.async.ca", "cp.async.cg", "cp.async.bulk.tensor")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def iteration(loop: list[Instruction], counters: Counters, n_warps: int) -> Iter
         issued[kind_of(e.x.opcode)] += int(e.issued.sum())
     barriers = sum(int(e.issued.sum()) for e in executed if _holds_all(e))
     iterations = by_warps / n_warps
-    fetches = all(e.readers for e in executed if e.x.opcode.startswith(("cp.async.c", "cp.async.bulk.tensor")))
+    fetches = all(e.readers for e in executed if e.x.opcode.startswith(_COPIES))
     return Iteration(
         iterations,
         {kind: n / by_warps for kind, n in issued.items()},

@@ -33,7 +33,8 @@ inner:
     ex2.approx.ftz.f32 %r43, %r44;
     setp.gt.s32 %p2, %r42, 1;
     @%p2 cp.async.ca.shared.global [%r5], [%rd5], 16;
-    cp.async.wait_all;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
     bar.sync 0;
     ld.shared.v4.b32 {{%r45, %r46, %r47, %r48}}, [%r5];
     {MMA}
@@ -51,7 +52,7 @@ def test_the_innermost_loop_with_products() -> None:
     [loop] = product_loops(kernel_of(NESTED))
     assert loop[0].opcode.startswith("mma")
     assert loop[-1].opcode == "bra"
-    assert len(loop) == 12
+    assert len(loop) == 13
 
 
 def test_float32_products_are_chains() -> None:
@@ -76,7 +77,7 @@ def test_an_iteration() -> None:
         "integer": 3,
         "global": 1,
         "shared": 1,
-        "synchronisation": 3,
+        "synchronisation": 4,
         "control": 1,
     }
     assert found.multiply_adds == 2 * 16 * 8 * 16
