@@ -119,7 +119,8 @@ def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> I
             yield from pool.map(function, items)
 
 
-def compile_case(case: Case) -> list[Report]:
+def compile_case(case: Case, sizes: launches.Sizes | None = None) -> list[Report]:
+    """The reports of the kernels that the calls of a case launch, with other than the usual sizes if given."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
@@ -128,7 +129,7 @@ def compile_case(case: Case) -> list[Report]:
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
                 for training in (True, False)[: 1 + (name in case.inference)]:
-                    launches.call(case.head_dim, DTYPES[case.dtype], features, training=training)
+                    launches.call(case.head_dim, DTYPES[case.dtype], features, training=training, sizes=sizes)
         return [_report(case, launch) for launch in found]
 
 

@@ -24,11 +24,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import ones
-from fusedattn import Rope, attention, attention_varlen, biases, masks, support
-from fusedattn.kernels import configs, devices
-from fusedattn.kernels import problem as kernel_problem
+from fusedattn import Rope, attention, attention_varlen, biases, masks
+from fusedattn.kernels import configs
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
+from fusedattn.virtual_gpu.attention import launches_for
 
 TARGETS: dict[configs.Arch, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -235,9 +235,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
     triton.runtime.driver.set_active(NoDevice(TARGETS[arch]))
     with (
         patch.object(JITFunction, "run", compile_instead),
-        patch.object(devices, "arch_of", lambda device: arch),
-        patch.object(kernel_problem, "multiprocessors", lambda device: 1),
-        patch.object(support, "_triton_reasons", lambda *call: []),
+        launches_for(arch, multiprocessors=1),
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
     ):
@@ -251,9 +249,16 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 fn.device_caches.clear()  # they do not notice a change of the target
 
 
-def call(head_dim: int, dtype: torch.dtype, features: frozenset[str], *, training: bool = True) -> None:
+def call(
+    head_dim: int,
+    dtype: torch.dtype,
+    features: frozenset[str],
+    *,
+    training: bool = True,
+    sizes: Sizes | None = None,
+) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
-    sizes = Sizes.of(features)
+    sizes = sizes or Sizes.of(features)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
     shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
     shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)

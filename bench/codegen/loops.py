@@ -14,7 +14,20 @@ from typing import Literal, NamedTuple
 from bench.codegen.disassembly import Instruction
 
 Kind = Literal[
-    "issue", "fma", "imad", "alu", "mufu", "shuffle", "wgmma", "mma", "wait", "barrier", "tma", "commit", "arrived"
+    "issue",
+    "fma",
+    "imad",
+    "alu",
+    "mufu",
+    "shuffle",
+    "wgmma",
+    "mma",
+    "wait",
+    "barrier",
+    "tma",
+    "tma add",
+    "commit",
+    "arrived",
 ]
 
 LANES = 32
@@ -181,6 +194,8 @@ def _step(instruction: Instruction) -> Step:
         return Step("arrived", pending=int(operands.split(",")[1], 16))
     if name == "UTMALDG":
         return Step("tma")
+    if name == "UTMAREDG":
+        return Step("tma add")
     moved = LANES * _width(modifiers)
     if name in ("LDS", "STS", "ATOMS") and not operands.strip().startswith("RZ"):  # LDS RZ only orders, reads nothing
         return Step("issue", shared_bytes=moved)

@@ -28,7 +28,7 @@ from bench.codegen import compilations
 from bench.codegen.estimate import ITEMSIZE, Kernel, Workload, estimate, rotation_break_even, rotation_seconds
 from bench.codegen.hardware import MACHINES, SCHEDULERS, Machine
 from bench.codegen.launches import FEATURES
-from bench.codegen.loops import LANES, LOOPS
+from bench.codegen.loops import LANES, LOOPS, Loop
 from bench.codegen.model import Bound, bound
 from bench.codegen.report import Report
 from bench.report.page import table_of, write_block
@@ -133,14 +133,20 @@ def predict(report: Report) -> Prediction:
         raise NotImplementedError(f"loops of {report.key}: got {len(report.loops)}, allowed {allowed}")
     config = report.config
     machine = MACHINES[report.target]  # type: ignore[index]
-    itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
-    walked = config[report.walks_over]
-    moved = 2 * itemsize + (TOTAL_BYTES if is_one_pass(report) else 0)  # of q and dout, or k and v, and of dq
     bounds: dict[str, Bound] = {}
     for name, loop in zip(names, report.loops, strict=True):
-        fetched = walked * report.head_dim * moved if loop.counts["tma"] else 0
+        fetched = fetched_bytes(report, loop, name)
         bounds[name] = bound(loop, machine, config["num_warps"], report.ctas_per_sm, fetched)
     return Prediction(report, bounds, machine)
+
+
+def fetched_bytes(report: Report, loop: Loop, name: str) -> int:
+    """Bytes that TMA moves in an iteration of the loop of this name: loads of tiles, and additions to dq."""
+    itemsize = 2 if report.dtype in ("bf16", "fp16") else 4
+    moved = 2 * itemsize if loop.counts["tma"] else 0  # of q and dout, or k and v
+    moved += TOTAL_BYTES if loop.counts["tma add"] else 0
+    walked = report.boundary if name == "boundary" else report.config[report.walks_over]
+    return walked * report.head_dim * moved
 
 
 def table(predictions: list[Prediction]) -> Iterator[Iterable[object]]:

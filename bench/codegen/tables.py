@@ -26,7 +26,7 @@ def document(text: str) -> str:
     parts = [part for baseline in found for part in (f"### Triton {baseline.triton}", _summary(baseline, found[0]))]
     parts += ["### Main loops for sm_90 in bfloat16", _main_loops(found)]
     parts += ["### Known faults", table_of(_known_faults(found))]
-    return with_block(text, "\n\n".join(parts) + "\n")
+    return with_block(text, "\n\n".join(parts) + "\n", "python -m bench.codegen --update")
 
 
 def baselines() -> list[Baseline]:

@@ -39,7 +39,7 @@ class Settings:
     truncating: bool = False
     strict: bool = False  # a rule of PTX that Triton's code breaks, and NVIDIA's assembler repairs, is an error
     fenced_copies: bool = True  # else wgmma needs no fence after cp.async, as Triton before 3.7.1 writes none
-    counting: bool = False  # bytes, sectors and bank conflicts
+    counting: bool = False  # instructions by warp, products, bytes, sectors and bank conflicts
 
     def __post_init__(self) -> None:
         for name in ("asynchronous", "programs", "schedule"):
@@ -79,7 +79,7 @@ class Launcher:
 
     def _programs(self, kernel: ptx.Kernel, n_ctas: int) -> Programs:
         settings = self.settings
-        self.counters.accesses = settings.counting
+        self.counters.counting = settings.counting
         machine = Machine(
             kernel,
             n_ctas,

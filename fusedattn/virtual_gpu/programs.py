@@ -41,7 +41,7 @@ class _Block:
     written: list[frozenset[str]]
     end: Instruction | None
     has_products: bool
-    entered: int = 0  # by warps
+    entered: Array | int = 0  # how often by each warp of a program, if it is counted
 
 
 class Programs:
@@ -96,7 +96,7 @@ class Programs:
         machine.counters.programs += len(programs)
 
     def _loop(self) -> None:
-        blocks, warps = self.blocks, self.machine.n_ctas * self.machine.n_threads // 32
+        blocks, counting = self.blocks, self.machine.counters.counting
         entered = 0
         while True:
             chosen = self._choose()
@@ -104,7 +104,8 @@ class Programs:
                 return
             number, mask = chosen
             block = blocks[number]
-            block.entered += warps if mask is True else int(np.count_nonzero(mask.reshape(-1, 32).any(axis=1)))
+            if counting:
+                block.entered = block.entered + self._entering(mask)
             self.machine.counters.instructions += len(block.steps) + (block.end is not None)
             if block.has_products or self.machine.in_flight.targets:
                 self._run_checked(block, mask)
@@ -115,6 +116,13 @@ class Programs:
             entered += 1
             if entered > MAX_BLOCKS:
                 raise DeadlockError(f"{self.machine.kernel.name}: {MAX_BLOCKS} blocks, and no end")
+
+    def _entering(self, mask: Mask) -> Array:
+        """The programs in which each warp has a thread in the mask, ``(warps,)``."""
+        n_warps = self.machine.n_threads // 32
+        if mask is True:
+            return np.full(n_warps, self.machine.n_ctas)
+        return mask.reshape(-1, n_warps, 32).any(axis=2).sum(axis=0)
 
     def _run_checked(self, block: _Block, mask: Mask) -> None:
         """Run a block while products may be in flight."""
@@ -251,7 +259,6 @@ class Programs:
         """bar.sync: go on when all threads of the program, or so many as the operand says, have arrived."""
         if end.opcode.startswith("bar.") or ".aligned" in end.opcode:
             whole_warps(mask, end)
-        self.machine.counters.barriers += 1
         numbers = [int(str(operand)) for operand in end.operands if is_number(str(operand))]
         if len(numbers) != len(end.operands):
             raise unknown(end)
@@ -259,6 +266,7 @@ class Programs:
         if not 0 <= barrier < 16 or count % WARP or not 0 < count <= self.machine.n_threads:
             raise KernelError(f"{end.opcode}, at {end.place}: barrier {barrier} of {count} threads")
         if mask is True and count == self.machine.n_threads:
+            self.machine.counters.barriers[count] += self.machine.n_ctas
             self.machine.shared.races.join_all(slice(None))
             return
         if mask is True:
@@ -276,6 +284,7 @@ class Programs:
             if n > count:
                 raise KernelError(f"{end.opcode}, at {end.place}: {n} threads at a barrier of {count}")
             if n == count:
+                self.machine.counters.barriers[count] += 1
                 of_ctas[cta, there] = -1
                 del self.counts[int(cta), barrier]
                 warps = np.flatnonzero(there.reshape(-1, 32).any(axis=1))
@@ -287,6 +296,7 @@ class Programs:
     def count(self) -> None:
         """Add the instructions of the blocks that ran to the counters."""
         for block in self.blocks:
-            for x in [*block.instructions, *([block.end] if block.end is not None else [])]:
-                self.machine.counters.by_opcode[x.opcode] += block.entered
+            if np.any(block.entered):
+                for x in [*block.instructions, *([block.end] if block.end is not None else [])]:
+                    self.machine.counters.issue(x, np.asarray(block.entered))
             block.entered = 0

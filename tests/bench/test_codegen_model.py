@@ -96,6 +96,7 @@ def test_bytes_of_a_loop() -> None:
         ("WARPGROUP.DEPBAR.LE gsb0, 0x1", Step("wait", pending=1)),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x100", Step("barrier")),
         ("UTMALDG.4D [UR8], [UR4]", Step("tma")),
+        ("UTMAREDG.4D.ADD [UR4], [UR8]", Step("tma add")),
         ("STS.U16 [R4], R5", Step("issue", shared_bytes=64)),
         ("STSM.16.M88.2 [R4], R5", Step("issue", shared_bytes=256)),
         ("IMAD.MOV.U32 R4, RZ, RZ, R5", Step("imad")),

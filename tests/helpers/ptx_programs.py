@@ -71,7 +71,9 @@ ORDERS = [
 def kernel_of(body: str, names: list[str], maps: list[str], n_threads: int) -> ptx.Kernel:
     """The kernel of a body, whose places are the lines of the body, from 1 on."""
     parameters = [f".param .u64 {name}" for name in names] + [f".param .align 64 .b8 {name}[128]" for name in maps]
-    loads = [f"ld.param.u64 %{name}, [{name}];" for name in names] + [f"mov.b64 %{name}, {name};\ncvta.param.u64 %{name}, %{name};" for name in maps]
+    loads = [f"ld.param.u64 %{name}, [{name}];" for name in names] + [
+        f"mov.b64 %{name}, {name};\ncvta.param.u64 %{name}, %{name};" for name in maps
+    ]
     text = _PREAMBLE.format(
         parameters=", ".join(parameters),
         n_threads=n_threads,

@@ -29,14 +29,13 @@ def _copy(machine: Machine, x: Instruction) -> Step:
     if size not in ((16,) if x.opcode.startswith("cp.async.cg") else (4, 8, 16)):
         raise unknown(x)
     given = machine.registers.value(name(x, 3) if len(x.operands) > 3 else str(size), "u4")
-    shared, n_lanes = machine.shared, machine.registers.n_lanes
+    shared, n_lanes, counters = machine.shared, machine.registers.n_lanes, machine.counters
 
     def step(mask: Mask) -> None:
         lanes = lanes_of(mask)
         numbers = np.arange(n_lanes)[lanes]
         at = to(lanes)
         places = shared.locate(at, lanes, size, x)
-        machine.counters.banks(x, at, size, mask)
         sizes = np.broadcast_to(given, (n_lanes,))[lanes].astype("i8")
         if (sizes > size).any() or ((sizes != 0) & (sizes != size)).any():
             raise unknown(x)
@@ -44,7 +43,10 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         whole = sizes == size
         if whole.any():
             machine.memory.check(addresses[whole], size, x)
-            machine.counters.sectors(x, addresses[whole], size, True)
+        if counters.counting:
+            counters.banks(x, "write", at, size, numbers)
+            if whole.any():
+                counters.sectors(x, "read", addresses[whole], size, numbers[whole])
         granules = shared.granules(places, size)
         cta, warp = shared.cta[numbers][:, None], shared.warp[numbers][:, None]
         shared.races.begin_write(granules, cta, warp, x)
@@ -122,19 +124,31 @@ def _box(machine: Machine, x: Instruction, operand: object) -> tuple[Array, list
 
 
 def _checked(
-    machine: Machine, x: Instruction, tensor: TensorMap, first: tuple[int, ...], cta: int, start: int
+    machine: Machine,
+    x: Instruction,
+    tensor: TensorMap,
+    first: tuple[int, ...],
+    lane: int,
+    start: int,
+    directions: tuple[str, str],
 ) -> Array:
-    """The granules of a box in shared memory, ``(1, n)``, after all checks of its addresses."""
+    """The granules of a box in shared memory, ``(1, n)``, after all checks of its addresses.
+
+    `directions` are those of its accesses of global and shared memory, to be counted.
+    """
     if len(first) != len(tensor.box):
         raise unknown(x)
     alignment = 128 * (tensor.swizzle + 1) if tensor.swizzle else 128
     if start % alignment:
         raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
     shared = machine.shared
+    cta = int(shared.cta[lane])
     shared.check(np.array([start]), tensor.n_bytes, x)
     addresses, exists = tensor.elements(first)
     if exists.any():
         machine.memory.check(addresses[exists], tensor.element, x)
+    if machine.counters.counting:
+        machine.counters.box(x, directions, addresses[exists], tensor.element, tensor.n_bytes, lane)
     places = np.arange(start, start + tensor.n_bytes, 16) + cta * shared.window
     return shared.granules(places, 16).reshape(1, -1)
 
@@ -157,7 +171,7 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             first = tuple(int(coordinate[lane]) for coordinate in coordinates)
             start, barrier = int(to(lane)), int(barriers(lane))
             cta, warp = int(shared.cta[lane]), int(shared.warp[lane])
-            granules = _checked(machine, x, tensor, first, cta, start)
+            granules = _checked(machine, x, tensor, first, int(lane), start, ("read", "write"))
             made = machine.mbarriers.at(cta, barrier, x)
             shared.races.require(made.time, made.warp, cta, warp, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
@@ -184,7 +198,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         tensor = machine.tensor_map(int(maps[lane]), x)
         first = tuple(int(coordinate[lane]) for coordinate in coordinates)
         cta, start = int(shared.cta[lane]), int(source(lane))
-        granules = _checked(machine, x, tensor, first, cta, start)
+        granules = _checked(machine, x, tensor, first, lane, start, ("atomic", "read"))
         of_cta, warp = np.array([[cta]]), np.array([[int(shared.warp[lane])]])
         shared.races.begin_reads(granules, of_cta, warp, x)
         if not tensor.is_float or tensor.element != 4:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedattn.virtual_gpu.counters import lanes_in
 from fusedattn.virtual_gpu.global_memory import load, save
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.floats import flush
@@ -20,14 +21,15 @@ def _load(machine: Machine, x: Instruction) -> Step:
     kind, size, n = access_of(_plain(x))
     targets = vector(x, 0)
     put = loads_into(machine, x, targets, kind)
-    addresses = address_of(machine, x, 1)
+    addresses, counters = address_of(machine, x, 1), machine.counters
     if len(targets) != n:
         raise unknown(x)
 
     def step(mask: Mask) -> None:
         at = addresses(mask)
         machine.memory.check(at, size * n, x)
-        machine.counters.sectors(x, at, size * n, mask)
+        if counters.counting:
+            counters.sectors(x, "read", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         for i in range(n):
             put(i, load(at + i * size, size), mask)
 
@@ -113,6 +115,7 @@ def sources_of(machine: Machine, x: Instruction, i: int, size: int) -> Any:
 def _store(machine: Machine, x: Instruction) -> Step:
     _, size, n = access_of(_plain(x))
     addresses, values = address_of(machine, x, 0), sources_of(machine, x, 1, size)
+    counters = machine.counters
     if len(vector(x, 1)) != n:
         raise unknown(x)
     stores = machine.stores
@@ -121,7 +124,8 @@ def _store(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         at = addresses(mask)
         machine.memory.check(at, size * n, x)
-        machine.counters.sectors(x, at, size * n, mask)
+        if counters.counting:
+            counters.sectors(x, "write", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         program = machine.program if mask is True else machine.program[mask]
         stores.store(machine.memory, at, [values(i, mask) for i in range(n)], program, number)
 
@@ -167,11 +171,13 @@ def _atomic(machine: Machine, x: Instruction) -> Step:
     put = loads_into(machine, x, targets, f"b{8 * size}") if returns else None
     if len(vector(x, 2 if returns else 1)) != n or (returns and len(targets) != n):
         raise unknown(x)
+    counters = machine.counters
 
     def step(mask: Mask) -> None:
         at = addresses(mask)
         machine.memory.check(at, size * n, x)
-        machine.counters.sectors(x, at, size * n, mask)
+        if counters.counting:
+            counters.sectors(x, "atomic", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         for i in range(n):
             new = np.broadcast_to(values(i, mask), at.shape).view(dtype)
             old = _in_turn(at + i * size, size, new, function, machine.order.turn(at.size))

@@ -9,7 +9,7 @@ import numpy as np
 
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.floats import from_bf16
-from fusedattn.virtual_gpu.instructions.warps import whole_warps
+from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, vector
 from fusedattn.virtual_gpu.registers import Array, Mask
@@ -69,9 +69,13 @@ def _mma(machine: Machine, x: Instruction) -> Step:
     bank, d = registers.rows(vector(x, 0))
     (_, a), (_, b) = (registers.rows(vector(x, i)) for i in (1, 2))
     sources = [registers.value(name, "f4") for name in vector(x, 3)]
+    multiply_adds = 16 * 8 * (8 if kind == "tf32" else 16)  # of a warp
 
     def step(mask: Mask) -> None:
         whole_warps(mask, x)
+        if machine.counters.counting:
+            n_warps = (registers.n_lanes if mask is True else np.count_nonzero(mask)) // WARP
+            machine.counters.multiply(x, n_warps * multiply_adds)
         c = fragment_c(np.stack([np.broadcast_to(y, (registers.n_lanes,)) for y in sources]))
         result = registers_c(products.add(fragment_a(bank[a], kind), _fragment_b(bank[b], kind), c)).view("u4")
         if mask is True:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedattn.virtual_gpu.counters import lanes_in
 from fusedattn.virtual_gpu.errors import RaceError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.global_accesses import loads_into, sources_of
@@ -42,7 +43,8 @@ def _load(machine: Machine, x: Instruction) -> Step:
         at = addresses(lanes)
         places = shared.locate(at, lanes, size * n, x)
         shared.reads(places, lanes, size * n, x)
-        machine.counters.banks(x, at, size * n, mask)
+        if machine.counters.counting:
+            machine.counters.banks(x, "read", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         elements = shared.typed[size]
         first = places // size
         for i in range(n):
@@ -63,7 +65,8 @@ def _store(machine: Machine, x: Instruction) -> Step:
         at = addresses(lanes)
         places = shared.locate(at, lanes, size * n, x)
         shared.writes(places, lanes, size * n, x)
-        machine.counters.banks(x, at, size * n, mask)
+        if machine.counters.counting:
+            machine.counters.banks(x, "write", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         elements = shared.typed[size]
         first = places // size
         for i in range(n):
@@ -115,7 +118,8 @@ def _load_matrices(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         places, lanes, warps = _row_places(machine, x, mask, addresses, n)
         shared.reads(places.reshape(-1), lanes, 16, x)
-        machine.counters.matrices(x, places)
+        if machine.counters.counting:
+            machine.counters.matrices(x, "read", places)
         if transposed:  # element (r, c) of the transposed matrix is element (c, r)
             halves = shared.typed[2]
             low, high = (halves[places[..., 2 * _PAIR + i] // 2 + _ROW].astype("u4") for i in (0, 1))
@@ -150,7 +154,8 @@ def _store_matrices(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         places, lanes, warps = _row_places(machine, x, mask, addresses, n)
         shared.writes(places.reshape(-1), lanes, 16, x)
-        machine.counters.matrices(x, places)
+        if machine.counters.counting:
+            machine.counters.matrices(x, "write", places)
         values = bank[rows].reshape(n, -1, 32)[:, warps].transpose(1, 0, 2)
         if transposed:
             halves = shared.typed[2]

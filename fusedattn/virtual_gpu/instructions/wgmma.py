@@ -123,6 +123,9 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
         chunks = b.chunks(at_b)
         if at_a is not None:
             chunks = np.concatenate([a.chunks(at_a), chunks], axis=1)
+        if machine.counters.counting:
+            machine.counters.multiply(x, len(groups) * 64 * n * k)
+            machine.counters.operands(x, len(groups), 16 * chunks.shape[1])
         places = chunks + (cta * shared.window)[:, None]
         granules = shared.granules(places.reshape(-1), 16).reshape(len(groups), -1)
         warps = (groups[:, None] * 4 + np.arange(4)) % n_warps  # each of the four reads all of it
