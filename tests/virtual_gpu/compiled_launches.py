@@ -155,7 +155,7 @@ def test_all_settings_compute_the_same(capability: int) -> None:
             _product[(1,)](x, y, z, 5, BLOCK=32, num_warps=4, num_stages=3)
         assert torch.equal(z, x.float() @ y.float())
         assert gpu.counters["_product"].programs == 1
-        assert bool(gpu.counters["_product"].bytes_of) == settings.counting
+        assert bool(gpu.counters["_product"].traffic) == settings.counting
 
 
 @pytest.mark.parametrize("changes", [{"asynchronous": "soon"}, {"programs": "forwards"}, {"schedule": "fair"}])
@@ -226,8 +226,8 @@ def test_a_gpu_inside_another() -> None:
         _copy[(1,)](one, x, 64, BLOCK=64)
     assert _drivers() == before
     assert (outer.counters["_copy"].programs, inner.counters["_copy"].programs) == (2, 2)
-    assert inner.counters["_copy"].bytes_of
-    assert not outer.counters["_copy"].bytes_of
+    assert inner.counters["_copy"].traffic
+    assert not outer.counters["_copy"].traffic
 
 
 def _active() -> VirtualGPU:

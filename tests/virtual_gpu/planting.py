@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from fusedattn import attention, testing
@@ -37,12 +38,12 @@ class Honest:
     executed: dict[str, Counter[tuple[str, int]]]  # kernel -> (opcode, its number among those of the opcode) -> warps
 
 
-def _solve(problem: str, case: Case, rewrite: Callable[[str, str], str]) -> str | None:
+def _solve(problem: str, case: Case, rewrite: Callable[[str, str], str], *, counting: bool = False) -> str | None:
     """What a run notices: an error, or the results that leave the error budget; None if it notices nothing."""
     arch, _, options = PROBLEMS[problem]
     function = functools.partial(attention, backend="triton", **options)
     try:
-        with compiled_attention(arch) as gpu:
+        with compiled_attention(arch, counting=counting) as gpu:
             gpu.rewrite = rewrite
             ratios = testing.check(function, _inputs(case))
     except KernelError as error:
@@ -68,7 +69,7 @@ def honest(problem: str) -> Honest:
         seen: Counter[str] = Counter()
         for block in programs.blocks:
             for x in [*block.instructions, *([block.end] if block.end is not None else [])]:
-                of_kernel[x.opcode, seen[x.opcode]] += block.entered
+                of_kernel[x.opcode, seen[x.opcode]] += int(np.sum(block.entered))
                 seen[x.opcode] += 1
         counted(programs)
 
@@ -79,7 +80,7 @@ def honest(problem: str) -> Honest:
     noticed = None
     with patch.object(Programs, "count", count):
         for case in PROBLEMS[problem][1]:
-            noticed = noticed or _solve(problem, case, keep)
+            noticed = noticed or _solve(problem, case, keep, counting=True)
     return Honest(noticed, ptx, executed)
 
 
