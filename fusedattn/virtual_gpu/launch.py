@@ -37,7 +37,7 @@ class Settings:
     seed: int | None = None
     noise: bool = False
     truncating: bool = False
-    strict: bool = False  # a rule of PTX that Triton's code breaks, and NVIDIA's assembler repairs, is an error
+    strict: bool = False  # what Triton's code does although PTX leaves its result open is an error
     fenced_copies: bool = True  # else wgmma needs no fence after cp.async, as Triton before 3.7.1 writes none
     counting: bool = False  # instructions by warp, products, bytes, sectors and bank conflicts
 

@@ -52,6 +52,7 @@ class Machine:
         fenced_copies: bool = True,
     ) -> None:
         self.kernel, self.n_ctas, self.n_threads = kernel, n_ctas, kernel.n_threads
+        self.strict = strict
         self.order, self.products, self.noise, self.counters = order, products, noise, counters
         addresses = {"global_smem": BASE}
         self.parameter_addresses: dict[str, int] = {}
