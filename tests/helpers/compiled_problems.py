@@ -194,5 +194,7 @@ def quick_problems() -> Iterator[Problem]:
         yield Problem("one pass", arch, causal, deterministic=False, settings={"asynchronous": "random"})
     yield Problem("styles", "sm_90", replace(base, padding="left"), forward={"style": "pipelined", "persistent": 1})
     yield Problem("features", "sm_90", testing.CASES[-1])
+    mixed = next(case for case in testing.CASES if case.name == "values of 16 features, keys of 24")
+    yield Problem("features", "sm_90", replace(mixed, dtype=torch.bfloat16))  # one tile is copied, one in registers
     few = replace(base, seqlen_q=1, seqlen_k=600, nheads_q=4, padding="right", dtype=torch.float16)
     yield Problem("few queries", "sm_90", few, settings={"asynchronous": "early"})

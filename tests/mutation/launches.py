@@ -4,6 +4,7 @@ from tests.mutation.fault import Fault
 
 LAUNCHER, REPLAY, START = "kernels/launcher.py", "kernels/replay.py", "kernels/start.py"
 LAUNCHING, OPS = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/ops.py"
+PIPELINING, STAGES = "kernels/pipelining.py", "tests/kernels/test_pipelining.py"
 OPERANDS, PREPARE = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py"
 TESTS = "tests/kernels/test_launcher.py"
 
@@ -28,4 +29,11 @@ FAULTS = (
     Fault(PREPARE, "if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():", "if False:", "checks: sizes that are symbols looked up", "tests/torch_backend/test_dispatch.py -k symbols"),
     Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/bench/test_host_time.py -k hooks"),
     Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/torch_backend/test_dispatch.py -k transforms"),
+    Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or FENCES_COPIES:", "stages: copies beside tiles in registers", STAGES),
+    Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or n_copied == len(tiles):", "stages: copies without fences", STAGES),
+    Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if FENCES_COPIES and n_copied == len(tiles):", "stages: one although nothing is copied", STAGES),
+    Fault(PIPELINING, "has_descriptors and all(", "all(", "stages: descriptors where a kernel has none", STAGES),
+    Fault(PIPELINING, "is not None for x in tiles)", "is not None for x in tiles[:1])", "stages: descriptors of one tile for both", STAGES),
+    Fault(PIPELINING, "    if x.itemsize >= 4:\n        return True\n", "", "stages: 4 bytes taken for registers", STAGES),
+    Fault(LAUNCHING, 'async_products=arch in ASYNC_PRODUCTS and (q.itemsize == 2 or precision == "tf32"),', "async_products=False,", "stages: products on Hopper taken for those of threads", "tests/virtual_gpu/test_compiled.py -k quick"),
 )  # fmt: skip
