@@ -73,7 +73,7 @@ def solve(problem: Problem) -> Solution:
             return Solution(testing.check(function, inputs), gpu.counters)
         # TF32 has the mantissa of float16, so eager PyTorch's error in float16 is the unit of its budget.
         found = testing.run(function, inputs)
-        eager = testing.baseline(inputs.to(torch.float16))
+        eager = {name: x.float() for name, x in testing.baseline(inputs.to(torch.float16)).items()}
         ratios = testing.compare_results(
             found, testing.golden(inputs), eager, torch.float16, testing.bias_terms(inputs)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,3 +106,18 @@ def hostile(form: Format) -> list[int]:
     magnitudes += [form.infinity - 1, form.infinity - normal, form.infinity]
     magnitudes += [form.infinity + 1, form.infinity + normal // 2, form.infinity + normal - 1]
     return [magnitude | sign for magnitude in magnitudes for sign in (0, form.sign)]
+
+
+def drawn(form: Format, n: int, seed: int) -> list[int]:
+    """Random bits, many of them near 1."""
+    draw = random.Random(seed)
+    near = form.infinity // 2
+    return [
+        draw.getrandbits(form.bits) if i % 2 else near + draw.randrange(-8 << form.mantissa, 8 << form.mantissa)
+        for i in range(n)
+    ]
+
+
+def check(form: Format, got: list[int], wanted: list[int], *operands: list[int]) -> None:
+    for y, z, *x in zip(got, wanted, *operands, strict=True):
+        assert form.same(y, z), f"{[hex(v) for v in x]}: {y:#x}, not {z:#x}"

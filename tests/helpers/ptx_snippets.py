@@ -112,3 +112,17 @@ def _move(direction: str, i: int, name: str, bits: int) -> str:
         if bits == 1
         else (f"{address} {access} [%at], %{name};")
     )
+
+
+# The address of element tid of 16 bytes: of p0 in %rd2, of p1 in %rd4.
+ADDRESSES = """
+mov.u32 %r1, %tid.x; mul.wide.u32 %rd5, %r1, 16;
+ld.param.b64 %rd1, [p0]; add.s64 %rd2, %rd1, %rd5; ld.param.b64 %rd3, [p1]; add.s64 %rd4, %rd3, %rd5;
+"""
+
+
+REGISTER = {8: "%rs", 16: "%rs", 32: "%r", 64: "%rd"}
+
+
+def random_bytes(n: int) -> torch.Tensor:
+    return torch.randint(0, 256, (n, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

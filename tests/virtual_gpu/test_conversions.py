@@ -11,10 +11,9 @@ from itertools import product
 import pytest
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.float_bits import BF16, F32, FORMATS, Format, hostile
+from tests.helpers.float_bits import BF16, F32, FORMATS, Format, check, drawn, hostile
+from tests.helpers.integer_bits import HOSTILE, signed, valued
 from tests.helpers.ptx_snippets import evaluate
-from tests.virtual_gpu.test_floats import check, drawn
-from tests.virtual_gpu.test_integers import HOSTILE, signed, valued
 
 
 def converted(source: Format, target: Format, x: int, ties: str = "even") -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.float_bits import BF16, F16, F32, FORMATS, Format, hostile
+from tests.helpers.float_bits import BF16, F16, F32, FORMATS, Format, check, drawn, hostile
+from tests.helpers.integer_bits import columns
 from tests.helpers.ptx_snippets import evaluate
-from tests.virtual_gpu.test_integers import columns
 
 Number = Any  # a float or a Fraction
 
@@ -33,21 +33,6 @@ def divided(a: Number, b: Number) -> Number:
 
 def multiplied_and_added(a: Number, b: Number, c: Number) -> Number:
     return a * b + c
-
-
-def drawn(form: Format, n: int, seed: int) -> list[int]:
-    """Random bits, many of them near 1."""
-    draw = random.Random(seed)
-    near = form.infinity // 2
-    return [
-        draw.getrandbits(form.bits) if i % 2 else near + draw.randrange(-8 << form.mantissa, 8 << form.mantissa)
-        for i in range(n)
-    ]
-
-
-def check(form: Format, got: list[int], wanted: list[int], *operands: list[int]) -> None:
-    for y, z, *x in zip(got, wanted, *operands, strict=True):
-        assert form.same(y, z), f"{[hex(v) for v in x]}: {y:#x}, not {z:#x}"
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])

@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from tests.helpers.float_bits import F32, hostile
+from tests.helpers.float_bits import F32, check, hostile
 from tests.helpers.ptx_snippets import evaluate
-from tests.virtual_gpu.test_floats import check
 
 
 def ulp(y: float) -> float:

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from fusedattn.virtual_gpu.errors import KernelError, UnknownPTXError
+from tests.helpers.integer_bits import signed
 from tests.helpers.ptx_snippets import evaluate
-from tests.virtual_gpu.test_integers import signed
 
 DRAW = random.Random(0)
 VALUES = [DRAW.getrandbits(32) for _ in range(96)]
