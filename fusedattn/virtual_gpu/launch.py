@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.virtual_gpu import ptx
@@ -26,6 +28,11 @@ LANES = 2048  # threads that run together, about: NumPy costs the same for fewer
 _SWIZZLES = {0: 0, 1: 1, 2: 3, 3: 7}  # Triton's modes of a tensor map
 
 
+def _fences_copies() -> bool:
+    """Whether this Triton puts a fence between cp.async and wgmma: since 3.7.1 (triton-lang/triton#10537)."""
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How programs run. Correct code computes the same with all of these, but for `noise` and `truncating`."""
@@ -36,7 +43,8 @@ class Settings:
     seed: int | None = None
     noise: bool = False
     truncating: bool = False
-    strict: bool = False  # two rules of PTX that Triton's code breaks, and the hardware forgives, are errors
+    strict: bool = False  # rules of PTX that Triton's code breaks, and NVIDIA's assembler repairs, are errors
+    fenced_copies: bool = field(default_factory=_fences_copies)  # else wgmma needs none after cp.async
     counting: bool = False  # bytes, sectors and bank conflicts
 
 
@@ -81,6 +89,7 @@ class Launcher:
             products=Products(settings.truncating),
             noise=Noise(settings.noise, settings.seed or 0),
             strict=settings.strict,
+            fenced_copies=settings.fenced_copies,
         )
         return Programs(machine)
 

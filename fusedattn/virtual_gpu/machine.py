@@ -47,6 +47,7 @@ class Machine:
         products: Products,
         noise: Noise,
         strict: bool = False,
+        fenced_copies: bool = False,
     ) -> None:
         self.kernel, self.n_ctas, self.n_threads = kernel, n_ctas, kernel.n_threads
         self.order, self.products, self.noise, self.counters = order, products, noise, counters
@@ -58,7 +59,9 @@ class Machine:
             at += max(parameter.n_bytes, 128)
         n_lanes = n_ctas * kernel.n_threads
         self.registers = Registers(kernel.registers | _SPECIAL, n_lanes, addresses | self.parameter_addresses)
-        self.shared = SharedMemory(kernel, n_ctas, kernel.n_threads, shared_bytes, counters.liberties, strict=strict)
+        self.shared = SharedMemory(
+            kernel, n_ctas, kernel.n_threads, shared_bytes, counters.liberties, strict=strict or fenced_copies
+        )
         self.memory = GlobalMemory([])
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
