@@ -1,0 +1,166 @@
+"""Run attention on a virtual GPU with faults in the PTX of its kernels, and say whether they were noticed.
+
+Kernels are interpreted in the process of the tests, and compiled in another one, which answers requests line by line.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fusedattn import attention, testing
+from fusedattn.testing import Case
+from fusedattn.virtual_gpu.attention import compiled_attention
+from fusedattn.virtual_gpu.errors import KernelError
+from fusedattn.virtual_gpu.programs import Programs
+from tests.virtual_gpu.planted import BARRIER, FAULTS, PROBLEMS, Fault
+
+_STATEMENT = re.compile(r"\s*(?:@!?[%\w]+\s+)?([a-z][\w.:]*)[\s;]")
+
+
+@dataclass
+class Honest:
+    """A problem solved without a fault: the PTX of its kernels, and how often each instruction was executed."""
+
+    noticed: str | None
+    ptx: dict[str, list[str]]  # kernel -> lines
+    executed: dict[str, Counter[tuple[str, int]]]  # kernel -> (opcode, its number among those of the opcode) -> warps
+
+
+def _solve(problem: str, case: Case, rewrite: Callable[[str, str], str]) -> str | None:
+    """What a run notices: an error, or the results that leave the error budget; None if it notices nothing."""
+    arch, _, options = PROBLEMS[problem]
+    function = functools.partial(attention, backend="triton", **options)
+    try:
+        with compiled_attention(arch) as gpu:
+            gpu.rewrite = rewrite
+            ratios = testing.check(function, _inputs(case))
+    except KernelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"{name} {x.used:.2g} of the budget" for name, x in ratios.items() if not x.ok) or None
+
+
+@cache
+def _inputs(case: Case) -> testing.Inputs:
+    return testing.make_inputs(case)
+
+
+@cache
+def honest(problem: str) -> Honest:
+    """Solve the cases of a problem with its kernels as they are, which are the same for each."""
+    ptx: dict[str, list[str]] = {}
+    executed: dict[str, Counter[tuple[str, int]]] = {}
+    counted = Programs.count
+
+    def count(programs: Programs) -> None:
+        kernel = programs.machine.kernel
+        of_kernel = executed.setdefault(kernel.name, Counter())
+        seen: Counter[str] = Counter()
+        for block in programs.blocks:
+            for x in [*block.instructions, *([block.end] if block.end is not None else [])]:
+                of_kernel[x.opcode, seen[x.opcode]] += block.entered
+                seen[x.opcode] += 1
+        counted(programs)
+
+    def keep(name: str, text: str) -> str:
+        assert ptx.setdefault(name, text.splitlines()) == text.splitlines(), f"{problem}: two kernels {name}"
+        return text
+
+    noticed = None
+    with patch.object(Programs, "count", count):
+        for case in PROBLEMS[problem][1]:
+            noticed = noticed or _solve(problem, case, keep)
+    return Honest(noticed, ptx, executed)
+
+
+def places(fault: Fault) -> list[int]:
+    """The lines of a kernel's PTX that a fault may change: those with its pattern that are executed."""
+    known = honest(fault.problem)
+    seen: Counter[str] = Counter()
+    found = []
+    for i, line in enumerate(known.ptx[fault.kernel]):
+        statement = _STATEMENT.match(line)
+        if statement is None:
+            continue
+        opcode = statement.group(1)
+        if known.executed[fault.kernel][opcode, seen[opcode]] and re.search(fault.old, line):
+            found.append(i)
+        seen[opcode] += 1
+    return found
+
+
+def plant(fault: Fault, *lines: int) -> str | None:
+    """What is noticed of a fault in these lines."""
+
+    def rewrite(name: str, text: str) -> str:
+        if name != fault.kernel:
+            return text
+        parts = text.splitlines()
+        for i in lines:
+            changed = re.sub(fault.old, fault.new, parts[i])
+            if changed == parts[i]:
+                raise ValueError(f"{fault.name}: {changed!r} stays as it is")
+            parts[i] = changed
+        return "\n".join(parts)
+
+    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in PROBLEMS[fault.problem][1])), None)
+
+
+def _excuse(fault: Fault, i: int, found: list[int]) -> str | None:
+    """Why nothing can notice a line that is gone: the line before or after it does the same."""
+    if fault.old == BARRIER:
+        n = found.index(i)
+        for size in (2, 3):
+            for first in range(max(n - size + 1, 0), min(n + 1, len(found) - size + 1)):
+                if plant(fault, *found[first : first + size]):
+                    return f"another barrier orders the same: without {size}, it is noticed"
+    if "commit_group" in fault.old:
+        kind = fault.old.partition("commit_group")[0]
+        for line in honest(fault.problem).ptx[fault.kernel][i + 1 :]:
+            if re.search(kind + "wait_group", line):
+                return None
+            if re.search(fault.old, line):
+                return "the next commit takes its work, before any wait"
+    return None
+
+
+def judge(fault: Fault) -> dict[str, Any]:
+    """Plant a fault at its line, or at each of its lines in turn.
+
+    Returns, under "lines", for each: the line, what is noticed of the fault, and why nothing can be noticed.
+    """
+    found = places(fault)
+    chosen = range(len(found)) if fault.nth is None else [range(len(found))[fault.nth]] if found else []
+    reasons = dict(fault.harmless)
+    lines = []
+    for n in chosen:
+        noticed = plant(fault, found[n])
+        excuse = None if noticed else reasons.get(n) or _excuse(fault, found[n], found)
+        lines.append((n, honest(fault.problem).ptx[fault.kernel][found[n]].strip(), noticed, excuse))
+    return {"lines": lines, "honest": honest(fault.problem).noticed}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    by_name = {fault.name: fault for fault in FAULTS}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request in PROBLEMS:  # once more, without a fault
+            answer: Any = [_solve(request, case, lambda name, text: text) for case in PROBLEMS[request][1]]
+        else:
+            answer = judge(by_name[request])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
