@@ -99,8 +99,8 @@ def places(fault: Fault) -> list[int]:
     return found
 
 
-def plant(fault: Fault, *lines: int) -> str | None:
-    """What is noticed of a fault in these lines."""
+def plant(fault: Fault, *lines: int, cases: tuple[Case, ...] | None = None) -> str | None:
+    """What is noticed of a fault in these lines, by the cases of its problem or by others."""
 
     def rewrite(name: str, text: str) -> str:
         if name != fault.kernel:
@@ -113,24 +113,33 @@ def plant(fault: Fault, *lines: int) -> str | None:
             parts[i] = changed
         return "\n".join(parts)
 
-    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in PROBLEMS[fault.problem][1])), None)
+    chosen = PROBLEMS[fault.problem][1] if cases is None else cases
+    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in chosen)), None)
 
 
-def _excuse(fault: Fault, i: int, found: list[int]) -> str | None:
-    """Why nothing can notice a line that is gone: the line before or after it does the same."""
-    if fault.old == BARRIER:
-        n = found.index(i)
-        for size in (2, 3):
-            for first in range(max(n - size + 1, 0), min(n + 1, len(found) - size + 1)):
-                if plant(fault, *found[first : first + size]):
-                    return f"another barrier orders the same: without {size}, it is noticed"
-    if "commit_group" in fault.old:
-        kind = fault.old.partition("commit_group")[0]
-        for line in honest(fault.problem).ptx[fault.kernel][i + 1 :]:
-            if re.search(kind + "wait_group", line):
-                return None
-            if re.search(fault.old, line):
-                return "the next commit takes its work, before any wait"
+def _next_commit(fault: Fault, i: int) -> str | None:
+    """Why nothing can notice that a commit is gone, if another one follows before any wait, and all wait for all."""
+    kind, is_commit, _ = fault.old.partition("commit_group")
+    lines = honest(fault.problem).ptx[fault.kernel]
+    if not is_commit or any(re.search(kind + r"wait_group\S*\s+[^0\s]", line) for line in lines):
+        return None
+    for line in lines[i + 1 :]:
+        if re.search(kind + "wait_group", line) or re.search(r"\bbra\b", line):
+            return None
+        if re.search(fault.old, line):
+            return "the next commit takes its work, before any wait"
+    return None
+
+
+def _other_barrier(fault: Fault, found: list[int], n: int) -> str | None:
+    """Why nothing can notice that a barrier is gone, if that is noticed without some of its neighbours too."""
+    if fault.old != BARRIER:
+        return None
+    case = PROBLEMS[fault.problem][1][0]
+    for size in (2, 3):
+        for first in range(max(n - size + 1, 0), min(n + 1, len(found) - size + 1)):
+            if plant(fault, *found[first : first + size], cases=(case,)):
+                return f"another barrier orders the same: without {size} it is noticed"
     return None
 
 
@@ -144,8 +153,10 @@ def judge(fault: Fault) -> dict[str, Any]:
     reasons = dict(fault.harmless)
     lines = []
     for n in chosen:
-        noticed = plant(fault, found[n])
-        excuse = None if noticed else reasons.get(n) or _excuse(fault, found[n], found)
+        excuse = _next_commit(fault, found[n])
+        noticed = None if excuse else plant(fault, found[n])
+        if not noticed:
+            excuse = excuse or reasons.get(n) or _other_barrier(fault, found, n)
         lines.append((n, honest(fault.problem).ptx[fault.kernel][found[n]].strip(), noticed, excuse))
     return {"lines": lines, "honest": honest(fault.problem).noticed}
 
