@@ -26,6 +26,7 @@ PROBLEMS: dict[str, tuple[Arch, tuple[Case, ...], dict[str, Any]]] = {
     "one pass": ("sm_90", (_RAGGED, _WHOLE), {"deterministic": False}),
     "atomics": ("sm_90", (replace(_RAGGED, head_dim=62),), {"deterministic": False}),
     "pointers": ("sm_90", (replace(_RAGGED, boolean="full"),), {}),
+    "ampere, steep": ("sm_80", (replace(_STEEP, dtype=torch.bfloat16),), {}),
     "ampere": (
         "sm_80",
         (_SHORT, replace(_WHOLE, seqlen_k=256, dtype=torch.bfloat16), replace(_STEEP, dtype=torch.bfloat16)),
@@ -106,6 +107,12 @@ def _on(
         yield Fault(what, problem, kernel, old, new, nth, (harmless or {}).get((problem, kernel), ()))
 
 
+_NEXT_WAIT = "the next wait comes before every use of its results and operands"
+_REST = "what it leaves is zeros beyond the end, and the next wait comes before anything else uses their memory"
+_UNWRITTEN = "the registers of its products were not written since the fence before"
+_TWICE = "the fence before it has ordered the same writes, and no product reads what cp.async copies there"
+_EARLY = "it precedes the wait for the copies, and another fence follows"
+
 # fmt: off
 FAULTS = (
     # Order between threads and asynchronous work: each place of it.
@@ -113,12 +120,12 @@ FAULTS = (
     *_on(_DRAINED, "a commit of copies removed", r"cp\.async\.commit_group.*", ""),
     *_on((("descriptors", DKDV), ("ampere", FWD)), "a commit of copies in a loop removed", r"cp\.async\.commit_group.*", "", -1),
     *_on(_COPYING, "a wait for copies removed", r"cp\.async\.wait_group.*", ""),
-    *_on(_COPYING, "a wait for copies leaves one more group", r"(cp\.async\.wait_group\S*\s+)(\d+)", _one_more),
-    *_on(_HOPPER, "a wait for products removed", r"wgmma\.wait_group.*", ""),
-    *_on(_HOPPER, "a wait for products leaves one more group", r"(wgmma\.wait_group\S*\s+)(\d+)", _one_more),
+    *_on(_COPYING, "a wait for copies leaves one more group", r"(cp\.async\.wait_group\S*\s+)(\d+)", _one_more, harmless={("one pass", DKDV): ((1, _REST),), ("ampere", FWD): ((1, _REST),)}),
+    *_on(_HOPPER, "a wait for products removed", r"wgmma\.wait_group.*", "", harmless={("descriptors", FWD): ((1, _NEXT_WAIT),), ("one pass", DKDV): ((3, _NEXT_WAIT), (7, _NEXT_WAIT))}),
+    *_on(_HOPPER, "a wait for products leaves one more group", r"(wgmma\.wait_group\S*\s+)(\d+)", _one_more, harmless={("descriptors", FWD): ((1, _NEXT_WAIT),), ("one pass", DKDV): ((3, _NEXT_WAIT), (7, _NEXT_WAIT))}),
     *_on(_HOPPER, "a commit of products removed", r"wgmma\.commit_group.*", ""),
-    *_on(_HOPPER, "a fence of products removed", r"wgmma\.fence.*", ""),
-    *_on(_HOPPER, "a fence between proxies removed", r"fence\.proxy\.async.*", ""),
+    *_on(_HOPPER, "a fence of products removed", r"wgmma\.fence.*", "", harmless={("descriptors", DKDV): ((1, _UNWRITTEN), (3, _UNWRITTEN)), ("descriptors", DQ): ((4, _UNWRITTEN),), ("one pass", DKDV): ((1, _UNWRITTEN), (3, _UNWRITTEN)), ("pointers", DQ): ((1, _UNWRITTEN),)}),
+    *_on(_HOPPER, "a fence between proxies removed", r"fence\.proxy\.async.*", "", harmless={("descriptors", FWD): ((1, _EARLY),), ("descriptors", DKDV): ((0, _EARLY), (3, _TWICE)), ("descriptors", DQ): ((1, _EARLY),), ("one pass", DKDV): ((0, _EARLY), (5, _TWICE)), ("pointers", FWD): ((0, _EARLY),)}),
     *_on((("one pass", DKDV),), "a wait for an addition removed", r"cp\.async\.bulk\.wait_group.*", ""),
     *_on((("one pass", DKDV),), "a commit of an addition removed", r"cp\.async\.bulk\.commit_group.*", ""),
     *_on((("one pass", DKDV),), "an addition removed", r"@%p\d+ cp\.reduce.*", ""),
@@ -130,21 +137,23 @@ FAULTS = (
     *_on(_TMA, "the parity of a wait is always 0", r"(try_wait.*\], )%r\d+;", r"\g<1>0;"),
     *_on(_TMA, "the parity of a wait is always 1", r"(try_wait.*\], )%r\d+;", r"\g<1>1;"),
     *_on(_TMA, "a tile of the accelerator starts 64 rows later", TMA, r"add.s32 \2, \2, 64;\n\g<0>\nsub.s32 \2, \2, 64;", -1),
-    # Matrices in shared memory.
+    # Matrices in shared memory. Registers begin as NaN, and attention_bwd_dq computes a tile with NaN once more, without
+    # it: so it would hide that a product adds to them.
     *_on(_HOPPER, "the swizzle mode of a descriptor", DESCRIPTOR, _descriptor(1 << 63), 0),
     *_on(_HOPPER, "another swizzle mode of a descriptor", DESCRIPTOR, _descriptor(1 << 62), -1),
     *_on(_HOPPER, "the stride of a descriptor", DESCRIPTOR, _descriptor(1 << 37), 0),
     *_on(_HOPPER, "the stride of the last descriptor", DESCRIPTOR, _descriptor(1 << 37), -1),
     *_on(_HOPPER, "the start of a descriptor", DESCRIPTOR, _descriptor(1 << 1), 0),
-    *_on((("wide", FWD),), "the leading offset of a descriptor", DESCRIPTOR, _descriptor(1 << 22)),
-    *_on(_HOPPER, "a product adds to what was there before", r"(\}, %rd\d+, %rd\d+, )0(, 1, 1)", r"\g<1>1\2", 0),
+    *_on((("wide", FWD),), "the leading offset of a descriptor", DESCRIPTOR, _descriptor(1 << 22), 20),
+    *_on(tuple(x for x in _HOPPER if x[1] != DQ), "a product adds to what was there before", r"(\}, %rd\d+, %rd\d+, )0(, 1, 1)", r"\g<1>1\2", 0),
     *_on(_HOPPER, "a product forgets the sum so far", r"(\}, %rd\d+, %rd\d+, )%p\d+(, 1, 1)", r"\g<1>0\2", 0),
     *_on(_HOPPER, "the operands of wgmma exchanged", r"\}, (%rd\d+), (%rd\d+),", r"}, \2, \1,", 0),
     *_on(_AMPERE, "a pair of operands of mma exchanged", r"\{ (%r\d+), (%r\d+) \}, \{", r"{ \2, \1 }, {", 0),
     *_on(_AMPERE, "rows of an operand of mma exchanged", r"\}, \{ (%r\d+), (%r\d+), ", r"}, { \2, \1, ", 0),
     *_on(_AMPERE, "ldmatrix without .trans", r"\.trans\.shared", ".shared", 0),
     *_on(_AMPERE, "ldmatrix with .trans", r"x4\.shared", "x4.trans.shared", 0),
-    *_on(_ALL, "a bit of a swizzle", r"(xor\.b32\s+%r\d+, %r\d+, )16;", r"\g<1>48;", 0),
+    *_on((("descriptors", FWD), ("pointers", FWD), ("ampere", FWD)), "a bit of a swizzle", r"(xor\.b32\s+%r\d+, %r\d+, )16;", r"\g<1>48;", -1),
+    *_on(tuple(x for x in _ALL if x[1] != FWD and x[0] != "one pass"), "another bit of a swizzle", r"(xor\.b32\s+%r\d+, %r\d+, )64;", r"\g<1>96;", -1),
     # Addresses and predicates.
     *_on(_COPYING, "no zeros after the end of a tensor", r"(cp\.async\.c[ag].*, (?:0x10|16|4), )%r\d+;", lambda found: found[1] + re.findall(r"0x\w+|\b\d+(?=,)", found[1])[-1] + ";", -1),
     *_on(_ALL, "shared memory written 16 bytes further", r"(st\.shared\.v4\.b32 \[ %r\d+ \+ )0", r"\g<1>16", 0),
@@ -153,11 +162,12 @@ FAULTS = (
     *_on((("descriptors", FWD), ("pointers", FWD), ("ampere", FWD)), "a statistic written one element further", r"(st\.global\.b32 \[ %rd\d+ \+ )0", r"\g<1>4", 0),
     *_on(_ALL, "a result written eight elements further", r"(st\.global\.v4\.b32 \[ %rd\d+ \+ )0", r"\g<1>16", 0),
     *_on(_ALL, "the predicate of a store negated", r"@(%p\d+ st\.global)", r"@!\1", 0),
-    *_on(_ALL, "the branch of a loop negated", r"@(%p\d+ bra\s+\$L__BB0_\d+)", r"@!\1", -1),
+    *_on((("descriptors", FWD), ("descriptors", DKDV), ("one pass", DKDV), ("ampere", DKDV)), "the branch of a loop negated", r"@(%p\d+ bra\s+\$L__BB0_\d+)", r"@!\1", -1),
     # Arithmetic.
     *_on((("descriptors", FWD), ("pointers", FWD), ("ampere", FWD)), "a lane distance of a shuffle", r"(shfl\.sync\.bfly.*, )1, 31", r"\g<1>4, 31", 0),
     *_on((("descriptors, steep", FWD), ("ampere, steep", FWD)), "a maximum becomes a minimum", r"max\.f32", "min.f32", 0),
-    *_on(_ALL, "the sign of an exponent", r"ex2\.approx\.ftz\.f32\s+%r\d+, (%r\d+);", r"neg.f32 \1, \1;\n\g<0>\nneg.f32 \1, \1;", -1),
+    *_on((("pointers", DQ),), "the sign of an exponent", r"ex2\.approx\.ftz\.f32\s+%r\d+, (%r\d+);", r"neg.f32 \1, \1;\n\g<0>\nneg.f32 \1, \1;", 0),
+    *_on(tuple(x for x in _ALL if x != ("pointers", DQ)), "the sign of an exponent", r"ex2\.approx\.ftz\.f32\s+%r\d+, (%r\d+);", r"neg.f32 \1, \1;\n\g<0>\nneg.f32 \1, \1;", -1),
     *_on((("atomics", DKDV),), "an atomic addition becomes a store", r"(?:atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32 (?:[^\[]*, )?(\[)", r"st.global\1.b32 \2", None),
 )
 # fmt: on

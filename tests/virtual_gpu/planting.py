@@ -23,7 +23,7 @@ from fusedattn.testing import Case
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.programs import Programs
-from tests.virtual_gpu.planted import BARRIER, FAULTS, PROBLEMS, Fault
+from tests.virtual_gpu.planted import FAULTS, PROBLEMS, Fault
 
 _STATEMENT = re.compile(r"\s*(?:@!?[%\w]+\s+)?([a-z][\w.:]*)[\s;]")
 
@@ -99,8 +99,8 @@ def places(fault: Fault) -> list[int]:
     return found
 
 
-def plant(fault: Fault, *lines: int, cases: tuple[Case, ...] | None = None) -> str | None:
-    """What is noticed of a fault in these lines, by the cases of its problem or by others."""
+def plant(fault: Fault, *lines: int) -> str | None:
+    """What is noticed of a fault in these lines."""
 
     def rewrite(name: str, text: str) -> str:
         if name != fault.kernel:
@@ -113,8 +113,7 @@ def plant(fault: Fault, *lines: int, cases: tuple[Case, ...] | None = None) -> s
             parts[i] = changed
         return "\n".join(parts)
 
-    chosen = PROBLEMS[fault.problem][1] if cases is None else cases
-    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in chosen)), None)
+    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in PROBLEMS[fault.problem][1])), None)
 
 
 def _next_commit(fault: Fault, i: int) -> str | None:
@@ -131,34 +130,53 @@ def _next_commit(fault: Fault, i: int) -> str | None:
     return None
 
 
-def _other_barrier(fault: Fault, found: list[int], n: int) -> str | None:
-    """Why nothing can notice that a barrier is gone, if that is noticed without some of its neighbours too."""
-    if fault.old != BARRIER:
-        return None
-    case = PROBLEMS[fault.problem][1][0]
-    for size in (2, 3):
-        for first in range(max(n - size + 1, 0), min(n + 1, len(found) - size + 1)):
-            if plant(fault, *found[first : first + size], cases=(case,)):
-                return f"another barrier orders the same: without {size} it is noticed"
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Numbers in order, as runs of neighbours."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return runs
+
+
+def _shared_task(
+    fault: Fault, found: list[int], n: int, run: list[int], known: dict[frozenset[int], Any]
+) -> str | None:
+    """Why nothing can notice the fault at line `n` of a run of neighbours: others of them do the same.
+
+    That is so if it is noticed at some of them together, but not at those without `n`.
+    """
+
+    def noticed(which: list[int]) -> str | None:
+        key = frozenset(which)
+        if key not in known:
+            known[key] = plant(fault, *(found[i] for i in which))
+        return known[key]
+
+    for size in range(2, len(run) + 1):
+        for window in (run[i : i + size] for i in range(len(run) - size + 1)):
+            if n in window and (what := noticed(window)) and not noticed([i for i in window if i != n]):
+                return f"it does what others of {window} do; without all of them: {what}"
     return None
 
 
 def judge(fault: Fault) -> dict[str, Any]:
     """Plant a fault at its line, or at each of its lines in turn.
 
-    Returns, under "lines", for each: the line, what is noticed of the fault, and why nothing can be noticed.
+    Returns, under "lines", for each: its number, the line, what is noticed, and why nothing can be.
     """
     found = places(fault)
     chosen = range(len(found)) if fault.nth is None else [range(len(found))[fault.nth]] if found else []
-    reasons = dict(fault.harmless)
-    lines = []
-    for n in chosen:
-        excuse = _next_commit(fault, found[n])
-        noticed = None if excuse else plant(fault, found[n])
-        if not noticed:
-            excuse = excuse or reasons.get(n) or _other_barrier(fault, found, n)
-        lines.append((n, honest(fault.problem).ptx[fault.kernel][found[n]].strip(), noticed, excuse))
-    return {"lines": lines, "honest": honest(fault.problem).noticed}
+    excuses: dict[int, str | None] = {n: dict(fault.harmless).get(n) or _next_commit(fault, found[n]) for n in chosen}
+    noticed = {n: None if excuses[n] else plant(fault, found[n]) for n in chosen}
+    known: dict[frozenset[int], Any] = {frozenset([n]): noticed[n] for n in chosen if not excuses[n]}
+    for run in _runs([n for n in chosen if not noticed[n] and not excuses[n]]):
+        excuses |= {n: _shared_task(fault, found, n, run, known) for n in run}
+    lines = honest(fault.problem).ptx[fault.kernel]
+    judged = [(n, lines[found[n]].strip(), noticed[n], excuses[n]) for n in chosen]
+    return {"lines": judged, "of": len(found), "honest": honest(fault.problem).noticed}
 
 
 def main() -> None:
