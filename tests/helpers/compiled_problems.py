@@ -20,6 +20,7 @@ from fusedattn.kernels import configs
 from fusedattn.testing import Case, Ratios
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.counters import Counters
+from tests.tools.hardware_noise import gpu_eager, tf32_eager
 
 ARCHS: tuple[configs.Arch, ...] = ("sm_90", "sm_80")
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,8 +44,12 @@ class Problem:
     packed: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def dtype(self) -> str:
+        return "tf32" if self.tf32 else str(self.case.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        parts = [self.group, self.arch, "tf32" if self.tf32 else str(self.case.dtype).removeprefix("torch.")]
+        parts = [self.group, self.arch, self.dtype]
         parts += [self.case.name or f"head_dim {self.case.head_dim}"]
         parts += [f"{name}={value}" for name, value in {**self.forward, **self.settings}.items()]
         return ", ".join(parts)
@@ -69,15 +74,16 @@ def solve(problem: Problem) -> Solution:
         _forward_config(problem.forward),
         _float32_products("high" if problem.tf32 else "highest"),
     ):
-        if not problem.tf32:
-            return Solution(testing.check(function, inputs), gpu.counters)
-        # TF32 has the mantissa of float16, so eager PyTorch's error in float16 is the unit of its budget.
         found = testing.run(function, inputs)
-        eager = {name: x.float() for name, x in testing.baseline(inputs.to(torch.float16)).items()}
-        ratios = testing.compare_results(
-            found, testing.golden(inputs), eager, torch.float16, testing.bias_terms(inputs)
-        )
-        return Solution(ratios, gpu.counters)
+    return Solution(_judged(problem, inputs, found), gpu.counters)
+
+
+def _judged(problem: Problem, inputs: testing.Inputs, found: testing.Results) -> dict[str, Ratios]:
+    """The share of the budget of each result. In float32 its unit is the error of eager PyTorch on a GPU."""
+    eager_on_gpu = {"float32": gpu_eager, "tf32": tf32_eager}.get(problem.dtype, contextlib.nullcontext)
+    with eager_on_gpu():
+        eager = testing.baseline(inputs)
+    return testing.compare_results(found, testing.golden(inputs), eager, inputs.q.dtype, testing.bias_terms(inputs))
 
 
 @contextlib.contextmanager

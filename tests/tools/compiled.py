@@ -40,7 +40,7 @@ class Row:
     tensor: str = ""
     error: str = ""
     programs: dict[str, int] = field(default_factory=dict)  # of each kernel
-    instructions: int = 0  # executed, each once for a warp
+    instructions: int = 0  # executed, each once for the programs that run together
     liberties: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -52,8 +52,7 @@ class Row:
 def row_of(problem: Problem) -> Row:
     """Solve a problem; a fault is a result too."""
     torch.set_num_threads(1)
-    dtype = "tf32" if problem.tf32 else str(problem.case.dtype).removeprefix("torch.")
-    row = Row(str(problem), problem.group, problem.arch, dtype)
+    row = Row(str(problem), problem.group, problem.arch, problem.dtype)
     start = time.process_time()
     try:
         solution = solve(problem)
@@ -64,7 +63,7 @@ def row_of(problem: Problem) -> Row:
         row.used = round(worst.used, 4)
         for name, counters in solution.counters.items():
             row.programs[name] = counters.programs
-            row.instructions += sum(counters.by_opcode.values())
+            row.instructions += counters.instructions
             for rule in counters.liberties:
                 kind = rule.partition(":")[0]
                 row.liberties[kind] = row.liberties.get(kind, 0) + 1

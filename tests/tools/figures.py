@@ -87,7 +87,7 @@ def _compiled(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def compiled_tables(results: dict[str, Any]) -> str:
     """What the virtual GPU ran, in Markdown: by Triton and architecture, then by group of problems."""
-    head = ("Triton", "architecture", "problems", "within the budget", "most used", "programs", "instructions of warps")
+    head = ("Triton", "architecture", "problems", "within the budget", "most used", "programs", "instructions")
     by_arch: list[tuple[object, ...]] = [head]
     by_group: list[tuple[object, ...]] = [("problems", "dtype", *results)]
     cells: dict[tuple[str, str], dict[str, str]] = {}

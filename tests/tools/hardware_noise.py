@@ -215,6 +215,10 @@ class gpu_eager(TorchDispatchMode):  # noqa: N801
         super().__init__()
         self.exp = exp
 
+    def product(self, a: Array, b: Array, dtype: torch.dtype) -> Array:
+        """``a @ b`` of values of a dtype, as float64, in float32."""
+        return _products(dtype)(a, b, np.zeros((*a.shape[:-1], b.shape[-1])))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the operators that are not exact on a GPU."""
         replaced = self._replaced(func, args)
@@ -226,7 +230,7 @@ class gpu_eager(TorchDispatchMode):  # noqa: N801
             return None
         if func in (aten.bmm.default, aten.mm.default):
             a, b = (y.detach().double().numpy() for y in args)
-            return torch.from_numpy(_products(x.dtype)(a, b, np.zeros((*a.shape[:-1], b.shape[-1])))).to(x.dtype)
+            return torch.from_numpy(self.product(a, b, x.dtype)).to(x.dtype)
         if x.dtype != torch.float32 or x.shape[-1:] == (0,):
             return None
         data = x.detach().numpy()
@@ -252,6 +256,15 @@ class gpu_eager(TorchDispatchMode):  # noqa: N801
             exps = self.exp(x - largest)
             total = np.expand_dims(sum_by_halves(exps, axis), axis)
             return exps, total, np.where(np.isfinite(largest), largest, np.float32(0.0))
+
+
+class tf32_eager(gpu_eager):  # noqa: N801
+    """The same with TF32 allowed: matrix units ignore the low 13 bits of float32."""
+
+    def product(self, a: Array, b: Array, dtype: torch.dtype) -> Array:
+        kept = np.uint32(0xFFFFE000)
+        a, b = ((_float32(x).view(np.uint32) & kept).view(np.float32).astype(np.float64) for x in (a, b))
+        return tensor_core(a, b, np.zeros((*a.shape[:-1], b.shape[-1])))
 
 
 other_expf = _erring(np.exp, EXPF, 7, 0.0)  # errors as frequent and as large as those of expf, elsewhere

@@ -174,6 +174,6 @@ FAULTS = (
     *_on((("descriptors, steep", FWD), ("ampere, steep", FWD)), "a maximum becomes a minimum", r"max\.f32", "min.f32", 0),
     *_on((("pointers", DQ),), "the sign of an exponent", r"ex2\.approx\.ftz\.f32\s+%r\d+, (%r\d+);", r"neg.f32 \1, \1;\n\g<0>\nneg.f32 \1, \1;", 0),
     *_on(tuple(x for x in _ALL if x != ("pointers", DQ)), "the sign of an exponent", r"ex2\.approx\.ftz\.f32\s+%r\d+, (%r\d+);", r"neg.f32 \1, \1;\n\g<0>\nneg.f32 \1, \1;", -1),
-    *_on((("atomics", DKDV),), "an atomic addition becomes a store", r"(?:atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32 (?:[^\[]*, )?(\[)", r"st.global\1.b32 \2", None),
+    *_on((("atomics", DKDV),), "an atomic addition becomes a store", r"(?:atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32 (?:[^\[]*, )?(\[)", r"st.global\1.b32 \2", -1),
 )
 # fmt: on

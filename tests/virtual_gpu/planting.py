@@ -6,6 +6,7 @@ Kernels are interpreted in the process of the tests, and compiled in another one
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import sys
@@ -24,7 +25,7 @@ from fusedattn.testing import Case
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.programs import Programs
-from tests.virtual_gpu.planted import FAULTS, PROBLEMS, Fault
+from tests.virtual_gpu.planted import FAULTS, FWD, PROBLEMS, Fault
 
 _STATEMENT = re.compile(r"\s*(?:@!?[%\w]+\s+)?([a-z][\w.:]*)[\s;]")
 
@@ -38,22 +39,39 @@ class Honest:
     executed: dict[str, Counter[tuple[str, int]]]  # kernel -> (opcode, its number among those of the opcode) -> warps
 
 
-def _solve(problem: str, case: Case, rewrite: Callable[[str, str], str], *, counting: bool = False) -> str | None:
-    """What a run notices: an error, or the results that leave the error budget; None if it notices nothing."""
+def _solve(
+    problem: str, case: Case, rewrite: Callable[[str, str], str], kernel: str = "", *, counting: bool = False
+) -> str | None:
+    """What a run notices: an error, or the results that leave the error budget; None if it notices nothing.
+
+    If only the forward has a fault, `kernel`, only the forward runs.
+    """
     arch, _, options = PROBLEMS[problem]
     function = functools.partial(attention, backend="triton", **options)
+    inputs, truth, eager = _case(case)
     try:
         with compiled_attention(arch, counting=counting) as gpu:
             gpu.rewrite = rewrite
-            ratios = testing.check(function, _inputs(case))
+            if kernel == FWD:
+                leaves = [
+                    x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
+                ]  # for which it keeps rows
+                results = function(*leaves, **inputs.options, return_lse=True)
+                actual = {name: x.detach() for name, x in zip(("out", "lse"), results, strict=True)}
+            else:
+                actual = dict(testing.run(function, inputs))
     except KernelError as error:
         return f"{type(error).__name__}: {error}"
+    wanted = [{name: x[name] for name in actual} for x in (truth, eager)]
+    ratios = testing.compare_results(actual, *wanted, case.dtype)
     return "; ".join(f"{name} {x.used:.2g} of the budget" for name, x in ratios.items() if not x.ok) or None
 
 
 @cache
-def _inputs(case: Case) -> testing.Inputs:
-    return testing.make_inputs(case)
+def _case(case: Case) -> tuple[testing.Inputs, testing.Results, testing.Results]:
+    """The inputs of a case, the truth, and what eager PyTorch computes."""
+    inputs = testing.make_inputs(case)
+    return inputs, testing.golden(inputs), testing.baseline(inputs)
 
 
 @cache
@@ -81,6 +99,7 @@ def honest(problem: str) -> Honest:
     with patch.object(Programs, "count", count):
         for case in PROBLEMS[problem][1]:
             noticed = noticed or _solve(problem, case, keep, counting=True)
+    gc.freeze()  # what is known by now stays: collections need not look at it
     return Honest(noticed, ptx, executed)
 
 
@@ -107,6 +126,7 @@ def plant(fault: Fault, *lines: int) -> str | None:
         if name != fault.kernel:
             return text
         parts = text.splitlines()
+        assert parts == honest(fault.problem).ptx[name], f"{fault.problem}: two kernels {name}"
         for i in lines:
             changed = re.sub(fault.old, fault.new, parts[i])
             if changed == parts[i]:
@@ -114,7 +134,9 @@ def plant(fault: Fault, *lines: int) -> str | None:
             parts[i] = changed
         return "\n".join(parts)
 
-    return next(filter(None, (_solve(fault.problem, case, rewrite) for case in PROBLEMS[fault.problem][1])), None)
+    return next(
+        filter(None, (_solve(fault.problem, case, rewrite, fault.kernel) for case in PROBLEMS[fault.problem][1])), None
+    )
 
 
 def _next_commit(fault: Fault, i: int) -> str | None:

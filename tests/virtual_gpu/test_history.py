@@ -30,9 +30,8 @@ def kernels() -> Iterator[Process]:
         yield process
 
 
-@quick.only(sizes=SIZES[0], num_warps=4, stages=2, asynchronous="late")
-@pytest.mark.parametrize("asynchronous", ["early", "late"])
-@pytest.mark.parametrize("stages", [2, 3])
+@quick.only(sizes=SIZES[0], num_warps=4, asynchronous="late")
+@pytest.mark.parametrize(("stages", "asynchronous"), [(2, "late"), (3, "early")])
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_product_of_a_transposed_result(
