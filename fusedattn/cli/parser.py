@@ -66,7 +66,8 @@ seven minutes, or a third of that with --quick.
 With --compiled sm_80 or sm_90, Triton compiles the kernels for that GPU, and
 their PTX runs on the CPU: products of its matrix units, asynchronous copies and
 barriers too. A race, a read of uninitialised memory or an address outside of a
-tensor is an error. That takes about four minutes in one dtype.
+tensor is an error. In float32, eager PyTorch is computed as on a GPU too. That
+takes about four minutes in one dtype.
 """
 
 _CHECK_EXAMPLES = """\

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedattn import testing
+from fusedattn.virtual_gpu import eager
 from tests.conftest import INTERPRETING, assert_ratios, triton_attention
 from tests.helpers import quick
 from tests.tools import hardware_noise as noise
@@ -38,10 +39,10 @@ def test_budget(name, dtype):
     inputs = testing.make_inputs(replace(CASES[name], dtype=dtype))
     with noise.gpu_kernels(dtype):
         actual = testing.run(triton_attention, inputs)
-    with noise.gpu_eager():
-        eager = testing.baseline(inputs)
+    with eager.gpu_eager():
+        baseline = testing.baseline(inputs)
     terms = testing.bias_terms(inputs)
-    assert_ratios(testing.compare_results(actual, testing.golden(inputs), eager, dtype, terms), inputs)
+    assert_ratios(testing.compare_results(actual, testing.golden(inputs), baseline, dtype, terms), inputs)
 
 
 def units(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -55,11 +56,11 @@ X = -np.random.default_rng(0).uniform(0.0, 30.0, 2**16).astype(np.float32)
 @pytest.mark.parametrize(
     ("found", "exact", "most"),
     [
-        (noise.ex2(X), np.exp2(X.astype(np.float64)), noise.EX2),
-        (noise.expf(X), np.exp(X.astype(np.float64)), noise.EXPF),
-        (noise.logf(-X), np.log(-X.astype(np.float64)), noise.LOG),
-        (noise.tanhf(X / 30), np.tanh((X / 30).astype(np.float64)), noise.TANHF),
-        (noise.div_full(X[1:], X[:-1]), X[1:].astype(np.float64) / X[:-1], noise.DIV),
+        (eager.ex2(X), np.exp2(X.astype(np.float64)), eager.EX2),
+        (eager.expf(X), np.exp(X.astype(np.float64)), eager.EXPF),
+        (eager.logf(-X), np.log(-X.astype(np.float64)), eager.LOG),
+        (eager.tanhf(X / 30), np.tanh((X / 30).astype(np.float64)), eager.TANHF),
+        (eager.div_full(X[1:], X[:-1]), X[1:].astype(np.float64) / X[:-1], eager.DIV),
     ],
     ids=["exp2", "exp", "log", "tanh", "divide"],
 )
@@ -71,29 +72,29 @@ def test_errors_reach_their_bound_and_no_further(found, exact, most):
 
 
 def test_equal_operands_have_equal_results():
-    np.testing.assert_array_equal(noise.ex2(X)[::-1], noise.ex2(X[::-1]))
-    np.testing.assert_array_equal(noise.div_full(X[1:], X[:-1])[::2], noise.div_full(X[1::2], X[:-1:2]))
-    assert (noise.div_full(X, X[::-1]) != noise.div_full(X[::-1], X)[::-1]).sum() == 0
+    np.testing.assert_array_equal(eager.ex2(X)[::-1], eager.ex2(X[::-1]))
+    np.testing.assert_array_equal(eager.div_full(X[1:], X[:-1])[::2], eager.div_full(X[1::2], X[:-1:2]))
+    assert (eager.div_full(X, X[::-1]) != eager.div_full(X[::-1], X)[::-1]).sum() == 0
 
 
 def test_documented_instructions_are_exact():
     inf = np.float32("inf")
     x = np.array([0.0, -0.0, 1e-40, -inf, inf, np.nan, -126.5, -1000.0], np.float32)
-    np.testing.assert_array_equal(noise.ex2(x), np.array([1, 1, 1, 0, inf, np.nan, 0, 0], np.float32))
-    np.testing.assert_array_equal(noise.div_full(np.float32([0, 1, inf]), np.float32([2, 0, 3])), [0, inf, inf])
-    assert noise.logf(np.ones(1, np.float32)) == 0
+    np.testing.assert_array_equal(eager.ex2(x), np.array([1, 1, 1, 0, inf, np.nan, 0, 0], np.float32))
+    np.testing.assert_array_equal(eager.div_full(np.float32([0, 1, inf]), np.float32([2, 0, 3])), [0, inf, inf])
+    assert eager.logf(np.ones(1, np.float32)) == 0
 
 
 def test_products():
     """A chain loses terms that a sum of pairs keeps, and matrix units truncate where a chain rounds."""
     ones, none = np.ones((4, 1)), np.zeros((1, 1))
     large = np.array([[2.0**24, 1.0, 1.0, -(2.0**24)]])
-    assert noise.chain(large, ones, none) == 0.0
-    assert noise.tensor_core(large, ones, none) == 2.0
-    assert noise.tensor_core(np.array([[1.0, 2.0**-24, 2.0**-25, 2.0**-25]]), ones, none) == 1.0
-    assert noise.chain(np.array([[1.0, 1.5 * 2.0**-24]]), ones[:2], none) > 1.0
-    assert noise.sum_by_halves(np.float32([2**24, 1, 0, 1]), 0) == 2**24 + 2
-    assert noise.sum_by_halves(np.float32([[1, 2, 4]]), 1) == 7
+    assert eager.chain(large, ones, none) == 0.0
+    assert eager.tensor_core(large, ones, none) == 2.0
+    assert eager.tensor_core(np.array([[1.0, 2.0**-24, 2.0**-25, 2.0**-25]]), ones, none) == 1.0
+    assert eager.chain(np.array([[1.0, 1.5 * 2.0**-24]]), ones[:2], none) > 1.0
+    assert eager.sum_by_halves(np.float32([2**24, 1, 0, 1]), 0) == 2**24 + 2
+    assert eager.sum_by_halves(np.float32([[1, 2, 4]]), 1) == 7
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # the cases are small: waiting for threads costs more than they save
     work = _work(cases, options.dtype or DTYPES, quick=options.quick)
-    rounds = progress.shown(_rounds(work, options.backend, device, others), len(work))
+    rounds = progress.shown(_rounds(work, options.backend, device, others, options.compiled), len(work))
     if options.json:
         report = json_report.report(list(rounds), options.backend, device, options.compiled)
         print(json_report.dumps(report))
@@ -107,14 +107,18 @@ def _work(cases: list[Case], dtypes: Iterable[str], *, quick: bool) -> list[tupl
 
 
 def _rounds(
-    work: Iterable[tuple[Case, str]], backend: Backend, device: torch.device, others: dict[str, Peer]
+    work: Iterable[tuple[Case, str]],
+    backend: Backend,
+    device: torch.device,
+    others: dict[str, Peer],
+    compiled: str | None,
 ) -> Iterator[dict[str, Outcome]]:
     """For each case and dtype, the outcome of every function on the same problem."""
     for case, dtype in work:
         inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
         outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
         try:
-            ratios = _measure(inputs, backend)
+            ratios = _measure(inputs, backend, compiled)
         except Exception as error:  # a kernel that fails is a result too, and the other cases still count
             own = failed(case.name, dtype, error)
         else:
@@ -133,11 +137,20 @@ def _make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
     return inputs if backend == "triton" else testing.without_lse_gradient(inputs)
 
 
-def _measure(inputs: Inputs, backend: Backend) -> dict[str, Ratios]:
+def _measure(inputs: Inputs, backend: Backend, compiled: str | None = None) -> dict[str, Ratios]:
     if backend == "triton":
-        return testing.check(partial(attention, backend="triton"), inputs)
+        eager = _eager_on_gpu if compiled is not None and inputs.q.dtype == torch.float32 else testing.baseline
+        return testing.check(partial(attention, backend="triton"), inputs, eager)
     ratios = testing.check(_torch_backend, inputs)
     return {tensor: ratios[tensor] for tensor in ratios if tensor != "lse"}
+
+
+def _eager_on_gpu(inputs: Inputs) -> testing.Results:
+    """A CPU sums the products of float32 in another order, with smaller errors."""
+    from fusedattn.virtual_gpu.eager import gpu_eager
+
+    with gpu_eager():
+        return testing.baseline(inputs)
 
 
 def _torch_backend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
