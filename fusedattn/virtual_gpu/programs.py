@@ -19,13 +19,11 @@ from fusedattn.virtual_gpu.instructions import build, unknown
 from fusedattn.virtual_gpu.instructions.builders import Step
 from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
-from fusedattn.virtual_gpu.ptx import BRANCHES, RETURNS, Instruction
+from fusedattn.virtual_gpu.ptx import BRANCHES, ENDS, RETURNS, Instruction
 from fusedattn.virtual_gpu.registers import Array, Mask, is_number
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
-_BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
-_ENDS = (*BRANCHES, *RETURNS, *_BARRIERS)
 MAX_BLOCKS = 2_000_000
 _NOT_READY = 2**31 - 1
 _REDRAW = 1 / 16  # of the choices of a random schedule, after which other warps run ahead
@@ -49,14 +47,14 @@ class Programs:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, kernel = machine, machine.kernel
-        starts = kernel.block_starts(_ENDS)
+        starts = kernel.block_starts()
         self.block_of = {start: i for i, start in enumerate(starts)}
         stops = [*starts[1:], len(kernel.instructions)]
         self.blocks = [self._block(kernel.instructions[i:j]) for i, j in zip(starts, stops, strict=True)]
         self.together = GROUP if any(block.has_products for block in self.blocks) else WARP  # threads never apart
 
     def _block(self, instructions: list[Instruction]) -> _Block:
-        end = instructions[-1] if instructions and instructions[-1].opcode in _ENDS else None
+        end = instructions[-1] if instructions and instructions[-1].opcode in ENDS else None
         inner = instructions[:-1] if end is not None else instructions
         return _Block(
             [build(self.machine, x) for x in inner],

@@ -24,6 +24,8 @@ class Address:
 
 BRANCHES = ("bra", "bra.uni")
 RETURNS = ("ret", "exit")
+BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
+ENDS = (*BRANCHES, *RETURNS, *BARRIERS)  # of blocks
 
 Operand = str | tuple[str, ...] | Address  # a name or number, {a vector}, [memory]
 
@@ -70,11 +72,11 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
-    def block_starts(self, ends: tuple[str, ...]) -> list[int]:
-        """The numbers of the instructions that follow one of `ends`, or that a branch leads to."""
+    def block_starts(self) -> list[int]:
+        """The numbers of the instructions that follow the end of a block, or that a branch leads to."""
         starts = {0}
         for i, x in enumerate(self.instructions):
-            if x.opcode in ends:
+            if x.opcode in ENDS:
                 starts.add(i + 1)
             if x.opcode in BRANCHES:
                 starts.add(self.target(x))

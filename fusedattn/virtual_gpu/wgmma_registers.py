@@ -71,7 +71,7 @@ class Fences:
 
     def __init__(self, kernel: Kernel, liberties: Counter[str], *, strict: bool) -> None:
         self.instructions, self.liberties, self.strict = kernel.instructions, liberties, strict
-        self.starts = set(kernel.block_starts(("bra", "bar", "ret")))
+        self.starts = set(kernel.block_starts())
 
     def require(self, x: Instruction) -> None:
         """Fail unless a fence stands before a product, in its block."""

@@ -251,7 +251,7 @@ def test_check_draws_again(
     """Another seed draws other inputs; the message names it if the budget is exceeded by no more than chance allows."""
     seen: list[torch.Tensor] = []
 
-    def measure(inputs: testing.Inputs, backend: str) -> dict[str, testing.Ratios]:
+    def measure(inputs: testing.Inputs, backend: str, compiled: str | None) -> dict[str, testing.Ratios]:
         seen.append(inputs.q)
         return {"out": testing.Ratios(1.0, 1.0, 1.0, used)}
 
