@@ -14,11 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
+from fusedattn.kernels import devices
+from fusedattn.kernels.configs import Arch
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.launch import Launcher, Settings
 
 _NUMBERS = itertools.count()
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+_NAMES: dict[int, Arch] = {80: "sm_80", 86: "sm_86", 89: "sm_86", 90: "sm_90"}  # in the table of devices
+SHARED_MEMORY = {capability: devices.SHARED_MEMORY[arch] for capability, arch in _NAMES.items()}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from fusedattn.virtual_gpu.instructions.builders import Step
 from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import BRANCHES, ENDS, RETURNS, Instruction
-from fusedattn.virtual_gpu.registers import Array, Mask, is_number
+from fusedattn.virtual_gpu.registers import Array, Mask, is_number, store
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
@@ -248,9 +248,7 @@ class Programs:
         if mask is True and n in (0, taken.size):
             self.uniform = target if n else following
             return
-        self.at[mask] = (
-            np.where(taken, target, following)[mask] if mask is not True else np.where(taken, target, following)
-        )
+        store(self.at, np.where(taken, target, following), mask)
         self.uniform = None
 
     def _arrive(self, end: Instruction, mask: Mask) -> None:
