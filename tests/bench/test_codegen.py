@@ -221,7 +221,7 @@ from bench.codegen import baseline, tables
 from bench.codegen.__main__ import main
 baseline.FOLDER = tables.FOLDER = Path(sys.argv[1])
 tables.DOCUMENT = baseline.FOLDER / "codegen.md"
-tables.DOCUMENT.write_text("<!-- figures: here -->\\n<!-- end of figures -->\\n")
+tables.DOCUMENT.write_text("<!-- figures: python -m bench.codegen --update -->\\n<!-- end of figures -->\\n")
 baseline.save(baseline.Baseline(sys.argv[2]))
 arguments = "--target sm_90 --kernel _key_range --dtype bf16 --head-dim 64 --features all --jobs 1".split()
 assert main(arguments) == 1
