@@ -21,9 +21,6 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # Tiles of more features than this leave few registers for anything else.
 MOST_FEATURES = 256
 
-# With at most this many features, a float32 product has registers beside the sum that it is added to.
-MOST_APART = tl.constexpr(128)
-
 
 class Strided(NamedTuple):
     """A ``(batch, nheads, seqlen, n)`` tensor as a kernel takes it; the last dimension is contiguous."""
@@ -185,34 +182,33 @@ def of_bits(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b``, summed in ACC."""
+def dot(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr, acc=None):
+    """``a @ b``, summed in ACC; `acc`, if given, is the first term of each sum."""
     if INTERPRETED:
-        return tl.dot(widen(a, tl.float64), widen(b, tl.float64), out_dtype=tl.float64).to(ACC)
+        if acc is not None:
+            acc = acc.to(tl.float64)
+        return tl.dot(widen(a, tl.float64), widen(b, tl.float64), acc, out_dtype=tl.float64).to(ACC)
     else:
         if a.dtype == tl.float32 and PRECISION == "ieee":
             # FMAs take whole rows of a and columns of b from registers. Without a barrier the compiler loads those of
             # several products at once, or ahead of the loop, and spills at any tile size.
             tl.debug_barrier()
-        return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
+        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
 def dot_add(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + a @ b``, summed in ACC."""
-    # In float32, one chain of additions through all blocks would round each term at the magnitude of the whole sum.
-    APART: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and b.shape[1] <= MOST_APART
-    if INTERPRETED:
-        a, b, acc = widen(a, tl.float64), widen(b, tl.float64), acc.to(tl.float64)
-        if APART:
-            return (acc + tl.dot(a, b, out_dtype=tl.float64)).to(ACC)
+    """``acc + a @ b``, summed in ACC, for a sum over many blocks."""
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        # One chain of additions through all blocks would round each term at the magnitude of the whole sum.
+        if INTERPRETED:
+            product = tl.dot(widen(a, tl.float64), widen(b, tl.float64), out_dtype=tl.float64)
+            return (acc.to(tl.float64) + product).to(ACC)
         else:
-            return tl.dot(a, b, acc, out_dtype=tl.float64).to(ACC)
-    elif APART:
-        # The compiler would merge a product and a plain sum into that chain, but not a product and an fma.
-        return tl.fma(dot(a, b, ACC, PRECISION), 1.0, acc)
+            # The compiler would merge a product and a plain sum into that chain, but not a product and an fma.
+            return tl.fma(dot(a, b, ACC, PRECISION), 1.0, acc)
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+        return dot(a, b, ACC, PRECISION, acc)
 
 
 @triton.constexpr_function
@@ -254,7 +250,7 @@ def dot_in_pieces(
     for first in tl.range(0, end_of_pieces(HEAD_DIM, BLOCK_D, WIDTH), WIDTH, num_stages=1, disable_licm=True):
         a_tile = load_tile(a, a_start, a_readable, HEAD_DIM, BLOCK_A, WIDTH, first)
         b_tile = load_tile(b, b_start, b_readable, HEAD_DIM, BLOCK_B, WIDTH, first)
-        products += dot(a_tile, tl.trans(b_tile), ACC, PRECISION)
+        products = dot(a_tile, tl.trans(b_tile), ACC, PRECISION, products)
     return products
 
 

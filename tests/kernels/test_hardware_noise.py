@@ -18,7 +18,18 @@ from tests.tools import hardware_noise as noise
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="a GPU has an arithmetic of its own")
 
-CASES = {case.name: case for case in testing.CASES}
+# Products over features come in pieces, and sums over rows of two heads are long.
+WIDE = testing.Case(
+    name="256 features, causal",
+    batch=1,
+    nheads_q=2,
+    nheads_kv=1,
+    seqlen_q=128,
+    seqlen_k=128,
+    head_dim=256,
+    causal="bottom_right",
+)
+CASES = {case.name: case for case in (*testing.CASES, WIDE)}
 JUDGED = [("causal", torch.bfloat16), ("soft-cap, causal, RoPE", torch.bfloat16), ("sinks", torch.float16)]
 JUDGED += [
     (name, torch.float32)
@@ -29,6 +40,7 @@ JUDGED += [
         "keys and values with a common part",
         "score function, soft-cap, bias",
         "sinks",
+        WIDE.name,
     )
 ]
 
