@@ -188,10 +188,10 @@ def _styles(arch: configs.Arch) -> Iterator[Problem]:
 def _lengths(arch: configs.Arch) -> Iterator[Problem]:
     """Lengths that tiles divide, and others."""
     for head_dim in HEAD_DIMS:
-        for dtype in DTYPES:
+        for dtype, tf32 in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
             for seqlen_q, seqlen_k in ((256, 256), (129, 257), (63, 191)):
                 case = replace(LONG, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype)
-                yield Problem("lengths", arch, replace(case, causal="bottom_right"))
+                yield Problem("lengths", arch, replace(case, causal="bottom_right"), tf32=tf32)
 
 
 def _orders(arch: configs.Arch) -> Iterator[Problem]:
