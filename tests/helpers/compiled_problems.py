@@ -25,7 +25,7 @@ from fusedattn.virtual_gpu.eager import gpu_eager, tf32_eager
 ARCHS: tuple[configs.Arch, ...] = ("sm_90", "sm_80")
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
-HEAD_DIMS = (64, 128, 256)  # an entry of the config table each; of the last one, 512, few problems are solved
+HEAD_DIMS = (64, 128, 256)  # entries of the config table; the last one, 512, has few problems
 
 # More than one full block of keys and queries, and a part of one.
 LONG = Case(batch=1, nheads_q=2, nheads_kv=1, seqlen_q=200, seqlen_k=328, head_dim=64)
