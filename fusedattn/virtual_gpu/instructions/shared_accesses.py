@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fusedattn.virtual_gpu.counters import lanes_in
 from fusedattn.virtual_gpu.errors import RaceError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.global_accesses import loads_into, sources_of
-from fusedattn.virtual_gpu.instructions.warps import whole_warps
+from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, vector
 from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of
@@ -105,25 +106,31 @@ def _settle(
 _MATRICES = re.compile(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
-def _matrices(x: Instruction) -> tuple[int, bool]:
-    """The number of 8 by 8 matrices of 16-bit elements, and whether they are transposed."""
-    found = _MATRICES.fullmatch(x.opcode)
-    if found is None:
-        raise unknown(x)
-    return int(found.group(1)), found.group(2) is not None
+def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Callable[[Mask], tuple[Array, Array]]]:
+    """How many 8 by 8 matrices of 16-bit elements; whether they are transposed; and the rows at operand `i`.
 
-
-def _row_places(machine: Machine, x: Instruction, mask: Mask, addresses: Any, n: int) -> tuple[Array, Any, Array]:
-    """Places of the rows of `n` matrices, ``(warps, n, 8)``; the lanes that gave them, and the warps.
-
-    Lanes 8 i to 8 i + 7 have the rows of matrix i.
+    The rows are a function of the mask: places ``(warps, n, 8)`` in shared memory, and these warps. Lanes 8 j to
+    8 j + 7 give the rows of matrix j.
     """
-    whole_warps(mask, x)
-    n_lanes = machine.registers.n_lanes
-    warps = np.arange(n_lanes // 32) if mask is True else np.flatnonzero(mask.reshape(-1, 32)[:, 0])
-    lanes = (warps[:, None] * 32 + np.arange(8 * n)).reshape(-1)
-    places = machine.shared.locate(addresses(lanes), lanes, 16, x)
-    return places.reshape(-1, n, 8), lanes, warps
+    found = _MATRICES.fullmatch(x.opcode)
+    if found is None or len(vector(x, 1 - i)) != int(found.group(1)):
+        raise unknown(x)
+    n, transposed = int(found.group(1)), found.group(2) is not None
+    addresses, shared, n_warps = shared_addresses(machine, x, i), machine.shared, machine.registers.n_lanes // WARP
+    access, direction = (shared.reads, "read") if x.opcode.startswith("ld") else (shared.writes, "write")
+
+    def rows(mask: Mask) -> tuple[Array, Array]:
+        whole_warps(mask, x)
+        warps = np.arange(n_warps) if mask is True else np.flatnonzero(mask.reshape(-1, WARP)[:, 0])
+        lanes = (warps[:, None] * WARP + np.arange(8 * n)).reshape(-1)
+        places = shared.locate(addresses(lanes), lanes, 16, x)
+        access(places, lanes, 16, x)
+        places = places.reshape(-1, n, 8)
+        if machine.counters.counting:
+            machine.counters.matrices(x, direction, places)
+        return places, warps
+
+    return n, transposed, rows
 
 
 # Lane 4 r + c holds elements 2 c and 2 c + 1 of row r.
@@ -132,25 +139,19 @@ _ROW, _PAIR = np.divmod(np.arange(32), 4)
 
 @builds("ldmatrix")
 def _load_matrices(machine: Machine, x: Instruction) -> Step:
-    n, transposed = _matrices(x)
-    targets = vector(x, 0)
-    if len(targets) != n:
-        raise unknown(x)
-    addresses, shared = shared_addresses(machine, x, 1), machine.shared
-    bank, rows = machine.registers.rows(targets)
+    _, transposed, rows_of = _matrices(machine, x, 1)
+    bank, targets = machine.registers.rows(vector(x, 0))
+    shared = machine.shared
 
     def step(mask: Mask) -> None:
-        places, lanes, warps = _row_places(machine, x, mask, addresses, n)
-        shared.reads(places.reshape(-1), lanes, 16, x)
-        if machine.counters.counting:
-            machine.counters.matrices(x, "read", places)
+        places, warps = rows_of(mask)
         if transposed:  # element (r, c) of the transposed matrix is element (c, r)
             halves = shared.typed[2]
             low, high = (halves[places[..., 2 * _PAIR + i] // 2 + _ROW].astype("u4") for i in (0, 1))
             values = low | high << np.uint32(16)
         else:
             values = shared.typed[4][places[..., _ROW] // 4 + _PAIR]
-        _put(bank, rows, values, mask, warps)
+        _put(bank, targets, values, mask, warps)
 
     return step
 
@@ -168,19 +169,13 @@ def _put(bank: Array, rows: Any, values: Array, mask: Mask, warps: Array) -> Non
 
 @builds("stmatrix")
 def _store_matrices(machine: Machine, x: Instruction) -> Step:
-    n, transposed = _matrices(x)
-    sources = vector(x, 1)
-    if len(sources) != n:
-        raise unknown(x)
-    addresses, shared = shared_addresses(machine, x, 0), machine.shared
-    bank, rows = machine.registers.rows(sources)
+    n, transposed, rows_of = _matrices(machine, x, 0)
+    bank, sources = machine.registers.rows(vector(x, 1))
+    shared = machine.shared
 
     def step(mask: Mask) -> None:
-        places, lanes, warps = _row_places(machine, x, mask, addresses, n)
-        shared.writes(places.reshape(-1), lanes, 16, x)
-        if machine.counters.counting:
-            machine.counters.matrices(x, "write", places)
-        values = bank[rows].reshape(n, -1, 32)[:, warps].transpose(1, 0, 2)
+        places, warps = rows_of(mask)
+        values = bank[sources].reshape(n, -1, 32)[:, warps].transpose(1, 0, 2)
         if transposed:
             halves = shared.typed[2]
             for i in (0, 1):
