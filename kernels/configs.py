@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
-import triton
+
+from fusedattn.kernels.versions import TRITON_VERSION
 
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 
@@ -213,8 +214,7 @@ _T = TileConfig
 
 def _by_compiler(older: TileConfig, newer: TileConfig) -> TileConfig:
     """`newer` from Triton 3.8 on, which needs more registers for the same loops; docs/decisions/0015 has the gains."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return newer if version >= (3, 8) else older
+    return newer if TRITON_VERSION >= (3, 8) else older
 
 
 # architecture -> itemsize of the dtype -> largest head_dim -> entry.

@@ -6,17 +6,15 @@ Later versions leave it out if the loop's other tile goes through registers, as 
 the fence of that tile then stands too early. Such loops have one stage, in which every tile goes through registers.
 """
 
-import re
-
 import torch
-import triton
 
 from fusedattn.kernels.configs import Arch, TileConfig
 from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.kernels.launcher import SPECIALIZED
+from fusedattn.kernels.versions import TRITON_VERSION
 
 ASYNC_PRODUCTS: tuple[Arch, ...] = ("sm_90", "sm_100")
-FENCES_COPIES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
+FENCES_COPIES = TRITON_VERSION >= (3, 7, 1)
 
 
 def fenced(config: TileConfig, async_products: bool, *tiles: torch.Tensor, has_descriptors: bool = False) -> TileConfig:

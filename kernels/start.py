@@ -1,6 +1,5 @@
 """Start a compiled kernel without notifying profilers."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +7,10 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.knobs import HookChain
 
+from fusedattn.kernels.versions import TRITON_VERSION
+
 # Releases whose own launches call CompiledKernel.run with these arguments; others start kernels by their public API.
-_KNOWN = (3, 6) <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < (3, 10)
+_KNOWN = (3, 6) <= TRITON_VERSION < (3, 10)
 
 
 def start_of(compiled: CompiledKernel) -> tuple[Callable[..., object], tuple[Any, ...]]:

@@ -16,19 +16,21 @@ from typing import Any
 from fusedattn import support
 
 # Versions of Triton that are known to work like this; others are not patched.
-VERSIONS = ("3.7.", "3.9.")
+VERSIONS = ((3, 7), (3, 9))
 
 
 @functools.cache
 def speed_up() -> None:
     """Patch the interpreter of this process, once; NumPy must be installed."""
-    import triton
     from triton.runtime import interpreter
 
-    if triton.__version__.startswith("3.6."):
+    from fusedattn.kernels.versions import TRITON_VERSION
+
+    release = TRITON_VERSION[:2]
+    if release == (3, 6):
         _make_numbers_of_arrays(interpreter)
         support.INTERPRETER_REASONS.clear()
-    if not triton.__version__.startswith(VERSIONS):
+    if release not in VERSIONS:
         return
     _patch_once_a_launch(interpreter)
     _look_up_dtypes_once(interpreter)

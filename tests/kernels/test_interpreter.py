@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.cli.interpreter import _make_numbers_of_arrays, speed_up
-from fusedattn.support import _release
+from fusedattn.kernels import versions
 from tests.conftest import INTERPRETING
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="looks into Triton's interpreter")
@@ -27,7 +27,7 @@ def sums(out_ptr, x, y):
     tl.store(out_ptr + tl.arange(0, 2), tl.zeros([2], tl.int32) + add(add(x, y), 0))
 
 
-@pytest.mark.skipif(_release(triton.__version__) < (3, 7), reason="older interpreters do not look for overflows")
+@pytest.mark.skipif(versions.TRITON_VERSION < (3, 7), reason="older interpreters do not look for overflows")
 @pytest.mark.parametrize(("x", "y"), [(2**31 - 1, 1), (-(2**31), -1)])
 def test_an_overflow_ends_the_launch(x, y):
     with pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow detected for operation add"):
@@ -80,7 +80,7 @@ def test_a_version_that_nobody_has_tried_is_left_as_it_is(monkeypatch):
     def patch_lang(fn):
         raise NotImplementedError
 
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setattr(versions, "TRITON_VERSION", (4, 0, 0))
     monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
     speed_up.__wrapped__()
     assert interpreter._patch_lang is patch_lang

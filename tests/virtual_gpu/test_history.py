@@ -13,13 +13,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import triton
 
+from fusedattn.kernels.versions import TRITON_VERSION
 from tests.helpers import quick
 from tests.virtual_gpu.processes import Process, answering
 
-VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
-FENCED = VERSION >= (3, 7, 1)
+FENCED = TRITON_VERSION >= (3, 7, 1)
 
 SIZES = [(64, 64, 64), (128, 64, 64), (64, 128, 64), (64, 64, 128)]
 
@@ -55,7 +54,7 @@ def test_fence_between_copies_and_products(kernels: Process, num_warps: int, sta
     assert kernels.ask([*request, {}]) == "right"
 
 
-@pytest.mark.skipif(VERSION > (3, 9, 0), reason="a later Triton may have mended it")
+@pytest.mark.skipif(TRITON_VERSION > (3, 9, 0), reason="a later Triton may have mended it")
 @quick.only(block=64, num_warps=4, stages=2)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("num_warps", [4, 8])
