@@ -18,7 +18,8 @@ fma, div_rn, ``/`` of   exact but for one rounding                              
 eager PyTorch
 ======================= ============================================================= =====================
 
-Units are those in the last place of the correctly rounded result.
+Units are those in the last place of the correctly rounded result. Errors are whole units, as CUDA states them; those of
+:mod:`~fusedattn.virtual_gpu.noise` are any part of the bounds of PTX, some of which are relative or absolute.
 
 .. [1] PTX ISA 9.1, section 9.7.3.21: "The maximum ulp error is 2 ulp from correctly rounded result across the full
    range of inputs"; 1 for an input of 0.
@@ -38,11 +39,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedattn.virtual_gpu.instructions.floats import fma
+from fusedattn.virtual_gpu.registers import Array
+
 EX2, DIV, LOG, EXPF, TANHF = 2, 2, 1, 2, 2  # units in the last place
 TERMS = 16  # of a product of 16 bits that are aligned at once
 LOG2E = np.float32(1.4426950408889634)
-
-Array = np.ndarray[Any, Any]
 
 
 def _drawn(most: int, salt: int, *operands: Array) -> Array:
@@ -104,12 +106,6 @@ def div_full(x: Array, y: Array) -> Array:
         return _off(x.astype(np.float64) / y.astype(np.float64), _drawn(DIV, 6, x, y))
 
 
-def fma(x: Array, y: Array, z: Array) -> Array:
-    """``x * y + z`` of float32; rounded to float64 first, which almost never matters."""
-    with np.errstate(all="ignore"):
-        return as_float32(x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64))
-
-
 def sum_by_halves(x: Array, axis: int) -> Array:
     """The sum over an axis in float32."""
     x = np.moveaxis(as_float32(x), axis, 0)
@@ -123,8 +119,9 @@ def sum_by_halves(x: Array, axis: int) -> Array:
 def chain(a: Array, b: Array, acc: Array) -> Array:
     """``acc + a @ b`` of float32 values, ``(..., M, K)`` and ``(..., K, N)``: one FMA per term, in order."""
     acc = as_float32(acc)
-    for k in range(a.shape[-1]):
-        acc = fma(a[..., :, k, None], b[..., None, k, :], acc)
+    with np.errstate(all="ignore"):
+        for k in range(a.shape[-1]):
+            acc = fma(a[..., :, k, None], b[..., None, k, :], acc)
     return acc
 
 

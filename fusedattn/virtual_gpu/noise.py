@@ -1,4 +1,7 @@
-"""The errors that approximate instructions may have, as PTX ISA states them for each instruction."""
+"""The errors that approximate instructions of PTX may have, as its ISA states them for each instruction.
+
+Those of CUDA's library, for eager PyTorch and interpreted kernels, are in :mod:`~fusedattn.virtual_gpu.eager`.
+"""
 
 from __future__ import annotations
 
