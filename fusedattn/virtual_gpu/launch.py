@@ -43,9 +43,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("asynchronous", "programs", "schedule"):
-            allowed = get_args(get_type_hints(Settings)[name])
+            allowed = _choices(name)
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(allowed)}")
+
+
+@lru_cache
+def _choices(name: str) -> tuple[str, ...]:
+    """The values that a setting may have."""
+    return get_args(get_type_hints(Settings)[name])
 
 
 @dataclass
@@ -69,29 +75,14 @@ class Launcher:
             return
         n_ctas = self._n_ctas(kernel, n_programs)
         if n_ctas not in self.machines:
-            self.machines = {n_ctas: self._programs(kernel, n_ctas)}  # one at most: they are large
+            found = programs_of(kernel, n_ctas, self.metadata.shared, self.settings, self.counters)
+            self.machines = {n_ctas: found}  # one at most: they are large
         programs = self.machines[n_ctas]
         order = self._order(n_programs, programs.machine.order)
         with np.errstate(all="ignore"):
             for first in range(0, n_programs, n_ctas):
                 programs.run(order[first : first + n_ctas], grid, values, maps, memory)
         programs.count()
-
-    def _programs(self, kernel: ptx.Kernel, n_ctas: int) -> Programs:
-        settings = self.settings
-        self.counters.counting = settings.counting
-        machine = Machine(
-            kernel,
-            n_ctas,
-            self.metadata.shared,
-            self.counters,
-            order=Order(settings.asynchronous, settings.seed, settings.schedule),
-            products=Products(settings.truncating),
-            noise=Noise(settings.noise, settings.seed or 0),
-            strict=settings.strict,
-            fenced_copies=settings.fenced_copies,
-        )
-        return Programs(machine)
 
     def _n_ctas(self, kernel: ptx.Kernel, n_programs: int) -> int:
         """Programs that run together, so that all batches are nearly full."""
@@ -146,6 +137,23 @@ class Launcher:
         if tensor.device.type != "cpu":
             raise TypeError(f"{self.metadata.name}: got a tensor on {tensor.device}, allowed are tensors on the CPU")
         return tensor
+
+
+def programs_of(kernel: ptx.Kernel, n_ctas: int, shared_bytes: int, settings: Settings, counters: Counters) -> Programs:
+    """What runs `n_ctas` programs of a kernel at a time, each with so much shared memory."""
+    counters.counting = settings.counting
+    machine = Machine(
+        kernel,
+        n_ctas,
+        shared_bytes,
+        counters,
+        order=Order(settings.asynchronous, settings.seed, settings.schedule),
+        products=Products(settings.truncating),
+        noise=Noise(settings.noise, settings.seed or 0),
+        strict=settings.strict,
+        fenced_copies=settings.fenced_copies,
+    )
+    return Programs(machine)
 
 
 @lru_cache(maxsize=64)

@@ -57,7 +57,7 @@ def test_the_innermost_loop_with_products() -> None:
 
 def test_float32_products_are_chains() -> None:
     def loops(n: int) -> int:
-        body = "again:\n" + "fma.rn.f32 %r20, %r21, %r22, %r20;\n" * n + "setp.gt.s32 %p0, %r0, 99;\n@%p0 bra again;"
+        body = "again:\n" + "fma.rn.f32 %r20, %r21, %r22, %r20;\n" * n + "setp.gt.s32 %p0, %t, 99;\n@%p0 bra again;"
         return len(product_loops(kernel_of(body)))
 
     assert (loops(15), loops(16)) == (0, 1)
@@ -91,8 +91,8 @@ def test_bytes_of_warps_that_fetch() -> None:
     """Only the second of two warps loads, and in the first of two iterations; a copy never runs."""
     body = f"""
         mov.b32 %r40, 2;
-        setp.ge.u32 %p3, %r0, 32;
-        setp.ge.u32 %p4, %r0, 64;
+        setp.ge.u32 %p3, %t, 32;
+        setp.ge.u32 %p4, %t, 64;
     again:
         {MMA}
         setp.gt.and.s32 %p0, %r40, 1, %p3;
@@ -112,7 +112,7 @@ def test_bytes_of_warps_that_fetch() -> None:
 
 
 def test_a_loop_that_does_not_run() -> None:
-    kernel = kernel_of(f"setp.eq.s32 %p0, %r0, %r0;\n@%p0 bra past;\nagain:\n{MMA}\n@%p0 bra again;\npast:")
+    kernel = kernel_of(f"setp.eq.s32 %p0, %t, %t;\n@%p0 bra past;\nagain:\n{MMA}\n@%p0 bra again;\npast:")
     [loop] = product_loops(kernel)
     assert iteration(loop, counted(kernel), 1) is None
 

@@ -1,61 +1,30 @@
-"""Run a few lines of PTX as a kernel of the virtual GPU, with every order of asynchronous work and of warps."""
+"""Launch bodies of PTX with every order of asynchronous work and of warps; errors name the lines of a body."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fusedattn.virtual_gpu import ptx
-from fusedattn.virtual_gpu.counters import Counters
-from fusedattn.virtual_gpu.global_memory import GlobalMemory
-from fusedattn.virtual_gpu.groups import Order
-from fusedattn.virtual_gpu.machine import Machine
-from fusedattn.virtual_gpu.noise import Noise
-from fusedattn.virtual_gpu.products import Products
-from fusedattn.virtual_gpu.programs import Programs
+from fusedattn.virtual_gpu.launch import parsed
+from fusedattn.virtual_gpu.ptx import Kernel
 from fusedattn.virtual_gpu.tensor_map import TensorMap
+from tests.helpers.ptx_kernels import REGISTERS, launch, module
 
 # What a body finds: %t thread, %w warp, %l lane, %c program, %a the shared address of the thread's own word, %o the
 # address of the thread's word of the result, %s the begin of shared memory; each tensor and map by its name after "%".
-_PREAMBLE = """
-.file 1 "body.ptx"
-.extern .shared .align 16 .b8 global_smem[];
-.visible .entry kernel({parameters}) .reqntid {n_threads}
-{{
-.reg .pred %p<32>;
-.reg .b16 %h<32>;
-.reg .b32 %r<512>;
-.reg .b64 %d<32>;
-.reg .b32 %t, %w, %l, %c, %a, %s, %i, %j;
-.reg .b64 %o;
-{declarations}
-.loc 1 0 0
-mov.u32 %t, %tid.x;
-shr.u32 %w, %t, 5;
-and.b32 %l, %t, 31;
-mov.u32 %i, %ctaid.z;
-mov.u32 %j, %nctaid.y;
-mul.lo.u32 %i, %i, %j;
-mov.u32 %j, %ctaid.y;
-add.u32 %i, %i, %j;
-mov.u32 %j, %nctaid.x;
-mul.lo.u32 %i, %i, %j;
-mov.u32 %j, %ctaid.x;
-add.u32 %c, %i, %j;
-mov.u32 %s, global_smem;
-shl.b32 %a, %t, 2;
-add.u32 %a, %a, %s;
-{loads}
-mul.lo.u32 %i, %c, {n_threads};
-add.u32 %i, %i, %t;
-mul.wide.u32 %o, %i, 4;
-add.s64 %o, %o, %out;
+_OWN = ".reg .b32 %t, %w, %l, %c, %a, %s, %i, %j; .reg .b64 %o;"
+_BEFORE = """
+mov.u32 %t, %tid.x; shr.u32 %w, %t, 5; and.b32 %l, %t, 31;
+mov.u32 %i, %ctaid.z; mov.u32 %j, %nctaid.y; mov.u32 %c, %ctaid.y; mad.lo.u32 %i, %i, %j, %c;
+mov.u32 %j, %nctaid.x; mov.u32 %c, %ctaid.x; mad.lo.u32 %c, %i, %j, %c;
+mov.u32 %s, global_smem; shl.b32 %a, %t, 2; add.u32 %a, %a, %s;
+mov.u32 %j, %ntid.x; mad.lo.u32 %i, %c, %j, %t; mul.wide.u32 %o, %i, 4; add.s64 %o, %o, %out;
 """
 
 # Correct code computes the same in all of these.
@@ -68,23 +37,15 @@ ORDERS = [
 ]
 
 
-def kernel_of(body: str, names: list[str], maps: list[str], n_threads: int) -> ptx.Kernel:
-    """The kernel of a body, whose places are the lines of the body, from 1 on."""
-    parameters = [f".param .u64 {name}" for name in names] + [f".param .align 64 .b8 {name}[128]" for name in maps]
-    loads = [f"ld.param.u64 %{name}, [{name}];" for name in names] + [
-        f"mov.b64 %{name}, {name};\ncvta.param.u64 %{name}, %{name};" for name in maps
-    ]
-    text = _PREAMBLE.format(
-        parameters=", ".join(parameters),
-        n_threads=n_threads,
-        declarations="\n".join(f".reg .b64 %{name};" for name in [*names, *maps]),
-        loads="\n".join(loads),
-    )
+def kernel_of(body: str, tensors: Iterable[str] = (), maps: Iterable[str] = (), *, n_threads: int = 64) -> Kernel:
+    """The kernel of a body, whose places are the lines of the body, from 1 on; a tensor "out" is the result."""
+    tensors, maps = ["out", *tensors], list(maps)
+    loads = [f"ld.param.u64 %{name}, [{name}];" for name in tensors]
+    loads += [f"mov.b64 %{name}, {name}; cvta.param.u64 %{name}, %{name};" for name in maps]
     lines = [f".loc 1 {i} 0\n{line}" for i, line in enumerate(body.splitlines(), 1)]
-    return _parsed("\n".join([text, *lines, "ret;\n}"]))
-
-
-_parsed = lru_cache(maxsize=16)(ptx.parse)
+    registers = f"{REGISTERS} {_OWN} .reg .b64 {', '.join(f'%{name}' for name in [*tensors, *maps])};"
+    text = "\n".join([".loc 1 0 0", *loads, _BEFORE, *lines])
+    return parsed(module(text, tensors, maps, n_threads=n_threads, registers=registers))
 
 
 def run(
@@ -92,37 +53,14 @@ def run(
     *,
     n_threads: int = 64,
     grid: tuple[int, int, int] = (1, 1, 1),
-    shared: int = 4096,
     tensors: Mapping[str, torch.Tensor] | None = None,
     maps: Mapping[str, TensorMap] | None = None,
-    n_ctas: int | None = None,
-    programs: list[int] | None = None,
-    strict: bool = True,
-    **order: Any,
+    **arguments: Any,
 ) -> np.ndarray[Any, Any]:
     """The words that the threads store at %o, ``(programs, threads)``, as u4; 0 where none is stored."""
-    n_programs = grid[0] * grid[1] * grid[2]
-    n_ctas = n_ctas or n_programs
-    out = torch.zeros(n_programs, n_threads, dtype=torch.int32)
-    given = {"out": out, **(tensors or {})}
-    kernel = kernel_of(body, list(given), list(maps or {}), n_threads)
-    machine = Machine(
-        kernel,
-        n_ctas,
-        shared,
-        Counters(),
-        order=Order(**order),
-        products=Products(),
-        noise=Noise(),
-        strict=strict,
-    )
-    memory = GlobalMemory(given.values())
-    numbers = programs or list(range(n_programs))
-    values = {name: x.data_ptr() for name, x in given.items()}
-    runner = Programs(machine)
-    with np.errstate(all="ignore"):
-        for first in range(0, n_programs, n_ctas):
-            runner.run(numbers[first : first + n_ctas], grid, values, dict(maps or {}), memory)
+    out, tensors = torch.zeros(math.prod(grid), n_threads, dtype=torch.int32), tensors or {}
+    kernel = kernel_of(body, tensors, maps or {}, n_threads=n_threads)
+    launch(kernel, {"out": out, **tensors}, maps, grid=grid, **{"shared_bytes": 4096, "strict": True} | arguments)
     return out.numpy().view("u4")
 
 

@@ -222,7 +222,7 @@ def test_a_barrier_initialised_twice() -> None:
     fails(AsyncError, f"{_init(1)}\n{again}", "init", "again", says="touches the mbarrier")
 
 
-@pytest.mark.parametrize("access", ["st.shared.b32 [%a], %t;", "ld.shared.b32 %r1, [%s];", "ld.shared.b64 %d1, [%s];"])
+@pytest.mark.parametrize("access", ["st.shared.b32 [%a], %t;", "ld.shared.b32 %r1, [%s];", "ld.shared.b64 %rd1, [%s];"])
 def test_an_ordinary_access_of_a_barrier(access: str) -> None:
     fails(AsyncError, f"{_init(1)}\n{access} // access", "init", "access", says="touches the mbarrier")
 

@@ -12,7 +12,7 @@ import pytest
 from fusedattn.virtual_gpu.errors import UnknownPTXError
 from tests.helpers.float_bits import F32, FORMATS, hostile
 from tests.helpers.integer_bits import HOSTILE, columns, valued
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")

@@ -13,7 +13,7 @@ import pytest
 from fusedattn.virtual_gpu.errors import UnknownPTXError
 from tests.helpers.float_bits import BF16, F32, FORMATS, Format, check, drawn, hostile
 from tests.helpers.integer_bits import HOSTILE, signed, valued
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 
 def converted(source: Format, target: Format, x: int, ties: str = "even") -> int:

@@ -13,9 +13,9 @@ from tests.helpers.ptx_programs import fails, run, run_all
 OUT = "st.global.b32 [%o], %r2;"
 # Thread t copies word t of %x to its own word.
 ADDRESS = """shl.b32 %r1, %t, 2;
-cvt.u64.u32 %d1, %r1;
-add.s64 %d1, %d1, %x;"""
-COPY = "cp.async.ca.shared.global [%a+0], [%d1+0], 4; // copy"
+cvt.u64.u32 %rd1, %r1;
+add.s64 %rd1, %rd1, %x;"""
+COPY = "cp.async.ca.shared.global [%a+0], [%rd1+0], 4; // copy"
 COMMIT = "cp.async.commit_group;"
 WAIT = "cp.async.wait_group 0;"
 LOAD = "ld.shared.b32 %r2, [%a]; // load"
@@ -61,7 +61,7 @@ def test_a_copy_over_what_another_warp_reads() -> None:
 def test_groups_are_waited_for_in_turn() -> None:
     """Of three groups, at most `pending` may be in flight after a wait."""
     copies = [
-        _lines(f"cp.async.ca.shared.global [%a+{256 * i}], [%d1+{256 * i}], 4; // copy {i}", COMMIT) for i in range(3)
+        _lines(f"cp.async.ca.shared.global [%a+{256 * i}], [%rd1+{256 * i}], 4; // copy {i}", COMMIT) for i in range(3)
     ]
     for pending in range(4):
         for i in range(3):
@@ -109,12 +109,12 @@ def test_sizes_of_copies(cache: str, size: int, zeros: bool) -> None:
     n = size // 4
     body = f"""
     mul.lo.u32 %r1, %t, {size};
-    cvt.u64.u32 %d1, %r1;
-    add.s64 %d1, %d1, %x;
+    cvt.u64.u32 %rd1, %r1;
+    add.s64 %rd1, %rd1, %x;
     add.u32 %r3, %r1, %s;
     setp.lt.u32 %p1, %l, 7;
     selp.b32 %r4, {size}, 0, %p1;
-    cp.async.{cache}.shared.global [%r3+0], [%d1+0], {size}{", %r4" if zeros else ""};
+    cp.async.{cache}.shared.global [%r3+0], [%rd1+0], {size}{", %r4" if zeros else ""};
     cp.async.commit_group;
     cp.async.wait_group 0;
     ld.shared.b32 %r2, [%r3+{size - 4}];
@@ -126,7 +126,7 @@ def test_sizes_of_copies(cache: str, size: int, zeros: bool) -> None:
     np.testing.assert_array_equal(run_all(body, tensors=_words(64 * n))[0], expected)
 
 
-@pytest.mark.parametrize("form", ["cg.shared.global [%a], [%d1], 4", "ca.shared.global [%a], [%d1], 2"])
+@pytest.mark.parametrize("form", ["cg.shared.global [%a], [%rd1], 4", "ca.shared.global [%a], [%rd1], 2"])
 def test_sizes_that_do_not_exist(form: str) -> None:
     with pytest.raises(UnknownPTXError):
         run(f"{ADDRESS}\ncp.async.{form};", tensors=_words())
@@ -139,7 +139,7 @@ def test_a_copy_out_of_bounds() -> None:
     empty = _lines(ADDRESS, "setp.lt.u32 %p1, %t, 63;", "selp.b32 %r4, 4, 0, %p1;", COPY.replace(", 4;", ", 4, %r4;"))
     run_all(_lines(empty, COMMIT, WAIT), tensors=_words(63))
     fails(MemoryAccessError, _lines(ADDRESS, COPY.replace("+0]", "+2]", 1)), "copy", tensors=_words())
-    fails(MemoryAccessError, _lines(ADDRESS, COPY.replace("[%d1+0]", "[%d1+2]")), "copy", tensors=_words())
+    fails(MemoryAccessError, _lines(ADDRESS, COPY.replace("[%rd1+0]", "[%rd1+2]")), "copy", tensors=_words())
 
 
 # Boxes. %s is at 1024; the box lies there, the mbarrier behind it.
@@ -369,7 +369,7 @@ def test_where_a_box_may_lie(swizzle: int, to: int, passes: bool) -> None:
         with pytest.raises(AsyncError, match="touches the mbarrier"):
             run(body, **arguments)
     elif to == 4096 - 512:
-        fails(MemoryAccessError, body, "box", **arguments, shared=4095)
+        fails(MemoryAccessError, body, "box", **arguments, shared_bytes=4095)
     else:
         fails(MemoryAccessError, body, "box", **arguments, says="is not a multiple of")
 

@@ -33,8 +33,8 @@ def at(counters: Counters, opcode: str) -> dict[str, tuple[int, int, int, int]]:
 
 
 ACCESSES = {  # bytes of a lane -> type and registers
-    1: ("b8", "%h0"),
-    2: ("b16", "%h0"),
+    1: ("b8", "%rs0"),
+    2: ("b16", "%rs0"),
     4: ("b32", "%r20"),
     8: ("v2.b32", "{%r20, %r21}"),
     16: ("v4.b32", "{%r20, %r21, %r22, %r23}"),
@@ -147,9 +147,9 @@ def test_sectors_of_a_load(opcode: str, registers: str, offsets: list[int], expe
 def test_sectors_of_a_masked_store() -> None:
     """Eight lanes in a row store in one warp, one in the next, and none in the last."""
     body = """
-        setp.lt.u32 %p0, %r0, 8;
-        setp.eq.or.s32 %p1, %r0, 40, %p0;
-        @%p1 st.global.b32 [%rd5], %r0;
+        setp.lt.u32 %p0, %t, 8;
+        setp.eq.or.s32 %p1, %t, 40, %p0;
+        @%p1 st.global.b32 [%rd5], %t;
     """
     found = counted(body, [4 * i for i in range(96)], n_threads=96)
     assert at(found, "st.global.b32") == {"global write": (2, 36, 2, 2)}
@@ -158,7 +158,7 @@ def test_sectors_of_a_masked_store() -> None:
 
 def test_atomics() -> None:
     """All lanes add to two numbers, in different sectors."""
-    body = "red.global.gpu.relaxed.add.u32 [%rd5], %r0;"
+    body = "red.global.gpu.relaxed.add.u32 [%rd5], %t;"
     found = counted(body, [128 * (i % 2) for i in range(32)], n_programs=3)
     assert at(found, body.split(" ")[0]) == {"global atomic": (3, 3 * 128, 3 * 2, 3 * 1)}
 
@@ -166,7 +166,7 @@ def test_atomics() -> None:
 def test_copies_of_threads() -> None:
     """cp.async of 16 bytes: lanes with a source size of zero read nothing, and write zeros."""
     body = """
-        setp.ge.u32 %p0, %r0, 32;
+        setp.ge.u32 %p0, %t, 32;
         selp.b32 %r20, 16, 0, %p0;
         cp.async.cg.shared.global [%r5], [%rd5], 16, %r20;
         cp.async.wait_all;
@@ -180,9 +180,9 @@ def test_copies_of_threads() -> None:
 def test_a_copy_belongs_to_the_warp_that_reads() -> None:
     """One lane of each warp copies from the same sector: two requests, of one sector each."""
     body = """
-        and.b32 %r20, %r0, 31;
+        and.b32 %r20, %t, 31;
         setp.eq.s32 %p0, %r20, 3;
-        @%p0 cp.async.ca.shared.global [%r5], [%rd0], 4;
+        @%p0 cp.async.ca.shared.global [%r5], [%x], 4;
         cp.async.wait_all;
     """
     found = counted(body, n_threads=64)
@@ -191,16 +191,14 @@ def test_a_copy_belongs_to_the_warp_that_reads() -> None:
 
 BOX = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
 COPY_BOX = """
-    mov.b64 %rd8, map;
-    cvta.param.u64 %rd9, %rd8;
-    add.s32 %r20, %r2, 8192;
-    setp.eq.s32 %p0, %r0, 0;
+    add.s32 %r20, %s, 8192;
+    setp.eq.s32 %p0, %t, 0;
     mov.b32 %r21, {column};
     mov.b32 %r22, {row};
     @%p0 mbarrier.init.shared::cta.b64 [%r20], 1;
     bar.sync 0;
     @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 256;
-    @%p0 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd9, {{%r21, %r22}}], [%r20];
+    @%p0 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%s], [%map, {{%r21, %r22}}], [%r20];
     mov.b32 %r23, 0;
 wait:
     mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r20], %r23;
@@ -230,13 +228,11 @@ def test_copies_of_tensors(column: int, row: int, n_bytes: int, sectors: int) ->
 
 def test_a_box_that_is_added() -> None:
     body = """
-        mov.b64 %rd8, map;
-        cvta.param.u64 %rd9, %rd8;
-        setp.eq.s32 %p0, %r0, 0;
+        setp.eq.s32 %p0, %t, 0;
         mov.b32 %r21, 0;
         fence.proxy.async.shared::cta;
         bar.sync 0;
-        @%p0 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd9, {%r21, %r21}], [%r2];
+        @%p0 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%map, {%r21, %r21}], [%s];
         cp.async.bulk.commit_group;
         cp.async.bulk.wait_group.read 0;
     """
@@ -257,7 +253,7 @@ def test_products_of_warps(shape: str, kind: str, operands: str, multiply_adds: 
     """Two of the three warps of each program multiply."""
     result = "{%r30, %r31, %r32, %r33}"
     body = f"""
-        setp.ge.u32 %p0, %r0, 64;
+        setp.ge.u32 %p0, %t, 64;
         @%p0 bra past;
         mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {result}, {operands}, {result};
     past:
@@ -272,7 +268,7 @@ def test_products_of_warp_groups() -> None:
     total = ", ".join(f"%r{100 + i}" for i in range(8))
     from_registers = "{%r20, %r21, %r22, %r23}"
     body = f"""
-        shr.u32 %r40, %r2, 4;
+        shr.u32 %r40, %s, 4;
         or.b32 %r40, %r40, {8 << 16};
         mov.b32 %r41, 16;
         mov.b64 %rd8, {{%r40, %r41}};
@@ -296,9 +292,9 @@ def test_products_of_warp_groups() -> None:
 def test_instructions_of_each_warp() -> None:
     """A warp that branches past an instruction does not issue it; one that takes both paths issues both."""
     body = """
-        setp.ge.u32 %p0, %r0, 32;
+        setp.ge.u32 %p0, %t, 32;
         @%p0 bra late;
-        setp.ge.u32 %p1, %r0, 16;
+        setp.ge.u32 %p1, %t, 16;
         @%p1 bra past;
         ex2.approx.ftz.f32 %r20, %r21;
         bra past;
@@ -316,8 +312,8 @@ def test_instructions_of_each_warp() -> None:
     assert issued["add.f32"] == [[0, 2, 2]] * 2
     assert issued["popc.b32"] == [[2, 2, 2]]
     assert found.by_opcode["popc.b32"] == 6
-    # 12 before the body, 1 after; setp, bra, setp, bra, ex2, bra, popc; setp, bra, add, add, popc.
-    assert found.by_warp == [2 * (13 + 7), 2 * (13 + 5), 2 * (13 + 5)]
+    # 29 before the body, 1 after; setp, bra, setp, bra, ex2, bra, popc; setp, bra, add, add, popc.
+    assert found.by_warp == [2 * (30 + 7), 2 * (30 + 5), 2 * (30 + 5)]
     assert found.by_kind["exponentials"] == 2
     assert found.by_kind["float"] == 2 * 2 * 2
 
@@ -325,7 +321,7 @@ def test_instructions_of_each_warp() -> None:
 def test_a_loop() -> None:
     """Each warp goes round as often as its number says."""
     body = """
-        shr.u32 %r20, %r0, 5;
+        shr.u32 %r20, %t, 5;
     again:
         add.s32 %r20, %r20, -1;
         setp.ge.s32 %p0, %r20, 0;
@@ -340,7 +336,7 @@ def test_barriers() -> None:
     """Two of all 128 threads; one of 64 for each half of the warps."""
     body = """
         bar.sync 0;
-        setp.ge.u32 %p0, %r0, 64;
+        setp.ge.u32 %p0, %t, 64;
         @%p0 bra second;
         bar.sync 1, 64;
         bra together;
@@ -358,17 +354,14 @@ def test_barriers() -> None:
 def test_places_and_totals() -> None:
     """By line of the source, and in all."""
     body = """
-        .loc 1 7 3 // kernel.py:7:3
-        st.shared.b32 [%r3], %r0;
-        .loc 1 9 3 // kernel.py:9:3
-        st.shared.b32 [%r3+4096], %r0;
-        ld.shared.b32 %r20, [%r3];
+        st.shared.b32 [%r3], %t;
+        st.shared.b32 [%r3+4096], %t; ld.shared.b32 %r20, [%r3];
     """
     found = counted(body, [8 * i for i in range(32)])
     of_line = found.by_place
-    assert of_line["shared write", "kernel.py:7"] == Traffic(1, 128, 2, 1)
-    assert of_line["shared write", "kernel.py:9"] == Traffic(1, 128, 2, 1)
-    assert of_line["shared read", "kernel.py:9"] == Traffic(1, 128, 2, 1)
+    assert of_line["shared write", "body.ptx:2"] == Traffic(1, 128, 2, 1)
+    assert of_line["shared write", "body.ptx:3"] == Traffic(1, 128, 2, 1)
+    assert of_line["shared read", "body.ptx:3"] == Traffic(1, 128, 2, 1)
     assert found.traffic["shared write"] == Traffic(2, 256, 4, 2)
 
 

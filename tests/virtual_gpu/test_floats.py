@@ -14,7 +14,7 @@ import pytest
 from fusedattn.virtual_gpu.errors import UnknownPTXError
 from tests.helpers.float_bits import BF16, F16, F32, FORMATS, Format, check, drawn, hostile
 from tests.helpers.integer_bits import columns
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 Number = Any  # a float or a Fraction
 

@@ -9,7 +9,7 @@ import torch
 
 from fusedattn.virtual_gpu.errors import MemoryAccessError, UnknownPTXError
 from tests.helpers.float_bits import F32, hostile
-from tests.helpers.ptx_snippets import ADDRESSES, REGISTER, random_bytes, run
+from tests.helpers.ptx_kernels import ADDRESSES, REGISTER, random_bytes, run
 
 
 @pytest.mark.parametrize(("n", "bits"), [(n, bits) for n in (1, 2, 4) for bits in (8, 16, 32, 64) if n * bits <= 128])

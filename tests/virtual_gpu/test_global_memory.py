@@ -92,15 +92,15 @@ def test_two_tensors_side_by_side_are_not_one() -> None:
     assert _allowed([left, right], x.data_ptr() + 12, 4)
 
 
-ADDRESS = "mul.wide.u32 %d1, %t, 4;\nadd.s64 %d1, %d1, %x;"
+ADDRESS = "mul.wide.u32 %rd1, %t, 4;\nadd.s64 %rd1, %rd1, %x;"
 
 
 @pytest.mark.parametrize("access", [
-    "ld.global.b32 %r1, [%d1+{at}];",
-    "st.global.b32 [%d1+{at}], %t;",
-    "red.global.gpu.relaxed.add.u32 [%d1+{at}], %t;",
-    "atom.global.gpu.relaxed.max.u32 %r1, [%d1+{at}], %t;",
-    "cp.async.ca.shared.global [%a], [%d1+{at}], 4;",
+    "ld.global.b32 %r1, [%rd1+{at}];",
+    "st.global.b32 [%rd1+{at}], %t;",
+    "red.global.gpu.relaxed.add.u32 [%rd1+{at}], %t;",
+    "atom.global.gpu.relaxed.max.u32 %r1, [%rd1+{at}], %t;",
+    "cp.async.ca.shared.global [%a], [%rd1+{at}], 4;",
 ])  # fmt: skip
 def test_every_instruction_is_checked(access: str) -> None:
     wait = "\ncp.async.wait_all;"
@@ -108,7 +108,7 @@ def test_every_instruction_is_checked(access: str) -> None:
     run(f"{ADDRESS}\n{access.format(at=0)}{wait}", tensors={"x": x})
     for at, says in ((4, "at byte 256 of a tensor of the launch that has 256"), (2, "is not a multiple of 4")):
         fails(MemoryAccessError, f"{ADDRESS}\n{access.format(at=at)} // it{wait}", "it", tensors={"x": x}, says=says)
-    before = f"{ADDRESS}\nadd.s64 %d1, %d1, -4;\n{access.format(at=0)} // it{wait}"
+    before = f"{ADDRESS}\nadd.s64 %rd1, %rd1, -4;\n{access.format(at=0)} // it{wait}"
     fails(MemoryAccessError, before, "it", tensors={"x": x}, says="4 bytes before a tensor")
     # Lanes that do not take part may point anywhere.
     masked = f"{ADDRESS}\nsetp.lt.u32 %p1, %t, 63;\n@%p1 {access.format(at=4)}{wait}"
@@ -117,8 +117,8 @@ def test_every_instruction_is_checked(access: str) -> None:
 
 def test_elements_between_which_others_lie() -> None:
     x = torch.arange(128, dtype=torch.int32)
-    load = "ld.global.b32 %r2, [%d2]; // load\nst.global.b32 [%o], %r2;"
-    body = f"mul.wide.u32 %d1, %t, 8;\nadd.s64 %d2, %d1, %x;\n{load}"
+    load = "ld.global.b32 %r2, [%rd2]; // load\nst.global.b32 [%o], %r2;"
+    body = f"mul.wide.u32 %rd1, %t, 8;\nadd.s64 %rd2, %rd1, %x;\n{load}"
     np.testing.assert_array_equal(run(body, tensors={"x": x[::2]})[0], 2 * np.arange(64))
     fails(MemoryAccessError, body.replace("%t, 8", "%t, 4"), "load", tensors={"x": x[::2]}, says="are not elements")
 

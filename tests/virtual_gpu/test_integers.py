@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers.integer_bits import HOSTILE, columns, signed, valued
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 
 def towards_zero(a: int, b: int) -> int:

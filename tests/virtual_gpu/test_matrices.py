@@ -11,7 +11,7 @@ import torch
 
 from fusedattn.virtual_gpu.errors import KernelError, MemoryAccessError, UnknownPTXError
 from tests.helpers.float_bits import BF16, F16, F32, Format, hostile
-from tests.helpers.ptx_snippets import run
+from tests.helpers.ptx_kernels import run
 
 TF32 = Format(8, 10)  # in the high bits of 32
 KINDS = {

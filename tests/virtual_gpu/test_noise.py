@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from tests.helpers.float_bits import F32, check, hostile
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 
 def ulp(y: float) -> float:

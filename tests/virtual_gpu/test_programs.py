@@ -46,7 +46,7 @@ def test_programs_run_in_the_order_that_is_given(order: list[int], n_ctas: int) 
     @%p1 {OUT}
     """
     n = torch.zeros(1, dtype=torch.int32)
-    result = run(body, grid=(5, 1, 1), n_ctas=n_ctas, programs=order, tensors={"n": n})
+    result = run(body, grid=(5, 1, 1), n_ctas=n_ctas, order=order, tensors={"n": n})
     assert [int(result[i, 0]) for i in order] == [0, 1, 2, 3, 4]
     assert n.item() == 5
 
@@ -209,7 +209,7 @@ def test_programs_that_store_different_values_to_one_place(n_ctas: int) -> None:
 def test_stores_that_share_one_byte() -> None:
     x = torch.zeros(4, dtype=torch.int32)
     wide = _store("{%c, %c, %c, %c}", "v4.b32", mark="wide")
-    narrow = "mov.u32 %r1, 1;\ncvt.u16.u32 %h1, %r1;\n" + _store("%h1", "b8", 13, mark="narrow")
+    narrow = "mov.u32 %r1, 1;\ncvt.u16.u32 %rs1, %r1;\n" + _store("%rs1", "b8", 13, mark="narrow")
     body = f"setp.eq.u32 %p2, %c, 0;\n@%p2 bra OTHER;\n{narrow}\nret;\nOTHER:\n{wide}"
     fails(RaceError, body, "wide", "narrow", grid=(2, 1, 1), tensors={"x": x})
     run_all(body.replace("mov.u32 %r1, 1;", "mov.u32 %r1, 0;"), grid=(2, 1, 1), tensors={"x": x})

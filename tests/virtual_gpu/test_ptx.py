@@ -8,7 +8,8 @@ import torch
 from fusedattn.virtual_gpu.errors import UnknownPTXError
 from fusedattn.virtual_gpu.machine import PARAMETER_WINDOW
 from fusedattn.virtual_gpu.ptx import Address, Instruction, Kernel, Parameter, access_of, parse
-from tests.helpers.ptx_snippets import evaluate, module, run
+from tests.helpers.ptx_kernels import module, run
+from tests.helpers.ptx_values import evaluate
 
 
 def parsed(body: str) -> Kernel:
@@ -171,7 +172,7 @@ def test_nothing_is_skipped(body: str, message: str) -> None:
         module("ret;").replace(".reqntid 128", ""),
         module("ret;").replace(".reqntid 128", ".reqntid 16, 8"),
         module("ret;").replace(".reqntid 128", ".reqntid 100"),
-        module("ret;", 1).replace(".u64 p0", ".bf16 p0"),
+        module("ret;", ["p0"]).replace(".u64 p0", ".bf16 p0"),
         module("ret;")[:-2],
         module("").replace("ret;", "mov.b32 %r1, 0;"),
         module("").replace("ret;", "bra end; end:"),

@@ -71,7 +71,7 @@ def test_a_write_before_a_write() -> None:
 def test_accesses_that_share_one_byte(wide_first: bool) -> None:
     begin = ["st.shared.b32 [%a], %t;", "bar.sync 0;"]
     wide = _one(0, "ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%s]; // a")
-    narrow = _one(1, "st.shared.b8 [%s+15], %h1; // b")
+    narrow = _one(1, "st.shared.b8 [%s+15], %rs1; // b")
     body = [wide, narrow] if wide_first else [narrow, wide]
     _race("\n".join([*begin, *body]), "a", "b")
     apart = narrow.replace("15", "16")

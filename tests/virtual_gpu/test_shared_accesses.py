@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedattn.virtual_gpu.errors import MemoryAccessError, UnknownPTXError
-from tests.helpers.ptx_snippets import ADDRESSES, REGISTER, random_bytes, run
+from tests.helpers.ptx_kernels import ADDRESSES, REGISTER, random_bytes, run
 
 SHARED = "mov.b32 %r2, global_smem; mad.lo.s32 %r3, %r1, 16, %r2;"
 THREADS = 64

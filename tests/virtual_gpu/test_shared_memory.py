@@ -33,9 +33,9 @@ def test_a_read_of_bytes_of_which_one_was_not_written() -> None:
     body = """
     shl.b32 %r1, %t, 3;
     add.u32 %r1, %r1, %s;
-    st.shared.b16 [%r1], %h0;
-    st.shared.b8 [%r1+2], %h0;
-    ld.shared.b8 %h1, [%r1+2];
+    st.shared.b16 [%r1], %rs0;
+    st.shared.b8 [%r1+2], %rs0;
+    ld.shared.b8 %rs1, [%r1+2];
     ld.shared.b32 %r2, [%r1]; // read
     """
     fails(MemoryAccessError, body, "read", says="nobody has written")
@@ -57,14 +57,14 @@ def test_memory_is_forgotten_between_programs() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_elements_of_every_size(size: int) -> None:
-    register = {1: "h", 2: "h", 4: "r", 8: "d"}[size]
+    register = {1: "rs", 2: "rs", 4: "r", 8: "rd"}[size]
     widen = {
-        1: "cvt.u32.u16 %r3, %h1;",
-        2: "cvt.u32.u16 %r3, %h1;",
+        1: "cvt.u32.u16 %r3, %rs1;",
+        2: "cvt.u32.u16 %r3, %rs1;",
         4: "mov.u32 %r3, %r1;",
-        8: "cvt.u32.u64 %r3, %d1;",
+        8: "cvt.u32.u64 %r3, %rd1;",
     }[size]
-    narrow = {1: "cvt.u16.u32 %h0, %t;", 2: "cvt.u16.u32 %h0, %t;", 4: "mov.u32 %r0, %t;", 8: "cvt.u64.u32 %d0, %t;"}
+    narrow = {1: "cvt.u16.u32 %rs0, %t;", 2: "cvt.u16.u32 %rs0, %t;", 4: "mov.u32 %r0, %t;", 8: "cvt.u64.u32 %rd0, %t;"}
     body = f"""
     mul.lo.u32 %r2, %t, {size};
     add.u32 %r2, %r2, %s;
@@ -107,15 +107,15 @@ def test_bounds_to_the_byte(offset: int, passes: bool) -> None:
 
 
 def test_the_last_bytes_are_not_rounded_up() -> None:
-    run("st.shared.b32 [%a], %t;", shared=256)
-    fails(MemoryAccessError, "st.shared.b32 [%a], %t; // store", "store", shared=255)
+    run("st.shared.b32 [%a], %t;", shared_bytes=256)
+    fails(MemoryAccessError, "st.shared.b32 [%a], %t; // store", "store", shared_bytes=255)
     fails(MemoryAccessError, "mov.u32 %r1, 0;\nst.shared.b32 [%r1], %t; // store", "store")
 
 
 @pytest.mark.parametrize("access", ["b16", "b32", "v2.b32", "v4.b32", "b64"])
 def test_alignment(access: str) -> None:
     size = {"b16": 2, "b32": 4, "v2.b32": 8, "v4.b32": 16, "b64": 8}[access]
-    target = {"b16": "%h1", "v2.b32": "{%r1, %r2}", "v4.b32": "{%r1, %r2, %r3, %r4}", "b64": "%d1"}.get(access, "%r1")
+    target = {"b16": "%rs1", "v2.b32": "{%r1, %r2}", "v4.b32": "{%r1, %r2, %r3, %r4}", "b64": "%rd1"}.get(access, "%r1")
     body = f"ld.shared.{access} {target}, [%s+{size // 2}]; // load"
     fails(MemoryAccessError, body, "load", says=f"is not a multiple of {size}")
 

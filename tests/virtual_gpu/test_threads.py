@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.ptx_snippets import evaluate, run
+from tests.helpers.ptx_kernels import run
+from tests.helpers.ptx_values import evaluate
 
 GUARDS = ([1, 0, 0, 1] * 16, [0] * 64, [1] * 64, [0] * 32 + [1] * 32)
 

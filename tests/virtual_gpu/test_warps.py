@@ -10,7 +10,7 @@ import pytest
 
 from fusedattn.virtual_gpu.errors import KernelError, UnknownPTXError
 from tests.helpers.integer_bits import signed
-from tests.helpers.ptx_snippets import evaluate
+from tests.helpers.ptx_values import evaluate
 
 DRAW = random.Random(0)
 VALUES = [DRAW.getrandbits(32) for _ in range(96)]

@@ -91,11 +91,11 @@ def _image(*operands: Operand, size: int = SHARED) -> torch.Tensor:
 def _fill(n_threads: int, size: int) -> str:
     """Copy the image to shared memory: each thread 16 bytes at a time."""
     lines = [
-        "shl.b32 %r1, %t, 4;", "cvt.u64.u32 %d1, %r1;", "add.s64 %d1, %d1, %image;", "add.u32 %r1, %r1, %s;",
+        "shl.b32 %r1, %t, 4;", "cvt.u64.u32 %rd1, %r1;", "add.s64 %rd1, %rd1, %image;", "add.u32 %r1, %r1, %s;",
     ]  # fmt: skip
     for at in range(0, size, 16 * n_threads):
         lines += [
-            f"ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d1+{at}];",
+            f"ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd1+{at}];",
             f"st.shared.v4.b32 [%r1+{at}], {{%r2, %r3, %r4, %r5}}; // fill",
         ]
     return "\n".join(lines)
@@ -111,7 +111,7 @@ def _accumulators(n: int, first: int = 100) -> list[str]:
     return [f"%r{first + i}" for i in range(n // 2)]
 
 
-def _product(n: int, a: str = "%d2", b: str = "%d3", kind: str = "f16", keep: str = "%p5", signs: str = "1, 1",
+def _product(n: int, a: str = "%rd2", b: str = "%rd3", kind: str = "f16", keep: str = "%p5", signs: str = "1, 1",
              transposed: str = ", 0, 0", first: int = 100, mark: str = "product") -> str:  # fmt: skip
     k = 8 if kind == "tf32" else 16
     d = ", ".join(_accumulators(n, first))
@@ -125,16 +125,16 @@ def _begin(a: Operand | None, b: Operand, n: int, value: float = 0.0, keeps: int
     word = int(np.float32(value).view("u4"))
     lines = [_fill(n_threads, size), *(f"mov.b32 {r}, {word};" for r in _accumulators(n))]
     if a is not None:
-        lines.append(f"mov.b64 %d2, {a.descriptor};")
-    return "\n".join([*lines, f"mov.b64 %d3, {b.descriptor};", f"mov.u32 %r9, {keeps};", "setp.ne.u32 %p5, %r9, 0;"])
+        lines.append(f"mov.b64 %rd2, {a.descriptor};")
+    return "\n".join([*lines, f"mov.b64 %rd3, {b.descriptor};", f"mov.u32 %r9, {keeps};", "setp.ne.u32 %p5, %r9, 0;"])
 
 
 def _store(n: int, first: int = 100) -> str:
     """Accumulators to %y, ``(threads, n / 2)``."""
     registers = _accumulators(n, first)
-    lines = [f"mul.wide.u32 %d4, %i, {2 * n};", "add.s64 %d4, %d4, %y;"]
+    lines = [f"mul.wide.u32 %rd4, %i, {2 * n};", "add.s64 %rd4, %rd4, %y;"]
     for j in range(0, len(registers), 4):
-        lines.append(f"st.global.v4.b32 [%d4+{4 * j}], {{{', '.join(registers[j : j + 4])}}};")
+        lines.append(f"st.global.v4.b32 [%rd4+{4 * j}], {{{', '.join(registers[j : j + 4])}}};")
     return "\n".join(lines)
 
 
@@ -160,7 +160,13 @@ def _multiply(a: np.ndarray, b: np.ndarray, kind: str = "f16", modes: tuple[int,
     body = [_begin(left, right, n, value, keeps), FENCE, BARRIER, REGISTERS_FENCE]
     body += [_product(n, kind=kind, transposed=transposed, signs=signs), COMMIT, WAIT, _store(n)]
     y = torch.zeros(128, n // 2)
-    run("\n".join(body), n_threads=128, shared=SHARED, tensors={"image": _image(left, right), "y": y}, **(order or {}))
+    run(
+        "\n".join(body),
+        n_threads=128,
+        shared_bytes=SHARED,
+        tensors={"image": _image(left, right), "y": y},
+        **(order or {}),
+    )
     return y.numpy()
 
 
@@ -221,14 +227,14 @@ def test_a_from_registers(kind: str) -> None:
             part = bits[row + 8 * (i % 2), column : column + per_word]
             words[thread, i] = int.from_bytes(part.tobytes(), "little")
     right = Operand(_bits(b, kind), B_AT, 3)
-    load = "mul.wide.u32 %d5, %t, 16;\nadd.s64 %d5, %d5, %a4;\nld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%d5];"
+    load = "mul.wide.u32 %rd5, %t, 16;\nadd.s64 %rd5, %rd5, %a4;\nld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd5];"
     product = _product(n, "{%r10, %r11, %r12, %r13}", kind=kind, transposed=", 0")
     body = [_begin(None, right, n), load, FENCE, BARRIER, REGISTERS_FENCE, product, COMMIT, WAIT, _store(n)]
     y = torch.zeros(128, n // 2)
     a4 = torch.zeros(128 * 4 + 4, dtype=torch.int32)
     a4 = a4[-a4.data_ptr() % 16 // 4 :][: 128 * 4].view(128, 4)
     a4.copy_(torch.from_numpy(words.view("i4")))
-    run("\n".join(body), n_threads=128, shared=SHARED, tensors={"image": _image(right), "y": y, "a4": a4})
+    run("\n".join(body), n_threads=128, shared_bytes=SHARED, tensors={"image": _image(right), "y": y, "a4": a4})
     np.testing.assert_array_equal(y.numpy(), _at_threads(a @ b.T))
 
 
@@ -241,7 +247,7 @@ READY = [BEGIN, FENCE, BARRIER, REGISTERS_FENCE]
 
 
 def _arguments(n_threads: int = 128) -> dict[str, Any]:
-    return {"n_threads": n_threads, "shared": SIZE, "tensors": {"image": IMAGE, "y": torch.zeros(n_threads, 8)}}
+    return {"n_threads": n_threads, "shared_bytes": SIZE, "tensors": {"image": IMAGE, "y": torch.zeros(n_threads, 8)}}
 
 
 def _passes(*lines: str, n_threads: int = 128) -> np.ndarray:
@@ -425,7 +431,7 @@ def test_only_a_part_of_a_group(what: str) -> None:
 
 
 def test_threads_with_different_operands() -> None:
-    _fails(KernelError, *READY, "cvt.u64.u32 %d6, %w;\nadd.s64 %d3, %d3, %d6;\nwgmma.fence.sync.aligned;",
+    _fails(KernelError, *READY, "cvt.u64.u32 %rd6, %w;\nadd.s64 %rd3, %rd3, %rd6;\nwgmma.fence.sync.aligned;",
            _product(16), COMMIT, WAIT, marks=("product",), says="different descriptors")  # fmt: skip
     _fails(KernelError, "setp.lt.u32 %p5, %t, 5;", BEGIN.rsplit("\n", 1)[0], FENCE, BARRIER, REGISTERS_FENCE,
            _product(16), COMMIT, WAIT, marks=("product",), says="different predicates")  # fmt: skip
@@ -433,7 +439,7 @@ def test_threads_with_different_operands() -> None:
 
 def test_descriptors_out_of_bounds_and_with_a_base_offset() -> None:
     def of(descriptor: int) -> list[str]:
-        return [*READY, f"mov.b64 %d3, {descriptor};", REGISTERS_FENCE, _product(16), COMMIT, WAIT]
+        return [*READY, f"mov.b64 %rd3, {descriptor};", REGISTERS_FENCE, _product(16), COMMIT, WAIT]
 
     start = RIGHT.descriptor & 0x3FFF
     last = RIGHT.descriptor - start + (BASE + SIZE - 512 >> 4)
