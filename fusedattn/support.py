@@ -156,7 +156,7 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
         if q.device.type not in ("cpu", "cuda"):
             reasons.append(f"device: got {q.device}, allowed are cpu and cuda where TRITON_INTERPRET=1 is set")
         return reasons + INTERPRETER_REASONS
-    if q.device.type != "cuda":
+    if not _is_gpu(q.device):
         return [
             *reasons,
             f"device: got {q.device}, allowed is a GPU with backend 'triton' (set TRITON_INTERPRET=1 before "
@@ -175,6 +175,10 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
     if needs_gradient and not configs.has_backward(arch, head_dim, q.dtype):
         reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. 256 with gradients in {q.dtype} on {arch}")
     return reasons
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _is_installed(package: str) -> bool:

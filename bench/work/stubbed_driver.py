@@ -36,7 +36,7 @@ def launching_nothing() -> Iterator[None]:
     with (
         patch.object(devices, "arch_of", lambda device: "sm_90"),
         patch.object(kernel_problem, "multiprocessors", lambda device: MULTIPROCESSORS),
-        patch.object(support, "_triton_reasons", lambda *call: []),
+        patch.object(support, "_is_gpu", lambda device: True),
     ):
         yield
 

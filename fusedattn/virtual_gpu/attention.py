@@ -9,11 +9,12 @@ from unittest.mock import patch
 
 import triton
 
-from fusedattn import support
+from fusedattn import prepare, support
 from fusedattn.kernels import devices, problem
 from fusedattn.kernels.configs import Arch
 from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
 
+_CAPABILITIES: dict[Arch, int] = {"sm_80": 80, "sm_86": 86, "sm_90": 90}
 MULTIPROCESSORS = 3  # few, so that small inputs give a persistent program several tiles
 
 
@@ -23,7 +24,8 @@ def launches_for(arch: Arch, multiprocessors: int = MULTIPROCESSORS) -> Iterator
     with (
         patch.object(devices, "arch_of", lambda device: arch),
         patch.object(problem, "multiprocessors", lambda device: multiprocessors),
-        patch.object(support, "_triton_reasons", lambda *call: []),
+        patch.object(support, "_is_gpu", lambda device: device.type == "cpu"),
+        patch.object(prepare, "_known", {}),  # no check made here counts outside, or the other way round
     ):
         yield
 
@@ -32,14 +34,17 @@ def launches_for(arch: Arch, multiprocessors: int = MULTIPROCESSORS) -> Iterator
 def compiled_attention(arch: Arch, **settings: Any) -> Iterator[VirtualGPU]:
     """Inside, ``attention(..., backend="triton")`` computes CPU tensors by the PTX of its kernels for `arch`.
 
-    `settings` are fields of :class:`~fusedattn.virtual_gpu.launch.Settings`.
+    `settings` are fields of :class:`~fusedattn.virtual_gpu.launch.Settings`. Call ``backward()`` inside too. All
+    threads of the process are affected.
 
     Raises:
-        ValueError: an `arch` other than sm_80, sm_86 and sm_90.
+        ValueError: an `arch` other than sm_80, sm_86 and sm_90, or a setting's value that is not allowed.
+        TypeError: an unknown setting.
+        RuntimeError: the kernels are interpreted, because TRITON_INTERPRET is set.
     """
-    if not arch.startswith("sm_"):
-        raise ValueError(f"arch: got {arch!r}, allowed are sm_80, sm_86 and sm_90")
-    with virtual_gpu(int(arch[3:]), **settings) as gpu, launches_for(arch), triton.knobs.runtime.scope():
+    if arch not in _CAPABILITIES:
+        raise ValueError(f"arch: got {arch!r}, allowed are {', '.join(_CAPABILITIES)}")
+    with virtual_gpu(_CAPABILITIES[arch], **settings) as gpu, launches_for(arch), triton.knobs.runtime.scope():
         # A launch that Triton reports is not repeated by address alone: the bounds of its tensors are known.
         triton.knobs.runtime.launch_enter_hook.add(_ignore)
         try:

@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from fusedattn.kernels import devices
 from fusedattn.kernels.configs import Arch
 from fusedattn.virtual_gpu.counters import Counters
-from fusedattn.virtual_gpu.launch import Launcher, Settings
+from fusedattn.virtual_gpu.launch import SETTINGS, Launcher, Settings
 
 _NUMBERS = itertools.count()
 _NAMES: dict[int, Arch] = {80: "sm_80", 86: "sm_86", 89: "sm_86", 90: "sm_90"}  # in the table of devices
@@ -44,6 +44,10 @@ class VirtualGPU:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+    def get_benchmarker(self) -> Any:
+        """What Triton times configs with."""
+        raise NotImplementedError("triton.autotune: the virtual GPU has no times; launch one config")
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -104,12 +108,20 @@ def virtual_gpu(capability: int = 90, settings: Settings | None = None, **change
     `changes` are fields of :class:`Settings`. Kernels are compiled without NVIDIA's assembler, into a cache of their
     own.
 
+    own. A kernel must have been decorated while TRITON_INTERPRET was not set. All threads of the process are affected.
+
     Raises:
-        ValueError: an architecture other than 80, 86, 89 and 90.
+        ValueError: an architecture other than 80, 86, 89 and 90, or a setting's value that is not allowed.
+        TypeError: an unknown setting.
+        RuntimeError: TRITON_INTERPRET is set.
     """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET: got 1, allowed is unset: interpreted kernels are not compiled")
     if capability not in SHARED_MEMORY:
         allowed = ", ".join(map(str, SHARED_MEMORY))
         raise ValueError(f"capability: got {capability}, allowed are {allowed}")
+    if unknown := changes.keys() - SETTINGS.keys():
+        raise TypeError(f"settings: got {', '.join(sorted(unknown))}, allowed are {', '.join(SETTINGS)}")
     gpu = VirtualGPU(capability, replace(settings or Settings(), **changes))
     with (
         patch.object(triton.runtime.driver, "_active", gpu),

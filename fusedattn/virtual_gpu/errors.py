@@ -1,4 +1,4 @@
-"""What a kernel may do wrong, as exceptions; each message names the kernel, the program and the place in its source."""
+"""Errors of kernels; a message names the instruction and its line in the source."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -42,16 +42,22 @@ class Settings:
     counting: bool = False  # instructions by warp, products, bytes, sectors and bank conflicts
 
     def __post_init__(self) -> None:
-        for name in ("asynchronous", "programs", "schedule"):
-            allowed = _choices(name)
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed are {', '.join(allowed)}")
+        for name, allowed in SETTINGS.items():
+            value = getattr(self, name)
+            if name == "seed":
+                known = value is None or (type(value) is int and value >= 0)
+            else:
+                known = type(value) in map(type, allowed) and value in allowed
+            if not known:
+                raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(str, allowed))}")
 
 
-@lru_cache
-def _choices(name: str) -> tuple[str, ...]:
-    """The values that a setting may have."""
-    return get_args(get_type_hints(Settings)[name])
+def _allowed(kind: Any) -> tuple[Any, ...]:
+    """The values of a setting of this type."""
+    return get_args(kind) if get_origin(kind) is Literal else (False, True) if kind is bool else ("None", "0, 1, ...")
+
+
+SETTINGS = {name: _allowed(kind) for name, kind in get_type_hints(Settings).items()}  # their values
 
 
 @dataclass

@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.kernels_hub": {"fusedattn"},
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
     | {"virtual_gpu"},
-    "virtual_gpu": {"support", "kernels"},
+    "virtual_gpu": {"prepare", "support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
     "fusion": {
         "integrations.modules",

@@ -124,7 +124,7 @@ def hopper() -> Iterator[Launches]:
         patch.object(launcher.KernelConstants, "__init__", noted),
         patch.object(devices, "arch_of", lambda device: "sm_90"),
         patch.object(kernel_problem, "multiprocessors", lambda device: 132),
-        patch.object(support, "_triton_reasons", lambda *call: []),
+        patch.object(support, "_is_gpu", lambda device: True),
     ):
         yield launches
 

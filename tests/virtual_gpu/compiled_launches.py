@@ -14,6 +14,8 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedattn import attention
+from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
 from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
 from fusedattn.virtual_gpu.launch import Settings
@@ -158,12 +160,55 @@ def test_all_settings_compute_the_same(capability: int) -> None:
         assert bool(gpu.counters["_product"].traffic) == settings.counting
 
 
-@pytest.mark.parametrize("changes", [{"asynchronous": "soon"}, {"programs": "forwards"}, {"schedule": "fair"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"asynchronous": "soon"},
+        {"programs": "forwards"},
+        {"schedule": "fair"},
+        {"seed": -1},
+        {"seed": True},
+        {"seed": "0"},
+        {"noise": "no"},
+        {"strict": 1},
+    ],
+)
 def test_settings_that_do_not_exist(changes: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(changes))}: got .*, allowed are"):
         Settings(**changes)
     with pytest.raises(ValueError, match="allowed are"), virtual_gpu(90, **changes):
         pass
+
+
+def test_an_unknown_setting() -> None:
+    message = "settings: got noisy, allowed are asynchronous, .*, noise, "
+    with pytest.raises(TypeError, match=message), virtual_gpu(90, noisy=True):
+        pass
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_", "sm_100", 90, None])
+def test_architectures_of_attention_that_do_not_exist(arch: Any) -> None:
+    message = f"arch: got {arch!r}, allowed are sm_80, sm_86, sm_90"
+    with pytest.raises(ValueError, match=message), compiled_attention(arch):
+        pass
+
+
+def test_attention_refuses_what_a_gpu_does() -> None:
+    """Checks inside count inside only, and those before only outside."""
+    q = torch.zeros(1, 1, 3, 16)
+    for _ in range(2):
+        with compiled_attention("sm_80"):
+            with pytest.raises(NotImplementedError, match=r"dtype: got torch.float64, allowed are float16"):
+                attention(q.double(), q.double(), q.double(), backend="triton")
+            attention(q, q, q, backend="triton")
+        with pytest.raises(NotImplementedError, match="device: got cpu, allowed is a GPU"):
+            attention(q, q, q, backend="triton")
+
+
+def test_times_are_refused() -> None:
+    tuned = triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=[])(_copy)
+    with virtual_gpu(90), pytest.raises(NotImplementedError, match="the virtual GPU has no times"):
+        tuned[(1,)](torch.zeros(4), torch.zeros(4), 4)
 
 
 def test_architectures_that_do_not_exist() -> None:
