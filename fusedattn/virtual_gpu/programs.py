@@ -55,6 +55,8 @@ class Programs:
 
     def _block(self, instructions: list[Instruction]) -> _Block:
         end = instructions[-1] if instructions and instructions[-1].opcode in ENDS else None
+        if end is not None and len(end.operands) > ENDS[end.opcode]:
+            raise unknown(end, f"got {len(end.operands)} operands; allowed are {ENDS[end.opcode]}")
         inner = instructions[:-1] if end is not None else instructions
         return _Block(
             [build(self.machine, x) for x in inner],
@@ -128,9 +130,14 @@ class Programs:
         for step, x, touched, written in zip(
             block.steps, block.instructions, block.touched, block.written, strict=True
         ):
-            if in_flight.targets and not x.opcode.startswith("wgmma"):
-                in_flight.check(x, touched, written, mask)
+            if in_flight.targets and not x.opcode.startswith("wgmma") and in_flight.concerned(touched, written):
+                in_flight.check(x, touched, written, self._taking(x) & mask if x.guard else mask)
             step(mask)
+
+    def _taking(self, x: Instruction) -> Array:
+        """The threads for which the guard of an instruction holds."""
+        guard = self.machine.registers.row(x.guard, "?")
+        return ~guard if x.negated else guard
 
     def _choose(self) -> tuple[int, Mask] | None:
         """The block to run next, and its threads."""
@@ -227,7 +234,7 @@ class Programs:
             self._part(end, mask, self.block_of[self.machine.kernel.target(end)], number + 1)
         else:
             if end.guard:
-                raise unknown(end)
+                raise unknown(end, f"got predicate {end.guard}; allowed is none")
             self._send(number + 1, mask)
             self._arrive(end, mask)
 
@@ -242,8 +249,7 @@ class Programs:
         if not end.guard:
             self._send(target, mask)
             return
-        taken = self.machine.registers.row(end.guard, "?")
-        taken = ~taken if end.negated else taken
+        taken = self._taking(end)
         n = np.count_nonzero(taken if mask is True else taken & mask)
         if mask is True and n in (0, taken.size):
             self.uniform = target if n else following
@@ -257,10 +263,13 @@ class Programs:
             whole_warps(mask, end)
         numbers = [int(str(operand)) for operand in end.operands if is_number(str(operand))]
         if len(numbers) != len(end.operands):
-            raise unknown(end)
+            raise unknown(end, "got a register; allowed are numbers")
         barrier, count = numbers[0], (numbers[1:] or [self.machine.n_threads])[0]
         if not 0 <= barrier < 16 or count % WARP or not 0 < count <= self.machine.n_threads:
-            raise KernelError(f"{end.opcode}, at {end.place}: barrier {barrier} of {count} threads")
+            raise KernelError(
+                f"{end.opcode}, at {end.place}: got barrier {barrier} of {count} threads; allowed are barriers 0 to "
+                f"15, of whole warps, at most {self.machine.n_threads} threads"
+            )
         if mask is True and count == self.machine.n_threads:
             self.machine.counters.barriers[count] += self.machine.n_ctas
             self.machine.shared.races.join_all(slice(None))

@@ -25,7 +25,8 @@ class Address:
 BRANCHES = ("bra", "bra.uni")
 RETURNS = ("ret", "exit")
 BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
-ENDS = (*BRANCHES, *RETURNS, *BARRIERS)  # of blocks
+# Of blocks, and how many operands they have at most.
+ENDS = {**dict.fromkeys(BRANCHES, 1), **dict.fromkeys(RETURNS, 0), **dict.fromkeys(BARRIERS, 2)}
 
 Operand = str | tuple[str, ...] | Address  # a name or number, {a vector}, [memory]
 
@@ -39,6 +40,12 @@ class Instruction:
     guard: str = ""  # a predicate, or "" if every thread takes part
     negated: bool = False  # the threads without the predicate take part
     place: str = ""
+    used: set[int] = field(default_factory=set, compare=False, repr=False)  # numbers of operands that were asked for
+
+    def operand(self, i: int) -> Operand:
+        """Operand `i`, which counts as used from now on."""
+        self.used.add(i)
+        return self.operands[i]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +105,24 @@ _REGISTER = re.compile(r"\.(?:pred|[bsuf](8|16|32|64))")
 _ACCESS = re.compile(r"\w+\.\w+(?:\.v([248]))?\.([bsuf](8|16|32|64))")
 _LABEL = re.compile(r"\s*([\w$]+):(?!:)")
 _PLACE = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*?//\s*(.*))?")
-_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)".*$', re.M)
+# Around the kernel: what changes nothing in it.
+_AROUND = re.compile(
+    r"""\s+
+    | \.version\s+[\d.]+                                              # of the ISA
+    | \.target\s+\w+(?:\s*,\s*\w+)*                                   # the architecture, and whether to debug
+    | \.address_size\s+64
+    | \.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+\w+\[\]\s*;        # shared memory; known is Triton's name for it
+    | \.global\s+\.align\s+\d+\s+\.b8\s+[\w$]+\[\d+\](?:\s*=\s*\{[\d,\s]*\})?\s*;  # data that no instruction can use
+    | \.(?:visible|weak)(?=\s*$)                                      # linkage of the kernel
+    | \.section\s+[.\w$]+\s*\{[^{}]*\}                                # debug data
+    """,
+    re.X,
+)
+# Of the kernel: its threads, and hints by how many programs and registers it should be compiled.
+_OF_KERNEL = re.compile(
+    r"\s+|\.(?:reqntid|maxntid)\s+\d+(?:\s*,\s*1)*(?![\s,]*\d)|\.(?:maxnreg|minnctapersm|maxnctapersm)\s+\d+"
+)
 
 
 def parse(text: str) -> Kernel:
@@ -107,6 +131,8 @@ def parse(text: str) -> Kernel:
     if len(entries) != 1:
         raise UnknownPTXError(f"a module with {len(entries)} kernels; allowed is one")
     name, parameters, directives = entries[0].groups()
+    _refuse_rest(_AROUND, _FILE.sub("", text[: entries[0].start()]))
+    _refuse_rest(_OF_KERNEL, directives)
     kernel = Kernel(name)
     for parameter in filter(None, (part.strip() for part in parameters.split(","))):
         found = _PARAMETER.match(parameter)
@@ -122,8 +148,20 @@ def parse(text: str) -> Kernel:
         )
     kernel.n_threads = int(threads.group(1))
     files = {number: path.rsplit("/", 1)[-1] for number, path in _FILE.findall(text)}
-    _Body(kernel, files).read(text[entries[0].end() :])
+    body = _Body(kernel, files)
+    body.read(text[entries[0].end() :])
+    _refuse_rest(_AROUND, _FILE.sub("", body.after))
     return kernel
+
+
+def _refuse_rest(known: re.Pattern[str], text: str) -> None:
+    """Fail if a text has more than the known directives and comments."""
+    text, at = re.sub(r"//.*", "", text), 0
+    while at < len(text):
+        found = known.match(text, at)
+        if found is None:
+            raise UnknownPTXError(f"directive {' '.join(text[at:].split(None, 4)[:4])}")
+        at = found.end()
 
 
 class _Body:
@@ -135,6 +173,7 @@ class _Body:
         self.scopes: list[dict[str, str]] = [{}]  # of open blocks: names of the source -> names that are unique
         self.open: list[int] = []  # the numbers of open blocks
         self.n_blocks = 0
+        self.after = ""  # the text after the end of the body
 
     def read(self, body: str) -> None:
         statements = list(self._statements(body))
@@ -163,17 +202,20 @@ class _Body:
         A brace at the beginning of a statement is that of a block, another that of a vector.
         """
         depth, statement = 1, ""
-        for line in body.splitlines():
+        lines = body.splitlines()
+        for i, line in enumerate(lines):
             if line.split()[:1] == [".loc"]:
                 self._locate(line.strip())
                 continue
-            for piece in re.split(r"([{};])", line.split("//")[0]):
+            pieces = re.split(r"([{};])", line.split("//")[0])
+            for j, piece in enumerate(pieces):
                 if piece == ";":
                     yield statement.strip(), self.place
                     statement = ""
                 elif piece in ("{", "}") and not statement.strip():
                     depth += 1 if piece == "{" else -1
                     if depth == 0:
+                        self.after = "\n".join(["".join(pieces[j + 1 :]), *lines[i + 1 :]])
                         return
                     yield piece, self.place
                 else:
@@ -232,6 +274,8 @@ class _Body:
         if text.startswith("["):
             base, *others = _split(text[1:-1])
             coordinates: tuple[str, ...] = ()
+            if len(others) > 1 or any(not other.strip().startswith("{") for other in others):
+                raise UnknownPTXError(f"operand {text}, at {self.place}")
             if others:
                 coordinates = tuple(self._unique(part.strip()) for part in others[0].strip()[1:-1].split(","))
             name, _, offset = base.partition("+")
@@ -259,7 +303,10 @@ def _split(text: str) -> list[str]:
         if character == "," and depth == 0:
             parts.append(text[start:i])
             start = i + 1
-    return [part for part in [*parts, text[start:]] if part.strip()]
+    parts.append(text[start:])
+    if len(parts) > 1 and not all(part.strip() for part in parts):
+        raise UnknownPTXError(f"an empty operand: {text.strip()}")
+    return [part for part in parts if part.strip()]
 
 
 def _labels_of_blocks(statements: Iterable[str]) -> dict[int, list[str]]:
@@ -288,7 +335,7 @@ def access_of(x: Instruction) -> tuple[str, int, int]:
 
 def name(x: Instruction, i: int) -> str:
     """Operand `i`, which is a single register or number."""
-    operand = x.operands[i]
+    operand = x.operand(i)
     if not isinstance(operand, str):
         raise UnknownPTXError(f"{x.opcode}, at {x.place}")
     return operand
@@ -296,7 +343,7 @@ def name(x: Instruction, i: int) -> str:
 
 def vector(x: Instruction, i: int) -> tuple[str, ...]:
     """Operand `i` as a vector, also of one."""
-    operand = x.operands[i]
+    operand = x.operand(i)
     if isinstance(operand, Address):
         raise UnknownPTXError(f"{x.opcode}, at {x.place}")
     return (operand,) if isinstance(operand, str) else operand

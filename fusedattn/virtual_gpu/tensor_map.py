@@ -26,6 +26,7 @@ class TensorMap:
     element: int  # bytes
     swizzle: int  # address bits 7 to 9 that are added to bits 4 to 6
     is_float: bool
+    fill: int = 0  # the bits of elements beyond the tensor
 
     def __post_init__(self) -> None:
         if self.address % 16 or any(stride % 16 for stride in self.strides[:-1]):

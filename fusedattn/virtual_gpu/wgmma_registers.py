@@ -39,13 +39,19 @@ class InFlight:
                 else:
                     del table[registers]
 
+    def concerned(self, touched: frozenset[str], written: frozenset[str]) -> bool:
+        """Whether some group's accumulators are among the touched registers, or its sources among the written."""
+        return any(
+            not used.isdisjoint(registers)
+            for table, registers in ((self.targets, touched), (self.sources, written))
+            for used in table
+        )
+
     def check(self, x: Instruction, touched: frozenset[str], written: frozenset[str], mask: Mask) -> None:
         """Fail if an instruction touches accumulators or writes sources, of the groups that execute it."""
-        for table, registers in ((self.targets, touched), (self.sources, written)):
-            for used in table:
-                if not used.isdisjoint(registers):
-                    executing = None if mask is True else np.flatnonzero(mask.reshape(-1, GROUP).any(axis=1))
-                    self._check(table, registers, executing, x)
+        executing = None if mask is True else np.flatnonzero(mask.reshape(-1, GROUP).any(axis=1))
+        self._check(self.targets, touched, executing, x)
+        self._check(self.sources, written, executing, x)
 
     @staticmethod
     def _check(

@@ -129,6 +129,26 @@ def test_descriptors(dtype: torch.dtype, row: int) -> None:
         assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float16, 0x7FFF), (torch.bfloat16, 0x7FFF), (torch.float32, 2**31 - 1)]
+)
+def test_a_descriptor_that_pads_with_nan(dtype: torch.dtype, bits: int) -> None:
+    x = torch.arange(24 * 96).reshape(24, 96).remainder(100).to(dtype)
+    y = torch.zeros(16, 32, dtype=dtype)
+    with virtual_gpu(90):
+        _of_descriptors[(1,)](TensorDescriptor.from_tensor(x, [16, 32], "nan"), y, 20, ROWS=16, COLUMNS=32)
+    assert torch.equal(y[:4], x[20:, 32:64])
+    assert (y[4:].view({2: torch.int16, 4: torch.int32}[y.itemsize]) == bits).all()
+
+
+def test_descriptors_that_are_not_known() -> None:
+    """Triton has no such field before 3.7, and gives TF32 to the driver of CUDA."""
+    described = TensorDescriptor.from_tensor(torch.zeros(16, 32), [16, 32])
+    described.round_f32_to_tf32 = True
+    with virtual_gpu(90), pytest.raises(NotImplementedError, match="round_f32_to_tf32"):
+        _of_descriptors[(1,)](described, torch.zeros(16, 32), 0, ROWS=16, COLUMNS=32)
+
+
 def test_a_tile_that_a_descriptor_adds() -> None:
     x, y = torch.arange(16 * 32.0).reshape(16, 32), torch.ones(16, 32)
     with virtual_gpu(90):

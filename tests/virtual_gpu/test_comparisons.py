@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.float_bits import F32, FORMATS, hostile
+from tests.helpers.float_bits import F16, F32, FORMATS, hostile
 from tests.helpers.integer_bits import HOSTILE, columns, valued
 from tests.helpers.ptx_values import evaluate
 
@@ -67,6 +67,19 @@ def test_denormal_operands_are_zero_with_ftz() -> None:
         assert got == [compared(name, x, y) for x, y in flushed], name
 
 
+def test_denormal_halves_are_zero_with_ftz() -> None:
+    """2^-24 and -2^-24 equal 0, and are not below the smallest normal number's half."""
+    a, b = columns(hostile(F16), hostile(F16))
+    assert any(0 < F16.magnitude(x) < 1 << F16.mantissa for x in a)
+    for name in ("eq", "lt", "gt", "neu"):
+        flushed = [(F16.number(F16.flushed(x)), F16.number(F16.flushed(y))) for x, y in zip(a, b, strict=True)]
+        wanted = [compared(name, x, y) for x, y in flushed]
+        assert evaluate(f"setp.{name}.ftz.f16 %d, %a, %b;", 1, a=(16, a), b=(16, b)) == wanted, name
+        packed = [[x << 16 | y for x, y in zip(z, z[::-1], strict=True)] for z in (a, b)]
+        got = evaluate(f"setp.{name}.ftz.f16x2 %d|%e, %a, %b;", (1, 1), a=(32, packed[0]), b=(32, packed[1]))
+        assert got == list(zip(wanted[::-1], wanted, strict=True)), name
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("name", ["ne", "neu", "lt", "geu", "nan"])
 def test_pairs_set_two_predicates(name: str, kind: str) -> None:
@@ -108,7 +121,20 @@ def test_combined_with_a_predicate(combination: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "opcode", ["setp.equ.s32", "setp.lo.f32", "setp.hs.s32", "setp.lt.b32", "setp.lt.sat.f32", "setp.lt.u8"]
+    "opcode",
+    [
+        "setp.equ.s32",
+        "setp.lo.f32",
+        "setp.hs.s32",
+        "setp.lt.b32",
+        "setp.lt.sat.f32",
+        "setp.lt.u8",
+        "setp.lt.ftz.bf16",
+        "setp.lt.ftz.bf16x2",
+        "setp.lt.ftz.f64",
+        "setp.lt.ftz.ftz.f32",
+        "setp.lt.and.or.f32",
+    ],
 )
 def test_unknown_comparisons(opcode: str) -> None:
     with pytest.raises(UnknownPTXError, match=opcode):

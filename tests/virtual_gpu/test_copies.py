@@ -132,6 +132,34 @@ def test_sizes_that_do_not_exist(form: str) -> None:
         run(f"{ADDRESS}\ncp.async.{form};", tensors=_words())
 
 
+@pytest.mark.parametrize("ignored", [range(0), range(7), range(64)])
+def test_copies_whose_source_is_ignored(ignored: range) -> None:
+    """A predicate as the last operand: zeros are written where it is true, and nothing is read."""
+    begin = f"setp.lt.u32 %p1, %t, {len(ignored)};"
+    body = _lines(ADDRESS, begin, "st.shared.b32 [%a], %t;", COPY.replace(", 4;", ", 4, %p1;"), COMMIT, WAIT, LOAD, OUT)
+    expected = [0 if t in ignored else 1000 + t for t in range(64)]
+    np.testing.assert_array_equal(run_all(body, tensors=_words())[0], expected)
+    if len(ignored) == 64:
+        run_all(body.replace("%rd1, %rd1, %x", "%rd1, %rd1, 4"), tensors=_words())
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ("ca.shared.global [%a], [%rd1], 3", "got 3 bytes; allowed are 4, 8, 16"),
+        ("cg.shared.global [%a], [%rd1], 8", "got 8 bytes; allowed are 16"),
+        ("ca.shared.global [%a], [%rd1], 4, 2", "got 2 bytes of the source; allowed are 0 and 4"),
+        ("ca.shared.global [%a], [%rd1], 4, 8", "got 8 bytes of the source; allowed are 0 and 4"),
+        ("ca.shared.global [%a], [%rd1], 4, %rd2", "got %rd2 of 64 bits"),
+        ("ca.shared.global [%a], [%rd1], 4, 4, %rd2", "got 5 operands"),
+        ("ca.shared.global.L2::cache_hint [%a], [%rd1], 4, %rd2", "modifier .L2::cache_hint"),
+        ("ca.shared.global.L2::128B [%a], [%rd1], 4", "modifier .L2::128B"),
+    ],
+)
+def test_copies_that_are_not_known(form: str, says: str) -> None:
+    fails(UnknownPTXError, _lines(ADDRESS, f"cp.async.{form}; // copy"), "copy", says=says, tensors=_words())
+
+
 def test_a_copy_out_of_bounds() -> None:
     fails(MemoryAccessError, _lines(ADDRESS, COPY), "copy", tensors=_words(63), says="that has 252")
     masked = _lines(ADDRESS, "setp.lt.u32 %p1, %t, 63;", "@%p1 " + COPY, COMMIT, WAIT)
@@ -306,6 +334,33 @@ def test_a_box_over_what_the_generic_proxy_wrote() -> None:
     fails(RaceError, arguments.pop("body"), "box", "store", **arguments, says="no fence.proxy.async")
     run_all(**_boxed(store, fence, "bar.sync 0;", *box))
     run_all(**_boxed(store, "bar.sync 0;", fence, *box))
+    run_all(**_boxed(store, "fence.proxy.async.shared::cluster;", "bar.sync 0;", *box))
+    run_all(**_boxed(store, "fence.proxy.async;", "bar.sync 0;", *box))
+    arguments = _boxed(store, "fence.proxy.async.global;", "bar.sync 0;", *box)
+    fails(RaceError, arguments.pop("body"), "box", "store", **arguments, says="no fence.proxy.async")
+    for modifier in ("foo", "shared", "shared::cta.foo", "global.foo"):
+        arguments = _boxed(f"fence.proxy.async.{modifier}; // fence")
+        fails(UnknownPTXError, arguments.pop("body"), "fence", **arguments, says=f"fence.proxy.async.{modifier}")
+
+
+@pytest.mark.parametrize("end", ["", ".multicast::cluster", ".L2::cache_hint", ".no_such_modifier", ".cta_group::1"])
+@pytest.mark.parametrize("operand", ["", ", %rs1", ", %rd1"])
+def test_boxes_of_other_forms(end: str, operand: str) -> None:
+    """Modifiers after those that are known, and operands that they bring, or that nothing brings."""
+    load = _load_box(0, 0).replace("complete_tx::bytes", f"complete_tx::bytes{end}").replace("]; //", f"]{operand}; //")
+    arguments = _boxed(_expect(N), load, _wait_for())
+    if end or operand:
+        says = f"modifier {end}" if end else f"no use is known of {operand[2:]}"
+        fails(UnknownPTXError, arguments.pop("body"), "box", **arguments, says=says)
+    else:
+        run_all(**arguments)
+
+
+def test_what_an_address_of_a_box_may_have() -> None:
+    for change in ("{%r40, %r41}, %r44", "%r40"):
+        body = _load_box(0, 0).replace("{%r40, %r41}", change)
+        with pytest.raises(UnknownPTXError, match=r"operand \[%m, "):
+            run(**_boxed(_expect(N), body, _wait_for()))
 
 
 def test_a_waiter_may_write_over_a_box_that_another_warp_loaded() -> None:

@@ -149,6 +149,47 @@ def test_signs(kind: str) -> None:
     assert evaluate(f"abs.{kind} %d, %a;", bits, a=(bits, a)) == [x & ~signs for x in a]
 
 
+@pytest.mark.parametrize("kind", ["f16", "f16x2", "f32"])
+def test_signs_of_denormal_numbers_with_ftz(kind: str) -> None:
+    form = FORMATS[kind.removesuffix("x2")]
+    a = hostile(form)
+    assert any(0 < form.magnitude(x) < 1 << form.mantissa for x in a)
+    numbers = [x for x in a if not form.is_nan(x)]  # PTX leaves open which NaN
+    bits = form.bits
+    flushed = [form.flushed(x) for x in numbers]
+    wanted = {"neg": [x ^ form.sign for x in flushed], "abs": [x & ~form.sign for x in flushed]}
+    if kind == "f16x2":
+        bits, numbers = 32, [x << 16 | y for x, y in zip(numbers, numbers[::-1], strict=True)]
+        wanted = {name: [x << 16 | y for x, y in zip(z, z[::-1], strict=True)] for name, z in wanted.items()}
+    for name, results in wanted.items():
+        assert evaluate(f"{name}.ftz.{kind} %d, %a;", bits, a=(bits, numbers)) == results, name
+
+
+def test_denormal_halves_are_zero_with_ftz() -> None:
+    a, b = columns(hostile(F16), hostile(F16))
+    pairs = [(F16.flushed(x), F16.flushed(y)) for x, y in zip(a, b, strict=True)]
+    for name, function in ARITHMETIC.items():
+        got = evaluate(f"{name}.ftz.f16 %d, %a, %b;", 16, a=(16, a), b=(16, b))
+        check(F16, got, [F16.flushed(F16.rounded(function, *x)) for x in pairs], a, b)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "f64"])
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_extremes_of_nan_are_the_canonical_nan(name: str, kind: str) -> None:
+    form = FORMATS[kind]
+    nans = [x for x in hostile(form) if form.is_nan(x)]
+    nans += [form.infinity | 1, form.infinity | 1 | form.sign, (1 << form.bits) - 1]
+    one = form.nearest(Fraction(1))
+    canonical = (1 << form.bits - 1) - 1
+    a, b = columns(nans, nans)
+    got = evaluate(f"{name}.{kind} %d, %a, %b;", form.bits, a=(form.bits, a), b=(form.bits, b))
+    assert set(got) == {canonical}
+    if kind != "f64":
+        a, b = [*nans, *[one] * len(nans)], [*[one] * len(nans), *nans]
+        got = evaluate(f"{name}.NaN.{kind} %d, %a, %b;", form.bits, a=(form.bits, a), b=(form.bits, b))
+        assert set(got) == {canonical}
+
+
 def extreme(form: Format, name: str, a: int, b: int, *, of_nan: bool) -> int:
     """min or max: -0 is less than 0, and NaN counts only if both are NaN, or if `of_nan`."""
     nans = form.is_nan(a), form.is_nan(b)
@@ -258,13 +299,16 @@ def test_special_values_of_functions() -> None:
 
 @pytest.mark.parametrize(
     "opcode",
-    ["add.sat.f32", "add.rz.f32", "fma.rn.relu.f32", "fma.rz.f32", "mul.ftz.f16", "mul.f8", "neg.foo",
+    ["add.sat.f32", "add.rz.f32", "fma.rn.relu.f32", "fma.rz.f32",
+     "mul.ftz.bf16", "add.ftz.bf16x2", "min.ftz.f64", "neg.ftz.bf16", "abs.ftz.bf16x2", "neg.ftz.f64",
+     "mul.f8", "neg.foo",
      "max.xorsign.f32", "ex2.f16", "div.approx.f32", "div.full.f64",
      "div.rn.f32.f32", "sin.f32.f32", "add.rn.rn.f32", "abs.b32"],
 )  # fmt: skip
 def test_unknown_modifiers(opcode: str) -> None:
-    with pytest.raises(UnknownPTXError, match=opcode):
-        evaluate(f"{opcode} %d, %a, %a, %a;", 32, a=(32, [0]))
+    n = {"fma": 3, "neg": 1, "abs": 1, "ex2": 1, "sin": 1}.get(opcode.partition(".")[0], 2)
+    with pytest.raises(UnknownPTXError, match=f"{opcode}, (?!.* operands)"):
+        evaluate(f"{opcode} %d{', %a' * n};", 32, a=(32, [0]))
 
 
 def test_formats_of_the_model() -> None:

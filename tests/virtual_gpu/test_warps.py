@@ -105,6 +105,7 @@ def test_whole_warps_take_part() -> None:
         "vote.sync.any.pred %p, %p, -1;",
         "elect.sync %d|%p, -1;",
         "activemask.b32 %d;",
+        "bar.warp.sync -1;",
     )
     for instruction in instructions:
         with pytest.raises(KernelError, match="only a part of a warp"):
@@ -114,6 +115,31 @@ def test_whole_warps_take_part() -> None:
 @pytest.mark.parametrize(
     "instruction",
     [
+        "shfl.sync.bfly.b32 %d, %a, 1, 31, %m;",
+        "redux.sync.add.s32 %d, %a, %m;",
+        "vote.sync.ballot.b32 %d, %p, %m;",
+        "vote.sync.any.pred %p, %p, %m;",
+        "elect.sync %d|%p, %m;",
+        "bar.warp.sync %m;",
+    ],
+)
+def test_member_masks_in_registers(instruction: str) -> None:
+    """All threads of a warp, of those warps that execute it; other groups of threads are not known."""
+    whole, operands = 2**32 - 1, {"a": (32, VALUES), "p": (1, [1] * 96)}
+    halves = [0xFFFF if i % 32 < 16 else 0xFFFF0000 for i in range(96)]
+    evaluate(instruction, 32, m=(32, [whole] * 96), **operands)
+    for masks, got in ((halves, "0xffff"), ([whole] * 64 + [whole - 1] * 32, "0xfffffffe")):
+        with pytest.raises(UnknownPTXError, match=rf"{instruction.split()[0]}.*got member mask {got}; allowed is 0xff"):
+            evaluate(instruction, 32, m=(32, masks), **operands)
+    executing = {"m": (32, [whole] * 64 + halves[:32]), "a": (32, VALUES), "p": (1, [1] * 64 + [0] * 32)}
+    evaluate(f"@%p {instruction}", 32, **executing)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "bar.warp.sync 0xffff;",
+        "bar.warp.sync.aligned -1;",
         "shfl.sync.idx.b32 %d, %a, 0, 0x1c1f, -1;",  # segments
         "shfl.sync.up.b32 %d, %a, 1, 31, -1;",
         "shfl.sync.bfly.b32 %d, %a, 1, 31, 0xffff;",

@@ -289,6 +289,17 @@ def test_accumulators_belong_to_the_product_until_the_wait(touch: str) -> None:
     _passes(*READY, _product(16), COMMIT, WAIT, touch, _store(16))
 
 
+@pytest.mark.parametrize("touch", ["mov.b32 %r107, 0;", "st.global.b32 [%o], %r103;"])
+def test_what_no_thread_executes_touches_no_accumulator(touch: str) -> None:
+    product = [*READY, _product(16), COMMIT]
+    for guard in ("setp.ne.u32 %p9, %t, %t;\n@%p9", "setp.eq.u32 %p9, %t, %t;\n@!%p9"):
+        np.testing.assert_array_equal(
+            _passes(*product, f"{guard} {touch}", WAIT, _store(16)), _passes(*product, WAIT, _store(16))
+        )
+    some = "setp.eq.u32 %p9, %t, 3;\n@%p9"
+    _fails(AsyncError, *product, f"{some} {touch} // touch", WAIT, marks=("touch",), says="not complete")
+
+
 def _from_registers(first: int = 10) -> str:
     return "{" + ", ".join(f"%r{first + i}" for i in range(4)) + "}"
 
@@ -446,7 +457,7 @@ def test_descriptors_out_of_bounds_and_with_a_base_offset() -> None:
     _passes(*of(last))
     _fails(MemoryAccessError, *of(last + 1), marks=("product",), says="of shared memory, which has")
     _fails(MemoryAccessError, *of(RIGHT.descriptor - start), marks=("product",), says="of shared memory, which has")
-    with pytest.raises(UnknownPTXError):
+    with pytest.raises(UnknownPTXError, match="got base offset 1; allowed is 0"):
         run("\n".join(of(RIGHT.descriptor | 1 << 49)), **_arguments())
 
 

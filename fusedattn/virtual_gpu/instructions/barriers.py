@@ -9,6 +9,7 @@ import numpy as np
 from fusedattn.virtual_gpu.errors import AsyncError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.shared_accesses import shared_addresses
+from fusedattn.virtual_gpu.instructions.warps import members
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.mbarriers import MBarrier
 from fusedattn.virtual_gpu.ptx import Instruction, name
@@ -17,10 +18,15 @@ from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of, store
 
 @builds("bar.warp.sync")
 def _warp_barrier(machine: Machine, x: Instruction) -> Step:
-    return lambda mask: None  # a warp's accesses are in order
+    return members(machine, x, 0)  # a warp's accesses are in order
 
 
-@builds("fence.proxy.async", "fence.proxy.async.shared::cta")
+@builds("fence.proxy.async.global")
+def _global_proxy_fence(machine: Machine, x: Instruction) -> Step:
+    return lambda mask: None  # only races of shared memory are looked for
+
+
+@builds("fence.proxy.async", "fence.proxy.async.shared::cta", "fence.proxy.async.shared::cluster")
 def _proxy_fence(machine: Machine, x: Instruction) -> Step:
     shared = machine.shared
 
@@ -97,17 +103,17 @@ def _invalidate(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@builds("mbarrier.arrive")
+@builds("mbarrier.arrive", modifiers=True)
 def _arrive(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")[2:]
     expects = words[0] == "expect_tx"
     if words[expects:] not in (["shared::cta", "b64"], ["shared", "b64"]):
         raise unknown(x)
-    if x.operands[0] != "_":
-        raise unknown(x)
+    if x.operand(0) != "_":
+        raise unknown(x, f"got {x.operand(0)} for the state; allowed is _")
     each = _each(machine, x, 1)
     if not expects and len(x.operands) > 2 and name(x, 2) != "1":
-        raise unknown(x)
+        raise unknown(x, f"got {name(x, 2)} arrivals; allowed is 1")
     n_bytes = machine.registers.value(name(x, 2), "u4") if expects else np.zeros((), dtype="u4")
 
     def step(mask: Mask) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.floats import TYPES, flush
+from fusedattn.virtual_gpu.instructions.floats import FLUSHED, TYPES, flush
 from fusedattn.virtual_gpu.instructions.integers import INTEGERS, LOGIC, computed, ufunc
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name, vector
@@ -30,7 +30,7 @@ _OF_NAN: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-@builds(*(f"setp.{comparison}" for comparison in (*COMPARISONS, *_OF_UNSIGNED, *_UNORDERED, *_OF_NAN)))
+@builds(*(f"setp.{comparison}" for comparison in (*COMPARISONS, *_OF_UNSIGNED, *_UNORDERED, *_OF_NAN)), modifiers=True)
 def _setp(machine: Machine, x: Instruction) -> Step:
     """Comparisons of any type; ``setp.lt.and.s32 p, a, b, c`` combines the result with c."""
 
@@ -66,11 +66,14 @@ def _setp_of_floats(machine: Machine, x: Instruction) -> Step:
     """Also of pairs of 16 bits, which set two predicates."""
     comparison, *modifiers, kind = x.opcode.split(".")[1:]
     compare = _comparison_of_floats(comparison)
-    if set(modifiers) - {"ftz", "and", "or", "xor"}:
+    combinations, ftz = [word for word in modifiers if word != "ftz"], "ftz" in modifiers
+    if len(combinations) > 1 or set(combinations) - set(LOGIC) or len(modifiers) != len(combinations) + ftz:
         raise unknown(x)
-    combinations = [word for word in modifiers if word != "ftz"]
+    if ftz and kind not in FLUSHED:
+        raise unknown(x, f"got .ftz for {kind}; allowed are {', '.join(FLUSHED)}")
     registers, pair = machine.registers, kind.endswith("x2")
     storage, load, _ = TYPES[kind[:-2] if pair else kind]
+    prepare: Callable[..., Any] = (lambda y: flush(load(y))) if ftz else load
     if pair:
         if combinations:
             raise unknown(x)
@@ -79,14 +82,13 @@ def _setp_of_floats(machine: Machine, x: Instruction) -> Step:
         sources = [registers.value(name(x, i), "u4") for i in (1, 2)]
 
         def both(mask: Mask) -> None:
-            a, b = (load(np.ascontiguousarray(np.broadcast_to(y, (n,))).view(storage)) for y in sources)
+            a, b = (prepare(np.ascontiguousarray(np.broadcast_to(y, (n,))).view(storage)) for y in sources)
             found = compare(a, b).reshape(n, 2)
             for i, out in enumerate(outs):
                 store(out, found[:, i], mask)
 
         return both
-    prepare: Callable[..., Any] = (lambda y: flush(load(y))) if "ftz" in modifiers else load
     if not combinations:
         return computed(machine, x, lambda a, b: compare(prepare(a), prepare(b)), "?", storage, storage)
-    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[combinations[0]]
+    combine = LOGIC[combinations[0]]
     return computed(machine, x, lambda a, b, c: combine(compare(prepare(a), prepare(b)), c), "?", storage, storage, "?")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, relu, to_bf16
-from fusedattn.virtual_gpu.instructions.integers import complete, computed
+from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, relu, to_bf16, to_f16
+from fusedattn.virtual_gpu.instructions.integers import computed
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name
 from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, store
@@ -17,7 +17,7 @@ from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, store
 _WHOLE: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-@builds("cvt")
+@builds("cvt", modifiers=True)
 def _cvt(machine: Machine, x: Instruction) -> Step:
     *modifiers, target, source = x.opcode.split(".")[1:]
     rounding = [word for word in modifiers if word not in ("ftz", "relu")]
@@ -62,6 +62,8 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
     computing = "f4" if target == "bf16" else storage
     if ftz and target == "f32":
         return computed(machine, x, lambda a: flush(load(a).astype("f4")), storage, of)
+    if target == "f16":
+        return computed(machine, x, lambda a: to_f16(prepare(a)), storage, of)
     return computed(machine, x, lambda a: back(prepare(a).astype(computing)), storage, of)
 
 
@@ -104,7 +106,7 @@ def _cvt_pair(machine: Machine, x: Instruction, target: str, source: str, mode: 
         raise unknown(x)
     out = machine.registers.row(name(x, 0), "u4").view("u2").reshape(-1, 2)
     high, low = (machine.registers.value(name(x, i), "f4") for i in (1, 2))
-    convert = to_bf16 if target == "bf16x2" else lambda y: y.astype("f2").view("u2")
+    convert = to_bf16 if target == "bf16x2" else lambda y: to_f16(y).view("u2")
     prepare: Callable[[Array], Array] = relu if clamped else lambda y: y
 
     def step(mask: Mask) -> None:
@@ -118,7 +120,6 @@ def _cvt_pair(machine: Machine, x: Instruction, target: str, source: str, mode: 
 @builds("cvt.rna.tf32.f32", "cvt.rn.tf32.f32")
 def _cvt_tf32(machine: Machine, x: Instruction) -> Step:
     """Ten bits of mantissa: ties away from zero (rna), or to even (rn)."""
-    complete(x, "cvt.rna.tf32.f32", "cvt.rn.tf32.f32")
     away = x.opcode.startswith("cvt.rna")
 
     def convert(bits: Array) -> Array:

@@ -3,6 +3,7 @@ accelerator (TMA)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +22,12 @@ from fusedattn.virtual_gpu.tensor_map import TensorMap
 
 @builds("cp.async.ca.shared.global", "cp.async.cg.shared.global")
 def _copy(machine: Machine, x: Instruction) -> Step:
-    """Copy `size` bytes for each thread; of these `source size` from global memory, and zeros after them."""
-    if "L2" in x.opcode:
-        raise unknown(x)
+    """Copy `size` bytes for each thread from global memory, or write zeros."""
     to, source = shared_addresses(machine, x, 0), address_of(machine, x, 1)
-    size = int(name(x, 2), 0)
-    if size not in ((16,) if x.opcode.startswith("cp.async.cg") else (4, 8, 16)):
-        raise unknown(x)
-    given = machine.registers.value(name(x, 3) if len(x.operands) > 3 else str(size), "u4")
+    size, allowed = int(name(x, 2), 0), (16,) if x.opcode.startswith("cp.async.cg") else (4, 8, 16)
+    if size not in allowed:
+        raise unknown(x, f"got {size} bytes; allowed are {', '.join(map(str, allowed))}")
+    given = _source_size(machine, x, size)
     shared, n_lanes, counters = machine.shared, machine.registers.n_lanes, machine.counters
 
     def step(mask: Mask) -> None:
@@ -36,11 +35,11 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         numbers = np.arange(n_lanes)[lanes]
         at = to(lanes)
         places = shared.locate(at, lanes, size, x)
-        sizes = np.broadcast_to(given, (n_lanes,))[lanes].astype("i8")
-        if (sizes > size).any() or ((sizes != 0) & (sizes != size)).any():
-            raise unknown(x)
-        addresses = source(mask).copy()
+        sizes = np.broadcast_to(given(), (n_lanes,))[lanes]
         whole = sizes == size
+        if (sizes[~whole] != 0).any():
+            raise unknown(x, f"got {sizes[~whole].max()} bytes of the source; allowed are 0 and {size}")
+        addresses = source(mask).copy()
         if whole.any():
             machine.memory.check(addresses[whole], size, x)
         if counters.counting:
@@ -64,6 +63,22 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         machine.copies.add(Work(numbers, effect, end, x), machine.order)
 
     return step
+
+
+def _source_size(machine: Machine, x: Instruction, size: int) -> Callable[[], Array]:
+    """How many bytes come from global memory: the fourth operand, or none if this is a predicate that is true."""
+    given, registers = name(x, 3) if len(x.operands) > 3 else str(size), machine.registers
+    if not registers.has(given):
+        fixed = registers.value(given, "u4")
+        return lambda: fixed
+    bits = registers.bits(given)
+    if bits == 1:
+        ignored = registers.row(given, "?")
+        return lambda: np.where(ignored, 0, size)
+    if bits != 32:
+        raise unknown(x, f"got {given} of {bits} bits; allowed are a size of 32 bits and a predicate")
+    sizes = registers.row(given, "u4")
+    return lambda: sizes
 
 
 @builds("cp.async.commit_group")
@@ -103,7 +118,7 @@ class _BoxCopy:
         machine, shared, tensor, x = self.machine, self.machine.shared, self.tensor, self.x
         addresses, exists = tensor.elements(self.first)
         places = tensor.targets(self.start) + self.cta * shared.window
-        values = np.zeros(tensor.box, dtype=f"u{tensor.element}")
+        values = np.full(tensor.box, tensor.fill, dtype=f"u{tensor.element}")
         values[exists] = global_memory.load(addresses[exists], tensor.element)
         shared.typed[tensor.element][places // tensor.element] = values
         barrier = machine.mbarriers.at(self.cta, self.barrier, x)
@@ -137,7 +152,7 @@ def _checked(
     `directions` are those of its accesses of global and shared memory, to be counted.
     """
     if len(first) != len(tensor.box):
-        raise unknown(x)
+        raise unknown(x, f"got {len(first)} coordinates; allowed are {len(tensor.box)}")
     alignment = 128 * (tensor.swizzle + 1) if tensor.swizzle else 128
     if start % alignment:
         raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")
@@ -162,7 +177,7 @@ def _checked(
 )
 def _load_box(machine: Machine, x: Instruction) -> Step:
     to, barriers = shared_addresses(machine, x, 0), shared_addresses(machine, x, 2)
-    maps, coordinates = _box(machine, x, x.operands[1])
+    maps, coordinates = _box(machine, x, x.operand(1))
     shared = machine.shared
 
     def step(mask: Mask) -> None:
@@ -187,7 +202,7 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
 @builds(*(f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.add.bulk_group" for n in (2, 3, 4, 5)))
 def _add_box(machine: Machine, x: Instruction) -> Step:
     """Add a box of shared memory to a tensor, one element after the other."""
-    maps, coordinates = _box(machine, x, x.operands[0])
+    maps, coordinates = _box(machine, x, x.operand(0))
     source, shared = shared_addresses(machine, x, 1), machine.shared
 
     def step(mask: Mask) -> None:
@@ -202,7 +217,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         of_cta, warp = np.array([[cta]]), np.array([[int(shared.warp[lane])]])
         shared.races.begin_reads(granules, of_cta, warp, x)
         if not tensor.is_float or tensor.element != 4:
-            raise unknown(x)
+            raise unknown(x, f"got elements of {tensor.element} bytes; allowed is float32")
 
         def effect(chosen: Array) -> None:
             addresses, exists = tensor.elements(first)
@@ -228,8 +243,3 @@ def _commit_bulk(machine: Machine, x: Instruction) -> Step:
 def _wait_bulk(machine: Machine, x: Instruction) -> Step:
     pending = int(name(x, 0))
     return lambda mask: machine.bulk.wait(pending, mask)
-
-
-@builds("prefetch.tensormap", "fence.proxy.tensormap::generic.acquire.gpu")
-def _of_tensor_maps(machine: Machine, x: Instruction) -> Step:
-    raise unknown(x)

@@ -1,5 +1,4 @@
-"""Floating point: arithmetic, approximations, comparisons and conversions. PTX ISA, "floating point", "half precision"
-and "cvt" instructions.
+"""Floating point: arithmetic and approximations. PTX ISA, "floating point" and "half precision" instructions.
 
 Operations are rounded once, as the ISA says. bfloat16 is computed in float32 and rounded. Approximate instructions are
 exact up to float32's rounding, or err by as much as the ISA allows if the machine is asked for it.
@@ -20,11 +19,13 @@ from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import DTYPES, Array
 
 _TINY = np.float32(2.0**-126)
+_NORMAL = {4: _TINY, 2: np.float16(2.0**-14)}  # the smallest normal numbers, by bytes
+FLUSHED = ("f32", "f16", "f16x2")  # types that .ftz is for
 
 
 def flush(x: Array) -> Array:
-    """Replace denormal numbers by zero, of the same sign."""
-    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+    """Replace denormal numbers of float32 or float16 by zero, of the same sign."""
+    return np.where(np.abs(x) < _NORMAL[x.itemsize], np.copysign(x.dtype.type(0), x), x)
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -71,9 +72,25 @@ def to_bf16(x: Array) -> Array:
     return np.where(np.isnan(x), 0x7FFF, rounded).astype("u2")
 
 
+_NAN = {
+    n: np.array(2 ** (8 * n - 1) - 1, dtype=f"u{n}").view(f"f{n}") for n in (2, 4, 8)
+}  # the canonical one, by bytes: all bits but the sign
+
+
+def canonical(x: Array) -> Array:
+    """All NaN become the canonical one."""
+    return np.where(np.isnan(x), _NAN[x.itemsize], x)
+
+
+def to_f16(x: Array) -> Array:
+    """Rounded to nearest, ties to even; a NaN is 0x7FFF."""
+    half = x.astype("f2")
+    return canonical(half) if np.isnan(x).any() else half
+
+
 def relu(x: Array) -> Array:
-    """Positive numbers and NaN; zero for others."""
-    return np.where(x <= 0, x.dtype.type(0), x)
+    """Positive numbers and the canonical NaN; zero for others."""
+    return canonical(np.where(x <= 0, x.dtype.type(0), x))
 
 
 def _fma_of_f16(a: Array, b: Array, c: Array) -> Array:
@@ -120,22 +137,23 @@ def _split(x: Instruction, allowed: tuple[str, ...]) -> tuple[str, set[str]]:
 
 def _arithmetic(machine: Machine, x: Instruction, function: Callable[..., Array], n: int, kind: str, ftz: bool) -> Step:
     """A step for `n` operands of one floating-point type; `function` rounds once."""
-    if ftz and kind != "f32":
-        raise unknown(x)
+    if ftz:
+        if kind not in FLUSHED:
+            raise unknown(x, f"got .ftz for {kind}; allowed are {', '.join(FLUSHED)}")
+        plain = function
+        function = lambda *y: flush(plain(*map(flush, y)))  # noqa: E731
     if kind in ("f16x2", "bf16x2"):
         return computed(machine, x, _halves(kind, function), "u4", *["u4"] * n)
     storage, load, back = TYPES[kind]
     if kind == "bf16":
         return computed(machine, x, lambda *y: back(function(*map(load, y))), storage, *[storage] * n)
-    if ftz:
-        return computed(machine, x, lambda *y: flush(function(*map(flush, y))), storage, *[storage] * n)
     return computed(machine, x, function, storage, *[storage] * n)
 
 
 _BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
-@builds("add", "sub", "mul")
+@builds("add", "sub", "mul", modifiers=True)
 def _binary(machine: Machine, x: Instruction) -> Step:
     kind, modifiers = _split(x, ("rn", "ftz"))
     if kind not in DTYPES or kind[0] not in "fb" or kind in ("b16", "b32", "b64"):
@@ -146,7 +164,7 @@ def _binary(machine: Machine, x: Instruction) -> Step:
     return _arithmetic(machine, x, function, 2, kind, "ftz" in modifiers)
 
 
-@builds("fma.rn")
+@builds("fma.rn", modifiers=True)
 def _fma(machine: Machine, x: Instruction) -> Step:
     kind, modifiers = _split(x, ("rn", "ftz", "relu"))
     function = _FMA[kind]
@@ -157,10 +175,10 @@ def _fma(machine: Machine, x: Instruction) -> Step:
     return _arithmetic(machine, x, lambda *y: relu(function(*y)), 3, kind, ftz=False)
 
 
-@builds("neg", "abs")
+@builds("neg", "abs", modifiers=True)
 def _sign(machine: Machine, x: Instruction) -> Step:
     kind, modifiers = _split(x, ("ftz",))
-    if kind in ("f32", "f64"):
+    if kind in ("f32", "f64") or "ftz" in modifiers:
         function = np.negative if x.opcode.startswith("neg") else np.abs
         return _arithmetic(machine, x, function, 1, kind, "ftz" in modifiers)
     bits = {"f16": 0x8000, "bf16": 0x8000, "f16x2": 0x80008000, "bf16x2": 0x80008000}[kind]
@@ -171,27 +189,32 @@ def _sign(machine: Machine, x: Instruction) -> Step:
     return computed(machine, x, lambda a: a & ~sign, dtype, dtype)
 
 
+def _settled(found: Array) -> bool:
+    """Whether there is neither a zero nor a NaN."""
+    return bool(np.abs(found).min() > 0)
+
+
 def _smaller(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A minimum, of which NumPy's leaves open whether that of 0 and -0 is -0."""
+    """A minimum; NumPy's leaves open whether that of 0 and -0 is -0, and which NaN it gives."""
 
     def smaller(a: Array, b: Array) -> Array:
         found = function(a, b)
-        return found if found.all() else np.where((found == 0) & (a == b), -(-a - b), found)
+        return found if _settled(found) else canonical(np.where((found == 0) & (a == b), -(-a - b), found))
 
     return smaller
 
 
 def _larger(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A maximum, of which NumPy's leaves open whether that of 0 and -0 is 0."""
+    """A maximum; NumPy's leaves open whether that of 0 and -0 is 0, and which NaN it gives."""
 
     def larger(a: Array, b: Array) -> Array:
         found = function(a, b)
-        return found if found.all() else np.where((found == 0) & (a == b), a + b, found)
+        return found if _settled(found) else canonical(np.where((found == 0) & (a == b), a + b, found))
 
     return larger
 
 
-@builds("min", "max")
+@builds("min", "max", modifiers=True)
 def _extreme(machine: Machine, x: Instruction) -> Step:
     """Without .NaN, the other operand if one is NaN."""
     kind, modifiers = _split(x, ("ftz", "NaN"))
@@ -202,7 +225,7 @@ def _extreme(machine: Machine, x: Instruction) -> Step:
     return _arithmetic(machine, x, function, 2, kind, "ftz" in modifiers)
 
 
-@builds("div.full", "div.rn")
+@builds("div.full", "div.rn", modifiers=True)
 def _div(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
     if words[2:] not in (["f32"], ["ftz", "f32"]):
@@ -227,7 +250,7 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@builds(*_FUNCTIONS)
+@builds(*_FUNCTIONS, modifiers=True)
 def _function(machine: Machine, x: Instruction) -> Step:
     which, *modifiers, kind = x.opcode.split(".")
     if kind != "f32" or set(modifiers) - {"approx", "rn", "ftz"}:

@@ -16,7 +16,7 @@ from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, vector
 from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask
 
 
-@builds("ld.global")
+@builds("ld.global", modifiers=True)
 def _load(machine: Machine, x: Instruction) -> Step:
     kind, size, n = access_of(_plain(x))
     targets = vector(x, 0)
@@ -89,7 +89,7 @@ def loads_into(machine: Machine, x: Instruction, targets: tuple[str, ...], kind:
 
 def address_of(machine: Machine, x: Instruction, i: int) -> Any:
     """A function of the mask: the global addresses of operand `i`, of the lanes of the mask, as int64."""
-    operand = x.operands[i]
+    operand = x.operand(i)
     if not isinstance(operand, Address) or operand.coordinates:
         raise unknown(x)
     base, offset = machine.registers.row(operand.base, "i8"), operand.offset
@@ -111,7 +111,7 @@ def sources_of(machine: Machine, x: Instruction, i: int, size: int) -> Any:
     return values
 
 
-@builds("st.global")
+@builds("st.global", modifiers=True)
 def _store(machine: Machine, x: Instruction) -> Step:
     _, size, n = access_of(_plain(x))
     addresses, values = address_of(machine, x, 0), sources_of(machine, x, 1, size)
@@ -149,7 +149,7 @@ def _add_flushed(old: Array, new: Array) -> Array:
     return flush(flush(old) + flush(new))
 
 
-@builds("atom.global", "red.global")
+@builds("atom.global", "red.global", modifiers=True)
 def _atomic(machine: Machine, x: Instruction) -> Step:
     """Atomic operations of a vector of elements; those of one address follow in the order that the machine chooses."""
     words = [

@@ -1,4 +1,4 @@
-"""Integers, bits and predicates: arithmetic, shifts, comparisons, selection. PTX ISA, "integer arithmetic", "logic and
+"""Integers, bits and predicates: arithmetic, shifts, selection and moves. PTX ISA, "integer arithmetic", "logic and
 shift", "comparison and selection" instructions."""
 
 from __future__ import annotations
@@ -44,12 +44,6 @@ def computed(
     return step
 
 
-def complete(x: Instruction, *opcodes: str) -> None:
-    """Fail if the opcode has modifiers other than those of `opcodes`."""
-    if x.opcode not in opcodes:
-        raise unknown(x)
-
-
 def integer_type(x: Instruction, *before: str) -> str:
     """The type at the end of an opcode of an integer, with nothing between it and the words `before`."""
     *words, kind = x.opcode.split(".")
@@ -70,26 +64,26 @@ def _sub(machine: Machine, x: Instruction) -> Step:
     return ufunc(machine, x, np.subtract, kind, kind, kind)
 
 
-@builds("mul.lo")
+@builds("mul.lo", modifiers=True)
 def _mul_lo(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "lo")]
     return ufunc(machine, x, np.multiply, kind, kind, kind)
 
 
-@builds("mul.wide")
+@builds("mul.wide", modifiers=True)
 def _mul_wide(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "wide")]
     wide = _WIDER[kind]
     return computed(machine, x, lambda a, b: a.astype(wide) * b.astype(wide), wide, kind, kind)
 
 
-@builds("mad.lo")
+@builds("mad.lo", modifiers=True)
 def _mad_lo(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "lo")]
     return computed(machine, x, lambda a, b, c: a * b + c, kind, kind, kind, kind)
 
 
-@builds("mad.wide")
+@builds("mad.wide", modifiers=True)
 def _mad_wide(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "wide")]
     wide = _WIDER[kind]
@@ -111,13 +105,13 @@ def _high(a: Array, b: Array) -> Array:
     return a_high * b_high + (middle >> 32) + (other >> 32)
 
 
-@builds("mul.hi")
+@builds("mul.hi", modifiers=True)
 def _mul_hi(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "hi")]
     return computed(machine, x, _high, kind, kind, kind)
 
 
-@builds("mad.hi")
+@builds("mad.hi", modifiers=True)
 def _mad_hi(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x, "hi")]
     return computed(machine, x, lambda a, b, c: _high(a, b) + c, kind, kind, kind, kind)
@@ -187,7 +181,7 @@ def _not(machine: Machine, x: Instruction) -> Step:
     return ufunc(machine, x, np.invert, kind, kind)
 
 
-@builds("shl", "shr")
+@builds("shl", "shr", modifiers=True)
 def _shift(machine: Machine, x: Instruction) -> Step:
     """The amount is a u32; amounts above the width count as the width."""
     kind = DTYPES[integer_type(x)]
@@ -220,7 +214,7 @@ def _funnel(machine: Machine, x: Instruction) -> Step:
     return computed(machine, x, shifted, "u4", "u4", "u4", "u4")
 
 
-@builds("bfe")
+@builds("bfe", modifiers=True)
 def _bit_field(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
     bits = 8 * np.dtype(kind).itemsize
@@ -256,7 +250,6 @@ def _bit_field_insert(machine: Machine, x: Instruction) -> Step:
 @builds("lop3.b32")
 def _lop3(machine: Machine, x: Instruction) -> Step:
     """Any function of three bits, by its table of truth: bit ``4 a + 2 b + c``."""
-    complete(x, "lop3.b32")
     table = int(name(x, 4).rstrip("U"), 0)
 
     def function(a: Array, b: Array, c: Array) -> Array:
@@ -272,7 +265,6 @@ def _lop3(machine: Machine, x: Instruction) -> Step:
 @builds("prmt.b32")
 def _permute_bytes(machine: Machine, x: Instruction) -> Step:
     """Four bytes of the eight of (b, a); a selector of 8 and more spreads the sign of its byte."""
-    complete(x, "prmt.b32")
     source_a, source_b = (machine.registers.value(name(x, i), "u4") for i in (1, 2))
     selector = machine.registers.value(name(x, 3), "u4")
     out = machine.registers.row(name(x, 0), "u4")
@@ -314,7 +306,7 @@ def _clz(machine: Machine, x: Instruction) -> Step:
     return computed(machine, x, leading_zeros, "u4", kind)
 
 
-@builds("selp")
+@builds("selp", modifiers=True)
 def _selp(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
     if len(words) != 2 or words[1] not in (*INTEGERS, "f32", "f64"):
@@ -323,14 +315,14 @@ def _selp(machine: Machine, x: Instruction) -> Step:
     return computed(machine, x, lambda a, b, chosen: np.where(chosen, a, b), kind, kind, kind, "?")
 
 
-@builds("mov")
+@builds("mov", modifiers=True)
 def _mov(machine: Machine, x: Instruction) -> Step:
     """Copies, and the packing of several registers into one and back."""
     words = x.opcode.split(".")
     if len(words) != 2:
         raise unknown(x)
     registers, kind = machine.registers, DTYPES[words[1]]
-    target, source = x.operands
+    target, source = x.operand(0), x.operand(1)
     if isinstance(target, str) and isinstance(source, str):
         kind = kind if kind == "?" else f"u{np.dtype(kind).itemsize}"
         out, value = registers.row(target, kind), registers.value(source, kind)
@@ -356,10 +348,8 @@ def _mov(machine: Machine, x: Instruction) -> Step:
     return unpack
 
 
-@builds("cvta")
+@builds("cvta.param.u64", "cvta.to.global.u64", "cvta.global.u64")
 def _cvta(machine: Machine, x: Instruction) -> Step:
     """Global addresses are generic already; those of parameters have a window of their own."""
-    if x.opcode not in ("cvta.param.u64", "cvta.to.global.u64", "cvta.global.u64"):
-        raise unknown(x)
     window = np.uint64(PARAMETER_WINDOW if x.opcode == "cvta.param.u64" else 0)
     return computed(machine, x, lambda a: a + window, "u8", "u8")

@@ -57,7 +57,7 @@ def registers_c(matrices: Array) -> Array:
 _KINDS = {("m16n8k16", "f16"), ("m16n8k16", "bf16"), ("m16n8k8", "tf32")}
 
 
-@builds("mma.sync.aligned")
+@builds("mma.sync.aligned", modifiers=True)
 def _mma(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")[3:]
     if len(words) != 7 or words[1:4] != ["row", "col", "f32"] or words[6] != "f32" or words[4] != words[5]:

@@ -8,10 +8,10 @@ from fusedattn.virtual_gpu.ptx import Address, Instruction, name
 from fusedattn.virtual_gpu.registers import store
 
 
-@builds("ld.param")
+@builds("ld.param", modifiers=True)
 def _load_parameter(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
-    operand = x.operands[1]
+    operand = x.operand(1)
     if len(words) != 3 or not isinstance(operand, Address) or operand.offset:
         raise unknown(x)
     size, signed = int(words[2][1:]) // 8, words[2][0] == "s"

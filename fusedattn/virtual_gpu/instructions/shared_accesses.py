@@ -20,7 +20,7 @@ from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of
 
 def shared_addresses(machine: Machine, x: Instruction, i: int) -> Any:
     """A function of the lanes: the shared addresses of operand `i`."""
-    operand = x.operands[i]
+    operand = x.operand(i)
     if not isinstance(operand, Address) or operand.coordinates:
         raise unknown(x)
     registers, offset = machine.registers, operand.offset
@@ -34,7 +34,7 @@ def shared_addresses(machine: Machine, x: Instruction, i: int) -> Any:
 DIFFERENT_VALUES = "threads of a warp that store different values to one place of shared memory"
 
 
-@builds("ld.shared")
+@builds("ld.shared", modifiers=True)
 def _load(machine: Machine, x: Instruction) -> Step:
     kind, size, n = access_of(x)
     targets = vector(x, 0)
@@ -57,7 +57,7 @@ def _load(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@builds("st.shared")
+@builds("st.shared", modifiers=True)
 def _store(machine: Machine, x: Instruction) -> Step:
     _, size, n = access_of(x)
     addresses, values, shared = shared_addresses(machine, x, 0), sources_of(machine, x, 1, size), machine.shared
@@ -137,7 +137,7 @@ def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Call
 _ROW, _PAIR = np.divmod(np.arange(32), 4)
 
 
-@builds("ldmatrix")
+@builds("ldmatrix", modifiers=True)
 def _load_matrices(machine: Machine, x: Instruction) -> Step:
     _, transposed, rows_of = _matrices(machine, x, 1)
     bank, targets = machine.registers.rows(vector(x, 0))
@@ -167,7 +167,7 @@ def _put(bank: Array, rows: Any, values: Array, mask: Mask, warps: Array) -> Non
         bank[indices[:, None], lanes] = by_register.reshape(by_register.shape[0], -1)
 
 
-@builds("stmatrix")
+@builds("stmatrix", modifiers=True)
 def _store_matrices(machine: Machine, x: Instruction) -> Step:
     n, transposed, rows_of = _matrices(machine, x, 0)
     bank, sources = machine.registers.rows(vector(x, 1))

@@ -6,10 +6,9 @@ import numpy as np
 
 from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.integers import complete
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name, vector
-from fusedattn.virtual_gpu.registers import Array, Mask, number, store
+from fusedattn.virtual_gpu.registers import Array, Mask, store
 
 WARP = 32
 
@@ -22,22 +21,37 @@ def whole_warps(mask: Mask, x: Instruction) -> None:
             raise KernelError(f"{x.opcode}, at {x.place}: only a part of a warp executes it")
 
 
-def _whole(machine: Machine, x: Instruction, i: int) -> None:
-    """Operand `i`, the mask of the threads that take part, must be all of them."""
+_ALL = 0xFFFFFFFF
+
+
+def members(machine: Machine, x: Instruction, i: int) -> Step:
+    """A check that warps execute an instruction as a whole, and name all threads in operand `i`, the member mask."""
     given = name(x, i)
-    if machine.registers.has(given):
-        return  # computed; whole_warps checks those that execute
-    if number(given, "u4") != 0xFFFFFFFF:
-        raise unknown(x)
+    named = machine.registers.value(given, "u4")
+    if not machine.registers.has(given):
+        _require_all(named, x)
+        return lambda mask: whole_warps(mask, x)
+
+    def check(mask: Mask) -> None:
+        whole_warps(mask, x)
+        _require_all(named if mask is True else named[mask], x)
+
+    return check
 
 
-@builds("shfl.sync")
+def _require_all(named: Array, x: Instruction) -> None:
+    some = named[named != _ALL]
+    if some.size:
+        raise unknown(x, f"got member mask {int(some[0]):#x}; allowed is {_ALL:#x}")
+
+
+@builds("shfl.sync", modifiers=True)
 def _shuffle(machine: Machine, x: Instruction) -> Step:
     """Read the register of another thread of the warp; segments of the warp are not supported."""
     words = x.opcode.split(".")
     if len(words) != 4 or words[3] != "b32" or words[2] not in ("idx", "bfly", "up", "down"):
         raise unknown(x)
-    _whole(machine, x, 4)
+    check = members(machine, x, 4)
     clamp = int(name(x, 3), 0)
     if clamp != (0 if words[2] == "up" else 31):
         raise unknown(x)
@@ -55,7 +69,7 @@ def _shuffle(machine: Machine, x: Instruction) -> Step:
         return own - amount if words[2] == "up" else own + amount
 
     def step(mask: Mask) -> None:
-        whole_warps(mask, x)
+        check(mask)
         amount = by.astype("i8") & 31
         lanes = source(amount.reshape(-1, WARP) if amount.ndim else amount)
         inside = (lanes >= 0) & (lanes < WARP)
@@ -79,18 +93,18 @@ _REDUCTIONS = {
 }
 
 
-@builds("redux.sync")
+@builds("redux.sync", modifiers=True)
 def _reduce(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
     if len(words) != 4 or words[2] not in _REDUCTIONS or words[3] not in ("s32", "u32", "b32"):
         raise unknown(x)
-    _whole(machine, x, 2)
+    check = members(machine, x, 2)
     dtype = "i4" if words[3] == "s32" else "u4"
     out, value = machine.registers.row(name(x, 0), dtype), machine.registers.value(name(x, 1), dtype)
     function = _REDUCTIONS[words[2]]
 
     def step(mask: Mask) -> None:
-        whole_warps(mask, x)
+        check(mask)
         lanes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
         store(out, np.repeat(function.reduce(lanes, axis=1, dtype=dtype), WARP), mask)
 
@@ -100,15 +114,14 @@ def _reduce(machine: Machine, x: Instruction) -> Step:
 @builds("elect.sync")
 def _elect(machine: Machine, x: Instruction) -> Step:
     """One thread of each warp, here the first."""
-    complete(x, "elect.sync")
-    _whole(machine, x, 1)
+    check = members(machine, x, 1)
     target, predicate = vector(x, 0)
     outs = [(machine.registers.row(target, "u4"), 0)] if target != "_" else []
     first = np.tile(np.arange(WARP) == 0, machine.registers.n_lanes // WARP)
     elected = machine.registers.row(predicate, "?")
 
     def step(mask: Mask) -> None:
-        whole_warps(mask, x)
+        check(mask)
         for out, leader in outs:
             store(out, leader, mask)
         store(elected, first, mask)
@@ -116,17 +129,17 @@ def _elect(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@builds("vote.sync")
+@builds("vote.sync", modifiers=True)
 def _vote(machine: Machine, x: Instruction) -> Step:
     words = x.opcode.split(".")
-    _whole(machine, x, 2)
+    check = members(machine, x, 2)
     value = machine.registers.value(name(x, 1), "?")
     if words[2:] == ["ballot", "b32"]:
         bits = np.uint32(1) << np.arange(WARP, dtype="u4")
         out = machine.registers.row(name(x, 0), "u4")
 
         def ballot(mask: Mask) -> None:
-            whole_warps(mask, x)
+            check(mask)
             votes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
             store(out, np.repeat((votes * bits).sum(axis=1, dtype="u4"), WARP), mask)
 
@@ -137,7 +150,7 @@ def _vote(machine: Machine, x: Instruction) -> Step:
     out = machine.registers.row(name(x, 0), "?")
 
     def step(mask: Mask) -> None:
-        whole_warps(mask, x)
+        check(mask)
         votes = np.broadcast_to(value, out.shape).reshape(-1, WARP)
         store(out, np.repeat(function.reduce(votes, axis=1), WARP), mask)
 
@@ -146,7 +159,6 @@ def _vote(machine: Machine, x: Instruction) -> Step:
 
 @builds("activemask.b32")
 def _active(machine: Machine, x: Instruction) -> Step:
-    complete(x, "activemask.b32")
     out = machine.registers.row(name(x, 0), "u4")
 
     def step(mask: Mask) -> None:

@@ -63,7 +63,7 @@ class _Operand:
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         mode = descriptor >> 62
         if descriptor >> 49 & 7:
-            raise unknown(self.x)  # a base offset: matrices that are not aligned to their swizzle
+            raise unknown(self.x, f"got base offset {descriptor >> 49 & 7}; allowed is 0")
         offsets = _offsets(self.rows, self.k, self.size, mode, leading, stride, self.by_rows)
         return swizzled(start + offsets, _SWIZZLES[mode])
 
@@ -78,7 +78,7 @@ class _Operand:
         return flat
 
 
-@builds("wgmma.mma_async")
+@builds("wgmma.mma_async", modifiers=True)
 def _multiply(machine: Machine, x: Instruction) -> Step:
     form = _FORM.match(x.opcode)
     if form is None or form.group(3) != form.group(4):
@@ -90,7 +90,7 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
     if n % 8 or not 8 <= n <= 256 or len(vector(x, 0)) != n // 2 or machine.n_threads % GROUP:
         raise unknown(x)
     registers, shared, products = machine.registers, machine.shared, machine.products
-    from_registers = not isinstance(x.operands[1], str)
+    from_registers = not isinstance(x.operand(1), str)
     *flags, n_flags = *(int(name(x, i)) for i in range(4, len(x.operands))), len(x.operands) - 4
     transposable = 0 if kind == "tf32" else 1 if from_registers else 2
     if n_flags != 2 + transposable or any(flag not in (1, -1) for flag in flags[:2]):
