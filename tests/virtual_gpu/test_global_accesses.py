@@ -85,7 +85,8 @@ def test_guarded_threads_access_nothing() -> None:
 )
 def test_advice_to_caches_changes_nothing(modifiers: str) -> None:
     source, target = random_bytes(64), torch.zeros(64, 16, dtype=torch.uint8)
-    body = f"ld.global.{modifiers}.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd2], %rd3;"
+    policy = ", %rd3" if "cache_hint" in modifiers else ""
+    body = f"ld.global.{modifiers}.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd2]{policy};"
     run(f"{ADDRESSES} {body} st.global.v4.b32 [%rd4], {{%r5, %r6, %r7, %r8}};", source, target, n_threads=64)
     assert torch.equal(source, target)
 
@@ -132,7 +133,9 @@ def test_without_tensors_there_is_no_memory() -> None:
 @pytest.mark.parametrize(
     "instruction",
     ["ld.global.v3.b32 {%r5, %r6, %r7}, [%rd2];", "ld.global.acquire.gpu.b32 %r5, [%rd2];",
-     "ld.global.b64 %r5, [%rd2];",
+     "ld.global.b64 %r5, [%rd2];", "ld.global.L2::foo.b32 %r5, [%rd2];", "ld.global.L2::128B.b32 %r5, [%rd2], %rd3;",
+     "ld.global.L2::cache_hint.b32 %r5, [%rd2];", "ld.global.L2::cache_hint.b32 %r5, [%rd2], %r3;",
+     "st.global.L1::evict_last.b32 [%rd2], %r5, %rd3;",
      "ld.global.v2.b32 %r5, [%rd2];", "ld.global.b32 %r5, %rd2;", "ld.global.b128 %rd5, [%rd2];",
      "st.global.v2.b32 [%rd2], {%r5, %r6, %r7};", "st.global.b64 [%rd2], %r5;", "st.global.mmio.b32 [%rd2], %r5;",
      "atom.global.gpu.relaxed.cas.b32 %r5, [%rd2], %r6, %r7;", "atom.global.add.f16 %rs5, [%rd2], %rs6;",

@@ -12,13 +12,13 @@ from fusedattn.virtual_gpu.global_memory import load, save
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.floats import flush
 from fusedattn.virtual_gpu.machine import Machine
-from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, vector
+from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, name, vector
 from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask
 
 
 @builds("ld.global", modifiers=True)
 def _load(machine: Machine, x: Instruction) -> Step:
-    kind, size, n = access_of(_plain(x))
+    kind, size, n = access_of(_plain(machine, x))
     targets = vector(x, 0)
     put = loads_into(machine, x, targets, kind)
     addresses, counters = address_of(machine, x, 1), machine.counters
@@ -36,10 +36,12 @@ def _load(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-def _plain(x: Instruction) -> Instruction:
-    """Without modifiers that only advise the caches."""
+def _plain(machine: Machine, x: Instruction) -> Instruction:
+    """Without modifiers that only advise the caches, of which L2::cache_hint has a third operand."""
     words = x.opcode.split(".")
-    kept = [word for word in words if word not in _ADVICE and not word.startswith("L2::")]
+    if "L2::cache_hint" in words:
+        machine.registers.row(name(x, 2), "u8")
+    kept = [word for word in words if word not in _ADVICE]
     return Instruction(".".join(kept), x.operands, x.guard, x.negated, x.place)
 
 
@@ -48,6 +50,10 @@ _ADVICE = {
     "L1::evict_last",
     "L1::evict_normal",
     "L1::no_allocate",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
     "nc",
     "ca",
     "cg",
@@ -113,7 +119,7 @@ def sources_of(machine: Machine, x: Instruction, i: int, size: int) -> Any:
 
 @builds("st.global", modifiers=True)
 def _store(machine: Machine, x: Instruction) -> Step:
-    _, size, n = access_of(_plain(x))
+    _, size, n = access_of(_plain(machine, x))
     addresses, values = address_of(machine, x, 0), sources_of(machine, x, 1, size)
     counters = machine.counters
     if len(vector(x, 1)) != n:
