@@ -66,7 +66,7 @@ class Machine:
         self.memory, self.stores = GlobalMemory([]), Stores(kernel)
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
-        self.fences = Fences(kernel, counters.liberties, strict=strict)
+        self.fences = Fences(kernel, max(1, n_lanes // GROUP), counters.liberties, strict=strict)
         self._clear()
 
     def _clear(self) -> None:
@@ -75,6 +75,7 @@ class Machine:
         n_lanes = self.registers.n_lanes
         self.copies, self.bulk = Groups(n_lanes), Groups(n_lanes)
         self.wgmma = Groups(n_lanes, GROUP, in_order=True)
+        self.fences.clear()
         self.in_flight, self.mbarriers = InFlight(), MBarriers()
         self.boxes: list[BoxCopy] = []
         self.stalled = np.zeros(self.registers.n_lanes, dtype=bool)  # threads that wait for an mbarrier

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -66,43 +68,78 @@ class InFlight:
 
 
 WRITES_AFTER_FENCE = "registers of wgmma written after wgmma.fence"
+_ORDERED, _WRITTEN = 0, -1  # of a register, by a fence, or written since; otherwise it was accumulated since
+_NEVER, _SINCE_COMMIT, _BEFORE_COMMIT = range(3)  # when a group's last fence was
 
 
 class Fences:
-    """A wgmma.fence must stand before a product, and after all other writes of its registers.
+    """A group of warps executes wgmma.fence before its first product, and between a write of a register and a product.
 
-    LLVM moves such writes past the fence; NVIDIA's assembler then orders them itself. So only the fence is required,
-    unless the machine is strict; but a fence of an earlier group of products orders no later writes.
+    Products of one shape may follow each other with the same accumulators. LLVM moves writes past the fence; NVIDIA's
+    assembler then orders them itself. So a write after the fence is an error only if the machine is strict, or if the
+    fence is that of an earlier group of products, which orders no later writes.
     """
 
-    def __init__(self, kernel: Kernel, liberties: Counter[str], *, strict: bool) -> None:
-        self.instructions, self.liberties, self.strict = kernel.instructions, liberties, strict
-        self.starts = set(kernel.block_starts())
+    def __init__(self, kernel: Kernel, n_groups: int, liberties: Counter[str], *, strict: bool) -> None:
+        self.liberties, self.strict = liberties, strict
+        products = [x for x in kernel.instructions if x.opcode.startswith("wgmma.mma_async")]
+        used = {register for x in products for operand in x.operands[:2] if isinstance(operand, tuple)
+                for register in operand}  # fmt: skip
+        self.row_of = {register: i for i, register in enumerate(sorted(used))}
+        self.state = np.zeros((len(used), n_groups), dtype="i4")
+        self.fenced = np.zeros(n_groups, dtype="i4")
+        self.shapes: dict[tuple[str, tuple[str, ...]], int] = {}  # of accumulators -> their state after a product
 
-    def require(self, x: Instruction) -> None:
-        """Fail unless a fence stands before a product, in its block."""
-        registers = {*vector(x, 0), *(vector(x, 1) if not isinstance(x.operands[1], str) else ())}
-        written = of_earlier_group = False
-        for i in range(self._index(x) - 1, -1, -1):
-            before = self.instructions[i]
-            if before.opcode.startswith("wgmma.fence"):
-                break
-            if i in self.starts:
-                raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence before it")
-            if before.opcode.startswith("wgmma.mma_async"):
-                written |= bool(set(vector(before, 0)) & registers) and vector(before, 0) != vector(x, 0)
+    def clear(self) -> None:
+        self.state.fill(_ORDERED)
+        self.fenced.fill(_NEVER)
+
+    def rows_written(self, x: Instruction) -> list[int]:
+        """The rows of :attr:`state` of the products' registers that an instruction other than wgmma writes."""
+        if x.opcode.startswith("wgmma"):
+            return []
+        return [self.row_of[register] for register in written_by(x) if register in self.row_of]
+
+    def write(self, rows: list[int], mask: Mask) -> None:
+        for row in rows:
+            if mask is True:
+                self.state[row] = _WRITTEN
             else:
-                of_earlier_group |= before.opcode.startswith("wgmma.commit_group")
-                written |= bool(written_by(before) & registers)
-        if written and of_earlier_group:
-            raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
-        if written:
-            self.liberties[f"{WRITES_AFTER_FENCE}: {x.place}"] += 1
-            if self.strict:
-                raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
+                self.state[row][mask.reshape(-1, GROUP).any(axis=1)] = _WRITTEN
 
-    def _index(self, x: Instruction) -> int:
-        return next(i for i, other in enumerate(self.instructions) if other is x)
+    def fence(self, mask: Mask) -> None:
+        groups = _groups_of(mask)
+        self.fenced[groups] = _SINCE_COMMIT
+        self.state[:, groups] = _ORDERED
+
+    def commit(self, mask: Mask) -> None:
+        groups = _groups_of(mask)
+        self.fenced[groups] = np.where(self.fenced[groups] == _NEVER, _NEVER, _BEFORE_COMMIT)
+
+    def requirement(self, x: Instruction) -> Callable[[Array], None]:
+        """A function of the groups that execute a product: it fails if they need a fence."""
+        d = [self.row_of[register] for register in vector(x, 0)]
+        a = [self.row_of[register] for register in vector(x, 1)] if isinstance(x.operands[1], tuple) else []
+        shape = x.opcode.split(".")[4], vector(x, 0)
+        mine = self.shapes.setdefault(shape, 1 + len(self.shapes))
+
+        def require(groups: Array) -> None:
+            if (self.fenced[groups] == _NEVER).any():
+                raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence before it")
+            of_d = self.state[d][:, groups]
+            unordered = ((of_d != _ORDERED) & (of_d != mine)).any(axis=0) | self.state[a][:, groups].any(axis=0)
+            if unordered.any():
+                if self.strict or (self.fenced[groups[unordered]] == _BEFORE_COMMIT).any():
+                    raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
+                self.liberties[f"{WRITES_AFTER_FENCE}: {x.place}"] += 1
+            for row in d:
+                self.state[row][groups] = mine
+
+        return require
+
+
+def _groups_of(mask: Mask) -> Any:
+    return slice(None) if mask is True else np.flatnonzero(mask.reshape(-1, GROUP).any(axis=1))
 
 
 def written_by(x: Instruction) -> frozenset[str]:

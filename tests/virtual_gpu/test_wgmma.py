@@ -330,6 +330,53 @@ def test_a_fence_of_registers() -> None:
     run("\n".join(late), strict=False, **_arguments())
 
 
+NO_FENCE, WRITTEN = "no wgmma.fence before it", "no wgmma.fence after its registers were written"
+SKIPPED = "setp.eq.u32 %p8, %t, 999;"  # no thread
+
+
+@pytest.mark.parametrize(("lines", "says"), [
+    (["bra SKIP;", REGISTERS_FENCE, "SKIP:"], NO_FENCE),
+    ([SKIPPED, f"@%p8 {REGISTERS_FENCE}"], NO_FENCE),
+    ([REGISTERS_FENCE, "mov.u32 %r90, 0;", "LP:"], WRITTEN),
+])  # fmt: skip
+def test_a_fence_that_is_not_executed(lines: list[str], says: str) -> None:
+    """A loop of two rounds, each of which writes an accumulator after its product."""
+    loop = ["mov.u32 %r90, 0;"] if "LP:" in lines else ["mov.u32 %r90, 1;"]
+    end = ["mov.b32 %r100, 0;", "add.u32 %r90, %r90, 1;", "setp.lt.u32 %p7, %r90, 2;"]
+    back = ["@%p7 bra LP;"] if "LP:" in lines else []
+    body = [BEGIN, FENCE, BARRIER, *loop, *lines, _product(16), COMMIT, WAIT, *end, *back]
+    _fails(AsyncError, *body, marks=("product",), says=says)
+    for order in ({}, {"asynchronous": "early"}):  # not a liberty
+        with pytest.raises(AsyncError, match=says):
+            run("\n".join(body), **_arguments(), strict=False, **order)
+
+
+def test_a_fence_in_another_block() -> None:
+    """Writes of other registers need no fence, nor do accumulators that only products of one shape have written."""
+    _passes(*READY, "bra NEXT;", "NEXT:", "mov.b32 %r90, 0;", _product(16), COMMIT, WAIT, _store(16))
+    loop = ["mov.u32 %r90, 0;", *READY, "LP:", "add.u32 %r90, %r90, 1;", _product(16), COMMIT, WAIT]
+    result = _passes(*loop, "setp.lt.u32 %p7, %r90, 3;", "@%p7 bra LP;", _store(16))
+    np.testing.assert_array_equal(result, _at_threads(3 * (A @ B.T)))
+    # A write that no thread executes is none.
+    _passes(*READY, SKIPPED, "@%p8 mov.b32 %r100, 0;", _product(16), COMMIT, WAIT, _store(16))
+
+
+def test_products_of_other_shapes_need_a_fence_between_them() -> None:
+    _passes(*READY, _product(16), COMMIT, WAIT, REGISTERS_FENCE, _product(8), COMMIT, WAIT)
+    _fails(AsyncError, *READY, _product(16), COMMIT, WAIT, _product(8, mark="other"), COMMIT, WAIT, marks=("other",),
+           says=WRITTEN)  # fmt: skip
+    a = [*READY, _product(16), COMMIT, WAIT, REGISTERS_FENCE]
+    other = _product(16, _from_registers(100), transposed=", 0", first=200, mark="other")
+    _passes("\n".join(f"mov.b32 {r}, 0;" for r in _accumulators(16, 200)), *a, other, COMMIT, WAIT)
+    _fails(AsyncError, *a[:-1], other, COMMIT, WAIT, marks=("other",), says=WRITTEN)
+
+
+def test_a_fence_of_one_group_of_warps_is_none_of_another() -> None:
+    begin = [_begin(LEFT, RIGHT, 16, n_threads=256, size=SIZE), FENCE, BARRIER, SECOND, "@%p6 bra BOTH;"]
+    body = [*begin, REGISTERS_FENCE, "BOTH:", _product(16), COMMIT, WAIT]
+    _fails(AsyncError, *body, marks=("product",), says=NO_FENCE, n_threads=256)
+
+
 def test_a_fence_of_proxies() -> None:
     end = [REGISTERS_FENCE, _product(16), COMMIT, WAIT, _store(16)]
     _passes(BEGIN, FENCE, BARRIER, *end)

@@ -41,7 +41,7 @@ def build(machine: Machine, instruction: Instruction) -> Step:
     """The step of an instruction, by the longest name that its opcode begins with; guarded by its predicate."""
     builder = _builder(instruction)
     try:
-        step = builder(machine, instruction)
+        step = _watched(machine, instruction, builder(machine, instruction))
         all_used(instruction)
         return _guarded(machine, instruction, step) if instruction.guard else step
     except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -70,6 +70,19 @@ def all_used(instruction: Instruction) -> None:
 def unknown(instruction: Instruction, reason: str = "") -> UnknownPTXError:
     """The error of an instruction that is not known, or not in this form."""
     return UnknownPTXError(f"{instruction.opcode}, at {instruction.place}" + (f": {reason}" if reason else ""))
+
+
+def _watched(machine: Machine, instruction: Instruction, step: Step) -> Step:
+    """A step that tells if it writes registers of wgmma, which must be fenced then."""
+    rows = machine.fences.rows_written(instruction)
+    if not rows:
+        return step
+
+    def watched(mask: Mask) -> None:
+        step(mask)
+        machine.fences.write(rows, mask)
+
+    return watched
 
 
 def _guarded(machine: Machine, instruction: Instruction, step: Step) -> Step:

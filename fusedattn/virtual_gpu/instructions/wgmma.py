@@ -109,10 +109,11 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
     d_rows = np.arange(bank.shape[0])[d]
     n_warps = shared.n_warps
     targets, sources = frozenset(vector(x, 0)), frozenset(vector(x, 1) if from_registers else ())
-    machine.fences.require(x)
+    require_fence = machine.fences.requirement(x)
 
     def step(mask: Mask) -> None:
         groups = np.arange(registers.n_lanes // GROUP) if mask is True else _whole_groups(mask, x)
+        require_fence(groups)
         machine.in_flight.begin(targets, sources, groups, x)
         at_b = b.addresses(groups)
         at_a = None if from_registers else a.addresses(groups)
@@ -187,7 +188,11 @@ def _of_whole_groups(x: Instruction, act: Callable[[Mask], None]) -> Step:
 
 @builds("wgmma.commit_group.sync.aligned")
 def _commit(machine: Machine, x: Instruction) -> Step:
-    return _of_whole_groups(x, lambda mask: machine.wgmma.commit(mask))
+    def commit(mask: Mask) -> None:
+        machine.wgmma.commit(mask)
+        machine.fences.commit(mask)
+
+    return _of_whole_groups(x, commit)
 
 
 @builds("wgmma.wait_group.sync.aligned")
@@ -198,4 +203,4 @@ def _wait(machine: Machine, x: Instruction) -> Step:
 
 @builds("wgmma.fence.sync.aligned")
 def _fence(machine: Machine, x: Instruction) -> Step:
-    return _of_whole_groups(x, lambda mask: None)  # machine.fences knows where it must stand
+    return _of_whole_groups(x, machine.fences.fence)
