@@ -4,7 +4,8 @@ Time counts the accesses of shared memory by the program. For each granule (the 
 the time and warp of its last write, and for each warp that of its last read. ``known[cta, w, a]`` is the time up to
 which everything that warp ``a`` did is ordered before what warp ``w`` does next (*happens before*); a barrier makes
 the rows of its warps equal. An access races with an earlier one of another warp, one of both being a write, if that
-is later than what is known of its warp. Accesses of one warp are taken as ordered.
+is later than what is known of its warp. Accesses of one warp are taken as ordered. Warps may write the same value with
+nothing that orders them: either write is the last, and the other is `redundant`; all else must be ordered after both.
 
 Writes of the tensor memory accelerator have agents of their own, after the warps: one for each mbarrier on which they
 arrive, since a wait for one mbarrier orders nothing that arrives on another. Of generic writes, the async proxy sees
@@ -14,6 +15,7 @@ ISA, "memory consistency model"; FastTrack (Flanagan and Freund, 2009) for the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ NEVER = 2**31 - 1
 IN_FLIGHT = 2**31 - 2
 MBARRIER = 2**31 - 3
 BY_TMA = 2**30
+
+Equal = Callable[[], Array]
 
 
 class Races:
@@ -50,6 +54,9 @@ class Races:
         self.read_by = np.zeros((n_warps, n_ctas * n_granules), dtype="i4")
         self.being_read = np.zeros(n_ctas * n_granules, dtype="i2")  # by asynchronous work, so often
         self.begun = np.zeros(n_ctas * n_granules, dtype="i4")  # when asynchronous work on it was started
+        # When each warp wrote what another wrote too, ``(n_warps, n)``, and the latest of these; or nobody did.
+        self.redundant: Array | None = None
+        self.last_redundant: Array | None = None
 
     @property
     def now(self) -> int:
@@ -68,17 +75,28 @@ class Races:
         late = self.written[granules] > self.horizon[cta, warp]
         if late.any():
             self._examine_writes(granules, cta, warp, late, x, of_async=False)
+        self._examine_redundant(granules, cta, warp, x, of_async=False)
         self.last_read[granules] = now
         self.read_by[warp, granules] = now
 
-    def write(self, granules: Array, cta: Array, warp: Array, x: Instruction) -> int:
-        """Warps write granules ``(n, k)``; returns the time."""
+    def write(self, granules: Array, cta: Array, warp: Array, x: Instruction, equal: Equal | None = None) -> int:
+        """Warps write granules ``(n, k)``; returns the time. `equal` finds those whose value does not change."""
         now = self.tick(x)
-        self._examine_overwriting(granules, cta, warp, x, of_async=False)
+        self._examine_overwriting(granules, cta, warp, x, of_async=False, equal=equal)
         self.written[granules] = now
         self.writer[granules] = warp
         self.by_copy[granules] = False
+        others = self.writer[granules] != warp
+        if others.any():
+            self._add_redundant(granules[others], np.broadcast_to(warp, others.shape)[others], now)
         return now
+
+    def _add_redundant(self, granules: Array, warps: Array, times: Any) -> None:
+        """Warps wrote granules at times, which are not their last writes although nothing orders these after them."""
+        if self.redundant is None or self.last_redundant is None:
+            self.redundant, self.last_redundant = np.zeros_like(self.read_by), np.zeros_like(self.last_read)
+        np.maximum.at(self.redundant, (warps, granules), times)
+        np.maximum.at(self.last_redundant, granules, times)
 
     def begin_write(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool = False) -> None:
         """Asynchronous work that a warp starts will write these granules."""
@@ -122,6 +140,8 @@ class Races:
         if late.any():
             for warp in warps.T:
                 self._examine_writes(granules, cta, warp[:, None], late, x, of_async=True)
+        for warp in warps.T:
+            self._examine_redundant(granules, cta, warp[:, None], x, of_async=True)
         self.begun[granules] = now
         for part in _apart(cta):
             self.being_read[granules[part]] += 1
@@ -156,7 +176,16 @@ class Races:
             first = _of(self.instruction_at[time])
             raise RaceError(f"{x.opcode}, at {x.place}, by warp {warp}: nothing orders it after {first}, by warp {by}")
 
-    def _examine_overwriting(self, granules: Array, cta: Array, warp: Array, x: Instruction, *, of_async: bool) -> None:
+    def _examine_overwriting(
+        self,
+        granules: Array,
+        cta: Array,
+        warp: Array,
+        x: Instruction,
+        *,
+        of_async: bool,
+        equal: Equal | None = None,
+    ) -> None:
         horizon = self.horizon[cta, warp]
         late = (self.last_read[granules] > horizon) | (self.being_read[granules] > 0)
         if late.any():
@@ -164,7 +193,8 @@ class Races:
         before = self.fenced_horizon[cta, warp] if of_async else horizon
         late = self.written[granules] > before
         if late.any():
-            self._examine_writes(granules, cta, warp, late, x, of_async=of_async, overwriting=True)
+            self._examine_writes(granules, cta, warp, late, x, of_async=of_async, overwriting=True, equal=equal)
+        self._examine_redundant(granules, cta, warp, x, of_async=of_async, equal=equal)
 
     def _examine_writes(
         self,
@@ -176,6 +206,7 @@ class Races:
         *,
         of_async: bool,
         overwriting: bool = False,
+        equal: Equal | None = None,
     ) -> None:
         """Fail if one of these writes is not ordered before what the warp does now."""
         at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
@@ -194,6 +225,10 @@ class Races:
         by_tma = written > BY_TMA
         time = np.where(by_tma, written - BY_TMA, written)
         unordered = (time > self.known[of_cta, me, writer]) & (writer != me)
+        if equal is not None and unordered.any():
+            same = unordered & ~by_tma & equal()[late]
+            self._add_redundant(at[same], writer[same], time[same])
+            unordered &= ~same
         if unordered.any():
             i = int(np.argmax(unordered))
             raise RaceError(
@@ -208,6 +243,35 @@ class Races:
             if unfenced.any():
                 first = self.instruction_at[int(time[np.argmax(unfenced)])]
                 raise RaceError(f"{x.opcode}, at {x.place}: no fence.proxy.async after {_of(first)}")
+
+    def _examine_redundant(
+        self,
+        granules: Array,
+        cta: Array,
+        warp: Array,
+        x: Instruction,
+        *,
+        of_async: bool,
+        equal: Equal | None = None,
+    ) -> None:
+        """Fail if a redundant write is not ordered before what the warp does now, unless it writes the same."""
+        if self.redundant is None or self.last_redundant is None:
+            return
+        late = self.last_redundant[granules] > (self.fenced_horizon if of_async else self.horizon)[cta, warp]
+        if not late.any():
+            return
+        at, of_cta, me = (np.broadcast_to(y, late.shape)[late] for y in (granules, cta, warp))
+        times, n = self.redundant[:, at], self.n_warps  # (n_warps, n)
+        unordered = times > self.known[of_cta, me, :n].T
+        unordered[me, np.arange(len(me))] = False
+        if equal is not None:
+            unordered &= ~equal()[late]
+        unfenced = times > self.fenced[of_cta, me, :n].T if of_async else unordered
+        for bad, says in ((unordered, "nothing orders it after"), (unfenced, "no fence.proxy.async after")):
+            if bad.any():
+                by, i = (int(y) for y in np.argwhere(bad)[0])
+                first = self.instruction_at[int(times[by, i])]
+                raise RaceError(f"{x.opcode}, at {x.place}, by warp {me[i]}: {says} {_of(first)}, by warp {by}")
 
     def _examine_reads(self, granules: Array, cta: Array, warp: Array, late: Array, x: Instruction) -> None:
         """Fail if one of the reads of these granules is not ordered before what the warp writes now."""

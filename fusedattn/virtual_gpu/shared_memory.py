@@ -31,6 +31,7 @@ class SharedMemory:
         self.granule = _smallest_access(kernel)
         self.bytes = np.empty(n_ctas * self.window, dtype="u1")
         self.typed = {size: self.bytes.view(f"u{size}") for size in (1, 2, 4, 8)}
+        self.last = np.zeros(n_ctas * self.window // 4, dtype="i4")  # by word, for `overtaken`
         lanes = np.arange(n_ctas * n_threads)
         self.cta, self.warp = lanes // n_threads, lanes % n_threads // 32  # of each lane
         self.start = self.cta * self.window  # of each lane's memory
@@ -71,9 +72,24 @@ class SharedMemory:
         """Lanes read `size` bytes at places, by the generic proxy."""
         self.races.read(self.granules(places, size), self.cta[lanes, None], self.warp[lanes, None], x)
 
-    def writes(self, places: Array, lanes: Any, size: int, x: Instruction) -> None:
-        """Lanes write `size` bytes at places, by the generic proxy."""
-        self.races.write(self.granules(places, size), self.cta[lanes, None], self.warp[lanes, None], x)
+    def writes(self, places: Array, lanes: Any, parts: list[Array], x: Instruction) -> None:
+        """Lanes will write the elements of a vector, each ``(n,)`` or ``()``, at places, by the generic proxy."""
+        size = parts[0].itemsize * len(parts)
+
+        def equal() -> Array:
+            """The granules that have these values already."""
+            vectors = np.stack([np.broadcast_to(part, places.shape) for part in parts], axis=1)
+            same = vectors.view("u1") == self.bytes[places[:, None] + np.arange(size)]
+            return same.reshape(len(places), -1, self.granule).all(axis=2)
+
+        self.races.write(self.granules(places, size), self.cta[lanes, None], self.warp[lanes, None], x, equal)
+
+    def overtaken(self, places: Array) -> tuple[Array, Array]:
+        """Which places, of several words each, are also those of a later one; and for each the last that has it."""
+        order = np.arange(len(places))
+        self.last[places // 4] = order
+        last = self.last[places // 4]
+        return last != order, last
 
 
 def _smallest_access(kernel: Kernel) -> int:

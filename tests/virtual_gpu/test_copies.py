@@ -99,6 +99,19 @@ def test_a_copy_that_nobody_waits_for() -> None:
         fails(AsyncError, _lines(ADDRESS, COPY, end), "copy", tensors=_words(), says="nobody waited")
 
 
+def test_threads_of_a_warp_that_copy_to_one_place() -> None:
+    """PTX does not say which word stays, but if it is the same."""
+    one = _lines("setp.lt.u32 %p1, %t, 32;", "{0}", "@%p1 " + COPY.replace("%a", "%s"), COMMIT, WAIT)
+    fails(RaceError, _lines(ADDRESS, one.format("")), "copy", tensors=_words(), says="different values")
+    run(_lines(ADDRESS, one.format("")), tensors=_words(), strict=False)
+    same = one.format("mov.b64 %rd1, %x;")
+    assert (run_all(_lines(same, "bar.sync 0;", "ld.shared.b32 %r2, [%s];", OUT), tensors=_words()) == 1000).all()
+    # One of them writes zeros.
+    zeros = same.replace(", 4;", ", 4, %r4;")
+    zeros = _lines("setp.ne.u32 %p2, %l, 7;", "selp.b32 %r4, 4, 0, %p2;", zeros)
+    fails(RaceError, zeros, "copy", tensors=_words(), says="different values")
+
+
 def test_two_warps_that_copy_to_one_place() -> None:
     fails(RaceError, _lines(ADDRESS, COPY.replace("%a", "%s"), COMMIT, WAIT), "copy", tensors=_words(), orders=[{}])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusedattn.virtual_gpu.errors import RaceError
-from tests.helpers.ptx_programs import fails, run_all
+from tests.helpers.ptx_programs import ORDERS, fails, run, run_all
 
 # Warp w stores its threads' numbers; all read those of the warp after it, of two.
 STORE = "st.shared.b32 [%a], %t; // first"
@@ -42,6 +42,13 @@ def _race(body: str, *marks: str, **arguments: Any) -> None:
     fails(RaceError, f"st.shared.b32 [%a], %t;\nbar.sync 0;\n{body}", *marks, **arguments)
 
 
+def _raises(body: str, **arguments: Any) -> None:
+    """A race in all orders, between lines that depend on the order."""
+    for order in ORDERS:
+        with pytest.raises(RaceError):
+            run(f"st.shared.b32 [%a], %t;\nbar.sync 0;\n{body}", **arguments, **order)
+
+
 READ_THEN_WRITE = [_one(1, "ld.shared.b32 %r2, [%s]; // first"), _one(0, "st.shared.b32 [%s], %c; // second")]
 
 
@@ -62,9 +69,30 @@ def test_a_read_by_the_writer_does_not_hide_that_of_another_warp() -> None:
 
 
 def test_a_write_before_a_write() -> None:
-    one, two = _one(0, "st.shared.b32 [%s], %c; // first"), _one(1, "st.shared.b32 [%s], %c; // second")
+    one, two = _one(0, "st.shared.b32 [%s], %c; // first"), _one(1, "st.shared.b32 [%s], %w; // second")
     run_all("\n".join([one, "bar.sync 0;", two]))
     _race("\n".join([one, two]), "first", "second")
+
+
+SAME = "mov.u32 %r7, 5;\nst.shared.b32 [%s], %r7; // same"
+
+
+def test_several_warps_write_the_same_value() -> None:
+    """Also from two places of the code; nothing but another write of it needs no order."""
+    body = [_one(0, SAME), _one(1, "st.shared.b16 [%s], 5;"), _one(2, "st.shared.v2.b32 [%s], {5, 6};")]
+    read = "bar.sync 0;\nld.shared.b32 %r2, [%s];\n" + OUT
+    assert (run_all("\n".join([*body, read]), n_threads=96) == 5).all()
+    assert (run_all(f"{SAME}\n{read}", n_threads=96) == 5).all()
+
+
+@pytest.mark.parametrize("access", ["ld.shared.b32 %r2, [%s];", "st.shared.b32 [%s], 6;", "st.shared.b16 [%s+2], 1;"])
+def test_an_access_must_be_ordered_after_every_write_of_the_same_value(access: str) -> None:
+    access += " // access"
+    for warp in (0, 1):
+        _raises("\n".join([SAME, _one(warp, access)]))
+        between = _one(warp, "bar.sync 2, 64;") + "\n" + _one(2, "bar.sync 2, 64;", access)
+        _raises("\n".join([_one(0, SAME), _one(1, SAME), between]), n_threads=96)
+    run_all("\n".join([SAME, "bar.sync 0;", _one(1, access)]))
 
 
 @pytest.mark.parametrize("wide_first", [False, True])

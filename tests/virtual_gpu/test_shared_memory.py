@@ -129,6 +129,23 @@ def test_threads_that_store_different_values_to_one_place() -> None:
     fails(RaceError, "st.shared.b32 [%s], %t; // store", "store", says="different values", orders=[{}], strict=False)
 
 
+@pytest.mark.parametrize("form", ["x1", "x1.trans", "x2", "x4"])
+def test_matrices_whose_rows_lie_in_one_place(form: str) -> None:
+    """Eight rows of a warp, or rows of two warps; equal rows may."""
+    n = int(form[1])
+    registers = ", ".join([f"%r{4 + i}" for i in range(n)])
+    store = f"stmatrix.sync.aligned.m8n8.{form}.shared.b16 [%r1], {{{registers}}}; // store"
+    values = "\n".join(f"add.u32 %r{4 + i}, %t, {32 * i};" for i in range(n))
+    of_a_warp = f"{values}\nshl.b32 %r1, %w, 4;\nadd.u32 %r1, %r1, %s;\n{store}"
+    fails(RaceError, of_a_warp, "store", says="different values")
+    run_all(of_a_warp, strict=False)
+    of_warps = f"{values}\nshl.b32 %r1, %l, 4;\nadd.u32 %r1, %r1, %s;\n{store}"
+    fails(RaceError, of_warps, "store", orders=[{}, {"asynchronous": "early"}], says="different values", strict=False)
+    fails(RaceError, of_warps, "store", orders=[{"schedule": "random", "seed": 1}], strict=False)
+    equal = "\n".join(f"mov.b32 %r{4 + i}, 0x70007;" for i in range(n))
+    run_all(f"{equal}\nmov.b32 %r1, %s;\n{store}\nbar.sync 0;\nld.shared.b32 %r2, [%s+12];\nst.global.b32 [%o], %r2;")
+
+
 def _matrices(transposed: bool) -> str:
     trans = ".trans" if transposed else ""
     return f"""

@@ -13,7 +13,7 @@ from fusedattn.virtual_gpu.errors import MemoryAccessError
 from fusedattn.virtual_gpu.groups import Work
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.global_accesses import address_of
-from fusedattn.virtual_gpu.instructions.shared_accesses import shared_addresses
+from fusedattn.virtual_gpu.instructions.shared_accesses import different_values, shared_addresses
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, name
 from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of
@@ -49,6 +49,13 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         granules = shared.granules(places, size)
         cta, warp = shared.cta[numbers][:, None], shared.warp[numbers][:, None]
         shared.races.begin_write(granules, cta, warp, x)
+        overtaken, last = shared.overtaken(places)
+        if overtaken.any():
+            words = np.zeros((size // 4, len(places)), dtype="u4")
+            words[:, whole] = [global_memory.load(addresses[whole] + i, 4) for i in range(0, size, 4)]
+            lost = (words != words[:, last]).any(axis=0)
+            if lost.any():
+                different_values(machine, x, places, lost, warp[:, 0])
 
         def effect(chosen: Array) -> None:
             words = shared.typed[4]

@@ -68,28 +68,32 @@ def _store(machine: Machine, x: Instruction) -> Step:
         lanes = lanes_of(mask)
         at = addresses(lanes)
         places = shared.locate(at, lanes, size * n, x)
-        shared.writes(places, lanes, size * n, x)
         if machine.counters.counting:
             machine.counters.banks(x, "write", at, size * n, lanes_in(mask, machine.registers.n_lanes))
-        elements = shared.typed[size]
-        first = places // size
-        for i in range(n):
-            new = values(i, mask)
-            elements[first + i] = new
-            lost = elements[first + i] != new
-            if lost.any():
-                _settle(machine, x, elements, first + i, new, lost, shared.warp[lanes])
+        _write(machine, x, places, lanes, [values(i, mask) for i in range(n)])
 
     return step
 
 
-def _settle(
-    machine: Machine, x: Instruction, elements: Array, places: Array, new: Array, lost: Array, warp: Array
-) -> None:
-    """Threads store different values to one place: one of them stays, and PTX does not say which.
+def _write(machine: Machine, x: Instruction, places: Array, lanes: Any, parts: list[Array]) -> None:
+    """Lanes write the elements of a vector, each ``(n,)`` or ``()``, at places."""
+    shared, size = machine.shared, parts[0].itemsize
+    shared.writes(places, lanes, parts, x)
+    elements, first = shared.typed[size], places // size
+    for i, new in enumerate(parts):
+        elements[first + i] = new
+        lost = elements[first + i] != new
+        if lost.any():
+            different_values(machine, x, first + i, lost, shared.warp[lanes])
+            turn = machine.order.turn(len(places))
+            elements[first[turn] + i] = np.broadcast_to(new, places.shape)[turn]
 
-    The sums of a row differ by rounding between the lanes that hold it, if a shuffle is fused with a product. Warps
-    that do so race.
+
+def different_values(machine: Machine, x: Instruction, places: Array, lost: Array, warp: Array) -> None:
+    """Threads of these warps store different values to places: one of them stays, and PTX does not say which.
+
+    `lost` are those whose value is not that of the last. The sums of a row differ by rounding between the lanes that
+    hold it, if a shuffle is fused with a product. Warps that do so race.
     """
     message = f"{x.opcode}, at {x.place}: threads store different values to the same bytes"
     disputed = np.isin(places, places[lost])
@@ -99,8 +103,6 @@ def _settle(
     if machine.strict or (same_place & (by[order][1:] != by[order][:-1])).any():
         raise RaceError(message)
     machine.counters.liberties[f"{DIFFERENT_VALUES}: {x.place}"] += 1
-    turn = machine.order.turn(len(places))
-    elements[places[turn]] = np.broadcast_to(new, places.shape)[turn]
 
 
 _MATRICES = re.compile(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
@@ -117,17 +119,18 @@ def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Call
         raise unknown(x)
     n, transposed = int(found.group(1)), found.group(2) is not None
     addresses, shared, n_warps = shared_addresses(machine, x, i), machine.shared, machine.registers.n_lanes // WARP
-    access, direction = (shared.reads, "read") if x.opcode.startswith("ld") else (shared.writes, "write")
+    loads = x.opcode.startswith("ld")
 
     def rows(mask: Mask) -> tuple[Array, Array]:
         whole_warps(mask, x)
         warps = np.arange(n_warps) if mask is True else np.flatnonzero(mask.reshape(-1, WARP)[:, 0])
         lanes = (warps[:, None] * WARP + np.arange(8 * n)).reshape(-1)
         places = shared.locate(addresses(lanes), lanes, 16, x)
-        access(places, lanes, 16, x)
+        if loads:
+            shared.reads(places, lanes, 16, x)
         places = places.reshape(-1, n, 8)
         if machine.counters.counting:
-            machine.counters.matrices(x, direction, places)
+            machine.counters.matrices(x, "read" if loads else "write", places)
         return places, warps
 
     return n, transposed, rows
@@ -171,16 +174,18 @@ def _put(bank: Array, rows: Any, values: Array, mask: Mask, warps: Array) -> Non
 def _store_matrices(machine: Machine, x: Instruction) -> Step:
     n, transposed, rows_of = _matrices(machine, x, 0)
     bank, sources = machine.registers.rows(vector(x, 1))
-    shared = machine.shared
 
     def step(mask: Mask) -> None:
         places, warps = rows_of(mask)
         values = bank[sources].reshape(n, -1, 32)[:, warps].transpose(1, 0, 2)
         if transposed:
-            halves = shared.typed[2]
+            halves = np.empty((*places.shape, 8), dtype="u2")
             for i in (0, 1):
-                halves[places[..., 2 * _PAIR + i] // 2 + _ROW] = (values >> np.uint32(16 * i)).astype("u2")
+                halves[..., 2 * _PAIR + i, _ROW] = (values >> np.uint32(16 * i)).astype("u2")
+            words = halves.view("u4").reshape(-1, 4)
         else:
-            shared.typed[4][places[..., _ROW] // 4 + _PAIR] = values
+            words = values.reshape(-1, 4)  # lane 4 r + c holds word c of row r
+        lanes = (warps[:, None] * WARP + np.arange(8 * n)).reshape(-1)
+        _write(machine, x, places.reshape(-1), lanes, list(words.T))
 
     return step
