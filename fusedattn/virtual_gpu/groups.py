@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -45,15 +46,25 @@ class Order:
 class Work:
     """Work that some members of the machine issued together: threads, or groups of four warps.
 
-    `effect` and `end` take those of the members for which the work takes effect, or is waited for.
+    `effect` and `end` take those of the members for which the work takes effect, or is waited for. `addresses` are
+    those of `size` bytes of global memory with which each member works, ``(members, n)``;
+    those that are negative are none.
     """
 
     member: Array
     effect: Callable[[Array], None]
     end: Callable[[Array], None]
     x: Instruction
+    addresses: Array = field(default_factory=lambda: np.zeros((0, 0), dtype="i8"))
+    size: int = 0
     group: Array = field(default_factory=lambda: np.zeros(0, dtype="i8"))  # of each member
     done: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))  # by each member: it has taken effect
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last address; of none, such that nothing lies between."""
+        exist = self.addresses[self.addresses >= 0]
+        return (int(exist.min()), int(exist.max())) if exist.size else (0, -self.size)
 
     def take_effect(self, chosen: Array) -> None:
         """Let the work of some members take effect, if it did not yet."""
@@ -125,6 +136,8 @@ def _rest(work: Work, left: Array) -> Work:
         lambda chosen: effect(of_all(chosen)),
         lambda chosen: end(of_all(chosen)),
         work.x,
+        work.addresses[left] if work.addresses.size else work.addresses,
+        work.size,
         work.group[left],
         work.done[left],
     )

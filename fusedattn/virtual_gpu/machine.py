@@ -10,6 +10,7 @@ import numpy as np
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.errors import MemoryAccessError
 from fusedattn.virtual_gpu.global_memory import GlobalMemory
+from fusedattn.virtual_gpu.global_work import GlobalWork
 from fusedattn.virtual_gpu.groups import Groups, Order
 from fusedattn.virtual_gpu.mbarriers import MBarriers
 from fusedattn.virtual_gpu.noise import Noise
@@ -73,7 +74,9 @@ class Machine:
         self.registers.clear()
         self.shared.clear()
         n_lanes = self.registers.n_lanes
-        self.copies, self.bulk = Groups(n_lanes), Groups(n_lanes)
+        self.copies = Groups(n_lanes)
+        self.bulk, self.additions = Groups(n_lanes), Groups(n_lanes)  # additions to tensors: as they read, and write
+        self.global_work = GlobalWork(self.copies, self.additions)
         self.wgmma = Groups(n_lanes, GROUP, in_order=True)
         self.fences.clear()
         self.in_flight, self.mbarriers = InFlight(), MBarriers()

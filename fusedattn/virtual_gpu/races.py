@@ -130,6 +130,11 @@ class Races:
             self.known, self.fenced = (np.pad(table, ((0, 0), (0, 0), (0, 1))) for table in (self.known, self.fenced))
         return self.agent_of[address]
 
+    def known_of_tma(self, cta: int, warps: Array, address: int) -> Array:
+        """The time up to which warps know the writes of the accelerator that arrive on the mbarrier at an address."""
+        agent = self._agent(address)
+        return self.known[cta, warps, agent]
+
     def begin_reads(self, granules: Array, cta: Array, warps: Array, x: Instruction) -> None:
         """Asynchronous work of several parts will read granules ``(parts, n)``, until :meth:`end_reads`.
 

@@ -539,3 +539,62 @@ def test_a_box_of_an_mbarrier_whose_init_its_warp_does_not_know() -> None:
     arguments = {"tensors": {"x": x}, "maps": {"m": _map(x, BOX)}, "orders": [{}]}
     body = _lines("setp.eq.u32 %p1, %t, 0;", init, _load_box(0, 0))
     fails(RaceError, body, "init", "box", **arguments, says="nothing orders it after")
+
+
+STORE_X = "@%p2 st.global.b32 [%x+{at}], 7; // write"
+ADD_X = "@%p2 red.global.gpu.relaxed.add.u32 [%x+{at}], 7; // write"
+
+
+@pytest.mark.parametrize("write", [STORE_X, ADD_X])
+def test_the_source_of_a_copy_must_not_be_written_before_the_wait(write: str) -> None:
+    guard = "setp.eq.u32 %p2, %t, 40;"
+    own = write.format(at=160)
+    for between in ([], [COMMIT], [COMMIT, "cp.async.wait_group 1;"]):
+        body = _lines(guard, ADDRESS, COPY, *between, own, WAIT)
+        fails(RaceError, body, "copy", "write", tensors=_words(), says="is still reading")
+    run_all(_lines(guard, ADDRESS, COPY, COMMIT, WAIT, own, LOAD, OUT), tensors=_words())
+    run_all(_lines(guard, ADDRESS, COPY, write.format(at=256), COMMIT, WAIT, LOAD, OUT), tensors=_words(65))
+    empty = _lines("setp.ne.u32 %p3, %t, 40;", "selp.b32 %r4, 4, 0, %p3;", COPY.replace(", 4;", ", 4, %r4;"))
+    run_all(_lines(guard, ADDRESS, empty, own, COMMIT, WAIT, LOAD, OUT), tensors=_words())
+
+
+@pytest.mark.parametrize("write", [STORE_X, ADD_X])
+def test_the_source_of_a_box_must_not_be_written_before_the_wait(write: str) -> None:
+    guard = _lines("setp.eq.u32 %p2, %t, 40;", "setp.ge.u32 %p3, %t, 32;")
+    load, wait = [_expect(N), _load_box(16, 4)], _wait_for()
+    inside, outside = 4 * (32 * 4 + 16), 4 * (32 * 5 + 15)
+    for between in ([], ["bar.sync 0;"], ["@%p3 bra WRITE;", wait, "WRITE:"]):
+        arguments = _boxed(guard, *load, *between, write.format(at=inside), wait.replace("AGAIN", "LAST"))
+        fails(RaceError, arguments.pop("body"), "box", "write", **arguments, says="is still reading")
+    run_all(**_boxed(guard, *load, wait, write.format(at=inside)))
+    first = ["@%p3 bra JOIN;", wait, "JOIN:", "bar.sync 0;"]
+    run_all(**_boxed(guard, *load, *first, write.format(at=inside)))
+    run_all(**_boxed(guard, *load, write.format(at=outside), wait))
+
+
+BULK_WAIT_ALL = BULK_WAIT.replace(".read", "")
+
+
+@pytest.mark.parametrize("access", [
+    "@%p1 ld.global.b32 %r2, [%x+64]; // access", "@%p1 st.global.b16 [%x+66], 1; // access",
+    "@%p1 cp.async.ca.shared.global [%s+1024], [%x+64], 4; // access\ncp.async.wait_all;",
+])  # fmt: skip
+def test_what_a_box_is_added_to_must_not_be_touched_before_the_wait(access: str) -> None:
+    begin = [STORE, FENCE, "bar.sync 0;", _add(1, 0), BULK_COMMIT]
+    for wait in ([], ["bar.sync 0;"], [BULK_WAIT], ["cp.async.bulk.wait_group 1;"]):
+        arguments = _sum(*begin, *wait, access, BULK_WAIT_ALL)
+        fails(RaceError, arguments.pop("body"), "add", "access", **arguments, says="has not finished adding to")
+    run_all(**_sum(*begin, BULK_WAIT_ALL, access))
+    run_all(**_sum(*begin, access.replace("64]", "60]").replace("66]", "62]"), BULK_WAIT))
+    # Other additions may go on at the same time.
+    run_all(
+        **_sum(*begin, _add(0, 0), "@%p1 red.global.gpu.relaxed.add.f32 [%x+64], 0f3F800000;", BULK_COMMIT, BULK_WAIT)
+    )
+
+
+def test_a_box_of_what_another_box_is_added_to() -> None:
+    begin = [_init(), _expect(256), STORE, FENCE, "bar.sync 0;", _add(1, 0), BULK_COMMIT]
+    load = [_load_box(0, 4, to=1024), _wait_for()]
+    arguments = _sum(*begin, *load, BULK_WAIT_ALL)
+    fails(RaceError, arguments.pop("body"), "add", "box", **arguments, says="has not finished adding to")
+    run_all(**_sum(*begin, BULK_WAIT_ALL, *load))

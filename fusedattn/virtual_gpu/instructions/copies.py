@@ -10,9 +10,10 @@ import numpy as np
 
 from fusedattn.virtual_gpu import global_memory
 from fusedattn.virtual_gpu.errors import MemoryAccessError
+from fusedattn.virtual_gpu.global_work import Box
 from fusedattn.virtual_gpu.groups import Work
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.global_accesses import address_of
+from fusedattn.virtual_gpu.instructions.global_accesses import address_of, examine_write
 from fusedattn.virtual_gpu.instructions.shared_accesses import different_values, shared_addresses
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, name
@@ -42,6 +43,7 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         addresses = source(mask).copy()
         if whole.any():
             machine.memory.check(addresses[whole], size, x)
+            machine.global_work.read(x, addresses[whole], size)
         if counters.counting:
             counters.banks(x, "write", at, size, numbers)
             if whole.any():
@@ -67,7 +69,8 @@ def _copy(machine: Machine, x: Instruction) -> Step:
         def end(chosen: Array) -> None:
             shared.races.end_write(granules[chosen], x)
 
-        machine.copies.add(Work(numbers, effect, end, x), machine.order)
+        sources = np.where(whole, addresses, -1)[:, None]
+        machine.copies.add(Work(numbers, effect, end, x, sources, size), machine.order)
 
     return step
 
@@ -108,17 +111,11 @@ def _wait_all(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@dataclass
-class _BoxCopy:
+@dataclass(eq=False)
+class _BoxCopy(Box):
     """A copy of a box to the shared memory of a program; it arrives on a barrier."""
 
     machine: Machine
-    x: Instruction
-    tensor: TensorMap
-    first: tuple[int, ...]
-    cta: int
-    start: int
-    barrier: int
     granules: Array
 
     def complete(self) -> None:
@@ -131,6 +128,7 @@ class _BoxCopy:
         barrier = machine.mbarriers.at(self.cta, self.barrier, x)
         barrier.bytes -= tensor.n_bytes
         barrier.gathered.append(shared.races.end_write_by_tma(self.granules, self.barrier, x))
+        self.arrived = shared.races.now
         if barrier.advance():
             machine.wake(self.cta)
 
@@ -197,7 +195,10 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             made = machine.mbarriers.at(cta, barrier, x)
             shared.races.require(made.time, made.warp, cta, warp, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
-            copy = _BoxCopy(machine, x, tensor, first, cta, start, barrier, granules)
+            copy = _BoxCopy(x, tensor, first, cta, start, barrier, machine, granules)
+            machine.global_work.load(copy)
+            if machine.additions.work:
+                machine.global_work.read(x, copy.addresses(), tensor.element)
             if machine.order.at_once(1)[0]:
                 copy.complete()
             else:
@@ -225,28 +226,53 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         shared.races.begin_reads(granules, of_cta, warp, x)
         if not tensor.is_float or tensor.element != 4:
             raise unknown(x, f"got elements of {tensor.element} bytes; allowed is float32")
+        addresses, exists = tensor.elements(first)
+        at = addresses[exists]
+        if at.size:
+            examine_write(machine, x, at, 4, np.full(at.size, lane), atomic=True)
 
         def effect(chosen: Array) -> None:
-            addresses, exists = tensor.elements(first)
             values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
-            at = addresses[exists]
             total = global_memory.load(at, 4).view("f4") + values[exists].view("f4")
             global_memory.save(at, 4, total.view("u4"))
 
         def end(chosen: Array) -> None:
             shared.races.end_reads(granules, of_cta, warp, x)
 
-        machine.bulk.add(Work(np.array([lane]), effect, end, x), machine.order)
+        member = np.array([lane])
+        machine.bulk.add(Work(member, effect, end, x), machine.order)
+        # What is added is read no later than it is written, so that these additions have no effect of their own.
+        machine.additions.add(Work(member, _nothing, _nothing, x, at[None], 4), machine.order)
 
     return step
 
 
+def _nothing(chosen: Array) -> None:
+    pass
+
+
 @builds("cp.async.bulk.commit_group")
 def _commit_bulk(machine: Machine, x: Instruction) -> Step:
-    return lambda mask: machine.bulk.commit(mask)
+    def step(mask: Mask) -> None:
+        machine.bulk.commit(mask)
+        machine.additions.commit(mask)
+
+    return step
 
 
-@builds("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
-def _wait_bulk(machine: Machine, x: Instruction) -> Step:
+@builds("cp.async.bulk.wait_group.read")
+def _wait_bulk_read(machine: Machine, x: Instruction) -> Step:
+    """Wait until shared memory has been read."""
     pending = int(name(x, 0))
     return lambda mask: machine.bulk.wait(pending, mask)
+
+
+@builds("cp.async.bulk.wait_group")
+def _wait_bulk(machine: Machine, x: Instruction) -> Step:
+    pending = int(name(x, 0))
+
+    def step(mask: Mask) -> None:
+        machine.bulk.wait(pending, mask)
+        machine.additions.wait(pending, mask)
+
+    return step

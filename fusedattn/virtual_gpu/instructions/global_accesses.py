@@ -13,7 +13,7 @@ from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
 from fusedattn.virtual_gpu.instructions.floats import flush
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, access_of, name, vector
-from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask
+from fusedattn.virtual_gpu.registers import DTYPES, Array, Mask, lanes_of
 
 
 @builds("ld.global", modifiers=True)
@@ -30,6 +30,7 @@ def _load(machine: Machine, x: Instruction) -> Step:
         machine.memory.check(at, size * n, x)
         if counters.counting:
             counters.sectors(x, "read", at, size * n, lanes_in(mask, machine.registers.n_lanes))
+        machine.global_work.read(x, at, size * n)
         for i in range(n):
             put(i, load(at + i * size, size), mask)
 
@@ -132,10 +133,19 @@ def _store(machine: Machine, x: Instruction) -> Step:
         machine.memory.check(at, size * n, x)
         if counters.counting:
             counters.sectors(x, "write", at, size * n, lanes_in(mask, machine.registers.n_lanes))
+        examine_write(machine, x, at, size * n, lanes_of(mask))
         program = machine.program if mask is True else machine.program[mask]
         stores.store(machine.memory, at, [values(i, mask) for i in range(n)], program, number)
 
     return step
+
+
+def examine_write(machine: Machine, x: Instruction, at: Array, size: int, lanes: Any, *, atomic: bool = False) -> None:
+    """Fail if lanes write global memory that asynchronous work uses."""
+    work, shared = machine.global_work, machine.shared
+    work.write(x, at, size, atomic=atomic)
+    if work.boxes:
+        work.write_boxes(x, at, size, shared.cta[lanes], shared.warp[lanes], shared.races)
 
 
 _ATOMICS: dict[str, tuple[Callable[[Array, Array], Array], tuple[str, ...]]] = {
@@ -184,6 +194,7 @@ def _atomic(machine: Machine, x: Instruction) -> Step:
         machine.memory.check(at, size * n, x)
         if counters.counting:
             counters.sectors(x, "atomic", at, size * n, lanes_in(mask, machine.registers.n_lanes))
+        examine_write(machine, x, at, size * n, lanes_of(mask), atomic=True)
         for i in range(n):
             new = np.broadcast_to(values(i, mask), at.shape).view(dtype)
             old = _in_turn(at + i * size, size, new, function, machine.order.turn(at.size))
