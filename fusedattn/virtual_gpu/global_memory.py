@@ -32,19 +32,32 @@ _HOST = {size: np.asarray(_Host(f"u{size}")) for size in (1, 2, 4, 8)}
 
 
 @dataclass
+class Stored:
+    """Numbers that tell which store was the last on each granule, or 0, and when; and which atomic operation, if any.
+
+    The latter is negative if several programs had some there.
+    """
+
+    writers: Array
+    times: Array
+    atomics: Array | None = None
+
+
+@dataclass
 class Range:
     """Addresses from `start` to `end`; of these only bytes of elements may be used, or all if `elements` is None."""
 
     start: int
     end: int
     elements: Array | None
-    last_writers: Array | None = field(default=None, init=False)
+    last_stores: Stored | None = field(default=None, init=False)
 
-    def writers(self, granule: int) -> Array:
-        """For each granule, a number that tells who stored there last, or 0; the same granules in all calls."""
-        if self.last_writers is None:
-            self.last_writers = np.zeros((self.end - 1) // granule - self.start // granule + 1, dtype="i8")
-        return self.last_writers
+    def stored(self, granule: int) -> Stored:
+        """What is known of each granule; the same granules in all calls."""
+        if self.last_stores is None:
+            n = (self.end - 1) // granule - self.start // granule + 1
+            self.last_stores = Stored(np.zeros(n, dtype="i8"), np.zeros(n, dtype="i8"))
+        return self.last_stores
 
 
 class GlobalMemory:

@@ -64,7 +64,7 @@ class Machine:
         n_lanes = n_ctas * kernel.n_threads
         self.registers = Registers(kernel.registers | _SPECIAL, n_lanes, addresses | self.parameter_addresses)
         self.shared = SharedMemory(kernel, n_ctas, kernel.n_threads, shared_bytes, fenced_copies=fenced_copies)
-        self.memory, self.stores = GlobalMemory([]), Stores(kernel)
+        self.memory, self.stores = GlobalMemory([]), Stores(self.shared)
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
         self.fences = Fences(kernel, max(1, n_lanes // GROUP), counters.liberties, strict=strict)
@@ -95,6 +95,7 @@ class Machine:
         """The state at the beginning of programs, which are at most as many as there is place for."""
         self._clear()
         self.memory = memory
+        self.stores.begin(memory, programs)
         self.maps = {PARAMETER_WINDOW + self.parameter_addresses[name]: tensor for name, tensor in maps.items()}
         for name, value in parameters.items():
             self.parameters[name][...] = value

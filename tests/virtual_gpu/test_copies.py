@@ -598,3 +598,10 @@ def test_a_box_of_what_another_box_is_added_to() -> None:
     arguments = _sum(*begin, *load, BULK_WAIT_ALL)
     fails(RaceError, arguments.pop("body"), "add", "box", **arguments, says="has not finished adding to")
     run_all(**_sum(*begin, BULK_WAIT_ALL, *load))
+
+
+def test_a_store_of_one_program_where_another_adds_a_box() -> None:
+    add = ["setp.eq.u32 %p4, %c, 0;", "@%p4 bra ADD;", "@%p1 st.global.b32 [%x+64], 1; // put", "ret;", "ADD:"]
+    begin = ["setp.eq.u32 %p1, %t, 0;", STORE, FENCE, "bar.sync 0;", *add]
+    arguments = _sum(*begin, _add(0, 0), BULK_COMMIT, BULK_WAIT)
+    fails(RaceError, arguments.pop("body"), "add", "put", **arguments, grid=(2, 1, 1), n_ctas=1)

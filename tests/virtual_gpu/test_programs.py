@@ -230,7 +230,81 @@ def test_launches_do_not_race_with_each_other() -> None:
     assert x[0].item() == 2
 
 
-def test_atomics_that_acquire_may_order_stores() -> None:
+def test_only_the_bytes_that_both_store_are_compared() -> None:
+    """Program 0 stores one word of the four that program 1 stores."""
+    four, one = _store("{%c, 7, %c, %c}", "v4.b32"), _store("7", at=4)
+    body = f"setp.eq.u32 %p2, %c, 0;\n@%p2 bra ONE;\n{four}\nret;\nONE:\n{one}"
+    run_all(body, grid=(2, 1, 1), tensors={"x": _aligned_words()})
+
+
+def _aligned_words() -> torch.Tensor:
+    x = torch.zeros(8, dtype=torch.int32)
+    return x[-x.data_ptr() % 16 // 4 :][:4]
+
+
+TICKET = "@%p1 atom.global.gpu.{order}.add.u32 %r2, [%x+4], 1;"
+
+
+@pytest.mark.parametrize("n_ctas", [1, 3])
+def test_an_atomic_operation_orders_what_was_before_a_release_and_after_an_acquire(n_ctas: int) -> None:
+    arguments = {"grid": (3, 1, 1), "n_ctas": n_ctas}
+    first = "setp.eq.u32 %p1, %t, 0;\nmov.u32 %r2, 0;"
+    # Only program 0 stores before its release; the others store after they have acquired it.
+    begin = f"{first}\nsetp.eq.u32 %p3, %c, 0;\n@!%p3 bra TICKET;\n{_store('5', mark='first')}\nTICKET:"
+    last = "setp.eq.u32 %p4, %r2, 2;\n@!%p4 bra END;\n{again}\nEND:"
+    body = f"{begin}\n{TICKET}\n{last.format(again=_store('6', mark='last'))}"
     x = torch.zeros(4, dtype=torch.int32)
-    body = f"mov.u32 %r1, 1;\natom.global.gpu.acq_rel.add.u32 %r2, [%x+4], %r1;\n{_store('%c')}"
-    run(body, grid=(2, 1, 1), tensors={"x": x})
+    run(body.format(order="acq_rel"), tensors={"x": x}, **arguments)
+    assert x.tolist() == [6, 3, 0, 0]
+    for order in ("relaxed", "acquire", "release"):
+        x.zero_()
+        with pytest.raises(RaceError, match=r"another value than program 0 stores"):
+            run(body.format(order=order), tensors={"x": x}, **arguments)
+    # A store after the release is not ordered.
+    late = f"{first}\n{TICKET.format(order='acq_rel')}\n{_store('%c', mark='late')}"
+    fails(RaceError, late, "late", tensors={"x": x}, says="another value than program", **arguments)
+    # Nor does a release at another address order anything.
+    apart = body.format(order="acq_rel").replace("%x+4", "%rd9")
+    apart = "mul.wide.u32 %rd9, %c, 4;\nadd.s64 %rd9, %rd9, %x;\nadd.s64 %rd9, %rd9, 4;\n" + apart
+    apart = apart.replace("%p4, %r2, 2;", "%p4, %c, 2;")
+    with pytest.raises(RaceError, match=r"another value than program 0 stores"):
+        run(apart, tensors={"x": x}, **arguments)
+
+
+@pytest.mark.parametrize("n_ctas", [1, 2])
+@pytest.mark.parametrize("atomic", ["red.global.gpu.relaxed.add.u32 [%x], 5;", "atom.global.max.u32 %r3, [%x], 5;"])
+def test_a_store_and_an_atomic_operation_of_another_program(atomic: str, n_ctas: int) -> None:
+    arguments = {"grid": (2, 1, 1), "n_ctas": n_ctas, "tensors": {"x": torch.zeros(4, dtype=torch.int32)}}
+    for one in (0, 1):
+        body = f"setp.eq.u32 %p2, %c, {one};\n@%p2 {atomic} // atomic\n@!%p2 bra STORE;\nret;\nSTORE:\n{_store('0')}"
+        fails(RaceError, body, "atomic", "store", **arguments, says="not ordered after what program")
+    run_all(f"{atomic}\n{atomic}", **arguments)
+    run_all(f"{_store('1')}\nbar.sync 0;\n{atomic}\nbar.sync 0;\n{_store('2')}", **arguments | {"grid": (1, 1, 1)})
+    # The last of several programs stores what all have added to.
+    last = f"""
+    {atomic}
+    setp.eq.u32 %p1, %t, 0;
+    mov.u32 %r2, 0;
+    bar.sync 0;
+    @%p1 atom.global.gpu.{{order}}.add.u32 %r2, [%x+4], 1;
+    setp.eq.u32 %p4, %r2, 1;
+    @%p4 st.global.b32 [%x], 9; // store
+    """
+    arguments["tensors"]["x"].zero_()
+    run(last.format(order="acq_rel"), **arguments)
+    assert arguments["tensors"]["x"].tolist() == [9, 2, 0, 0]
+    arguments["tensors"]["x"].zero_()
+    with pytest.raises(RaceError, match="not ordered after what one of several programs"):
+        run(last.format(order="relaxed"), **arguments)
+
+
+def test_warps_that_store_different_values_to_one_place() -> None:
+    x = torch.zeros(4, dtype=torch.int32)
+    by_warps = "and.b32 %r1, %t, 31;\nsetp.eq.u32 %p1, %r1, 0;\n@%p1 st.global.b32 [%x], {value}; // store"
+    run_all(by_warps.format(value=5), tensors={"x": x})
+    fails(RaceError, by_warps.format(value="%w"), "store", tensors={"x": x}, says="another value than warp")
+    two = "setp.eq.u32 %p1, %t, 0;\nsetp.eq.u32 %p2, %t, 32;\n@%p1 st.global.b32 [%x], 1; // one\n{barrier}"
+    two += "\n@%p2 st.global.b32 [%x], 2; // two"
+    fails(RaceError, two.format(barrier=""), "one", "two", tensors={"x": x}, says="another value than warp")
+    fails(RaceError, two.format(barrier="bar.warp.sync -1;"), "one", "two", tensors={"x": x})
+    run_all(two.format(barrier="bar.sync 0;"), tensors={"x": x})

@@ -212,6 +212,7 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
     """Add a box of shared memory to a tensor, one element after the other."""
     maps, coordinates = _box(machine, x, x.operand(0))
     source, shared = shared_addresses(machine, x, 1), machine.shared
+    number = machine.stores.enter(x, 4)
 
     def step(mask: Mask) -> None:
         for lane in np.arange(machine.registers.n_lanes)[lanes_of(mask)]:
@@ -229,7 +230,9 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         addresses, exists = tensor.elements(first)
         at = addresses[exists]
         if at.size:
-            examine_write(machine, x, at, 4, np.full(at.size, lane), atomic=True)
+            lanes = np.full(at.size, lane)
+            examine_write(machine, x, at, 4, lanes, atomic=True)
+            machine.stores.add(at, 4, machine.program[lanes], lanes, number)
 
         def effect(chosen: Array) -> None:
             values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]

@@ -135,7 +135,7 @@ def _store(machine: Machine, x: Instruction) -> Step:
             counters.sectors(x, "write", at, size * n, lanes_in(mask, machine.registers.n_lanes))
         examine_write(machine, x, at, size * n, lanes_of(mask))
         program = machine.program if mask is True else machine.program[mask]
-        stores.store(machine.memory, at, [values(i, mask) for i in range(n)], program, number)
+        stores.store(at, [values(i, mask) for i in range(n)], program, lanes_of(mask), number)
 
     return step
 
@@ -160,6 +160,9 @@ _ATOMICS: dict[str, tuple[Callable[[Array, Array], Array], tuple[str, ...]]] = {
 }
 
 
+_ORDERING = {"acquire", "release", "acq_rel"}
+
+
 def _add_flushed(old: Array, new: Array) -> Array:
     """The ISA: on global memory, float32 sums have no denormal operands or results."""
     return flush(flush(old) + flush(new))
@@ -168,11 +171,8 @@ def _add_flushed(old: Array, new: Array) -> Array:
 @builds("atom.global", "red.global", modifiers=True)
 def _atomic(machine: Machine, x: Instruction) -> Step:
     """Atomic operations of a vector of elements; those of one address follow in the order that the machine chooses."""
-    words = [
-        word
-        for word in x.opcode.split(".")[2:]
-        if word not in ("gpu", "sys", "cta", "relaxed", "acq_rel", "acquire", "release")
-    ]
+    words = [word for word in x.opcode.split(".")[2:] if word not in ("gpu", "sys", "cta", "relaxed", *_ORDERING)]
+    ordering = _ORDERING & set(x.opcode.split("."))
     operation, *vectors, kind = words
     returns = x.opcode.startswith("atom")
     function, kinds = _ATOMICS[operation]
@@ -187,19 +187,30 @@ def _atomic(machine: Machine, x: Instruction) -> Step:
     put = loads_into(machine, x, targets, f"b{8 * size}") if returns else None
     if len(vector(x, 2 if returns else 1)) != n or (returns and len(targets) != n):
         raise unknown(x)
-    counters = machine.counters
+    counters, stores = machine.counters, machine.stores
+    number = stores.enter(x, size)
 
     def step(mask: Mask) -> None:
-        at = addresses(mask)
+        at, lanes = addresses(mask), lanes_of(mask)
         machine.memory.check(at, size * n, x)
         if counters.counting:
             counters.sectors(x, "atomic", at, size * n, lanes_in(mask, machine.registers.n_lanes))
-        examine_write(machine, x, at, size * n, lanes_of(mask), atomic=True)
+        examine_write(machine, x, at, size * n, lanes, atomic=True)
+        program = machine.program[lanes]
         for i in range(n):
             new = np.broadcast_to(values(i, mask), at.shape).view(dtype)
-            old = _in_turn(at + i * size, size, new, function, machine.order.turn(at.size))
+            turn = machine.order.turn(at.size)
+            if ordering:
+                stores.synchronise(
+                    at[turn] + i * size,
+                    program[turn],
+                    acquire="release" not in ordering,
+                    release="acquire" not in ordering,
+                )
+            old = _in_turn(at + i * size, size, new, function, turn)
             if put is not None:
                 put(i, old, mask)
+        stores.add(at, size * n, program, lanes, number)
 
     return step
 
