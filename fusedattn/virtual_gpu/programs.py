@@ -3,13 +3,15 @@
 Instructions between branches and barriers form a block. Threads at the same block run together; of several groups of
 threads, that with the first block of the code runs next, so that paths that part meet again where they end. Waiting for
 a barrier, for a copy or for nothing at all are states of threads: if all wait, copies in flight are completed, and if
-there is none the program is stuck, which is an error. With a random schedule, warps run ahead of others instead.
+there is none, waits for mbarriers time out. If that changes nothing, the program is stuck, which is an error. With a
+random schedule, warps run ahead of others instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
 MAX_BLOCKS = 2_000_000
+MAX_TIME_OUTS = 1000  # of all threads, one after the other, while no mbarrier changes
 _NOT_READY = 2**31 - 1
 _REDRAW = 1 / 16  # of the choices of a random schedule, after which other warps run ahead
 
@@ -86,6 +89,7 @@ class Programs:
         self.waits_at = np.full(n_lanes, -1, dtype="i4")  # the number of the barrier for which a thread waits
         self.counts: dict[tuple[int, int], int] = {}  # by program and barrier for which threads wait
         self.ahead = self._draw()  # with a random schedule: the warps, or groups of four, that run first
+        self.time_outs: tuple[int, Any, int] = 0, None, 0  # how many; the mbarriers and all of the state at the last
         self._loop()
         for groups in (machine.copies, machine.bulk, machine.wgmma):
             groups.check_empty()
@@ -174,8 +178,21 @@ class Programs:
                 return ready
             elif (self.at < 0).all():
                 return None
-            else:
+            elif not self._time_out():
                 raise DeadlockError(self._state())
+
+    def _time_out(self) -> bool:
+        """Let mbarrier.try_wait give up, as all threads wait, and no copy is in flight; whether there is hope in it."""
+        machine, (n, before, last) = self.machine, self.time_outs
+        mbarriers = sorted((at, x.phase, x.pending, x.bytes) for at, x in machine.mbarriers.table.items())
+        arrays = (self.at, self.waits_at, machine.shared.bytes, *machine.registers.banks.values())
+        state = hash((tuple(mbarriers), *(array.tobytes() for array in arrays)))
+        n = n + 1 if mbarriers == before else 1
+        if not machine.stalled.any() or (n > 1 and state == last) or n > MAX_TIME_OUTS:
+            return False
+        self.time_outs = n, mbarriers, state
+        machine.stalled.fill(False)
+        return True
 
     def _first(self, ready: Array) -> tuple[int, Array]:
         """The first block of the code at which threads are ready, and these."""

@@ -108,6 +108,32 @@ def test_a_lane_may_wait_for_another_of_its_warp() -> None:
     assert (run_all(body) == 7).all()
 
 
+@pytest.mark.parametrize("polls", [1, 5])
+def test_a_wait_may_time_out(polls: int) -> None:
+    """The warps ask for some time; then one of them arrives itself."""
+    body = f"""
+    {_init(1)}
+    mov.u32 %r2, 0;
+    POLL:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%s], 0;
+    @%p2 bra DONE;
+    add.u32 %r2, %r2, 1;
+    setp.lt.u32 %p3, %r2, {polls};
+    @%p3 bra POLL;
+    @%p1 mbarrier.arrive.shared::cta.b64 _, [%s];
+    {_wait(0)}
+    DONE:
+    mov.u32 %r2, 7;
+    {OUT}
+    """
+    assert (run_all(body) == 7).all()
+
+
+def test_waits_that_time_out_again_and_again() -> None:
+    count = f"{_init(1)}\nmov.u32 %r2, 0;\n{_wait(0).replace('@!done', 'add.u32 %r2, %r2, 1;@!done')}"
+    fails(DeadlockError, count, "wait", orders=[{}, {"schedule": "random", "seed": 1}])
+
+
 @pytest.mark.parametrize("count", [16, 0, 96, 33])
 def test_counts_of_threads_that_cannot_be(count: int) -> None:
     fails(KernelError, f"bar.sync 1, {count}; // barrier", "barrier", says=f"of {count} threads")
