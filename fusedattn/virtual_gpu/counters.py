@@ -61,7 +61,7 @@ class Counters:
     counting: bool = False
     programs: int = 0
     instructions: int = 0  # executed, each once for all threads of the programs that run together
-    liberties: Counter[str] = field(default_factory=Counter)  # breaches of rules that Settings.strict would raise
+    tolerated: Counter[str] = field(default_factory=Counter)  # breaches of rules that Settings.strict would raise
     barriers: Counter[int] = field(default_factory=Counter)  # waited for by a program, by the threads that they hold
 
     executed: dict[int, Executed] = field(default_factory=dict)  # by the identity of the instruction

@@ -45,12 +45,12 @@ class GlobalWork:
 
     def read(self, x: Instruction, at: Array, size: int) -> None:
         """Fail if one of `size` bytes at addresses, which are read, is added to."""
-        if self.additions.work:
+        if self.additions.work and at.size:
             self._examine(self.additions, x, at, size, "touches what", "has not finished adding to")
 
     def write(self, x: Instruction, at: Array, size: int, *, atomic: bool = False) -> None:
         """Fail if one of `size` bytes at addresses, which are written, is read by cp.async or added to."""
-        if self.copies.work:
+        if self.copies.work and at.size:
             self._examine(self.copies, x, at, size, "overwrites what", "is still reading")
         if not atomic:
             self.read(x, at, size)

@@ -67,7 +67,7 @@ class Machine:
         self.memory, self.stores = GlobalMemory([]), Stores(self.shared)
         self.parameters = {p.name: np.zeros(1, dtype=f"u{p.n_bytes}") for p in kernel.parameters if not p.opaque}
         self.maps: dict[int, TensorMap] = {}
-        self.fences = Fences(kernel, max(1, n_lanes // GROUP), counters.liberties, strict=strict)
+        self.fences = Fences(kernel, max(1, n_lanes // GROUP), counters.tolerated, strict=strict)
         self._clear()
 
     def _clear(self) -> None:

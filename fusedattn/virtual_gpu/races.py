@@ -4,8 +4,9 @@ Time counts the accesses of shared memory by the program. For each granule (the 
 the time and warp of its last write, and for each warp that of its last read. ``known[cta, w, a]`` is the time up to
 which everything that warp ``a`` did is ordered before what warp ``w`` does next (*happens before*); a barrier makes
 the rows of its warps equal. An access races with an earlier one of another warp, one of both being a write, if that
-is later than what is known of its warp. Accesses of one warp are taken as ordered. Warps may write the same value with
-nothing that orders them: either write is the last, and the other is `redundant`; all else must be ordered after both.
+is later than what is known of its warp. Accesses of one warp are taken as ordered. By one instruction, warps may write
+the same value with nothing that orders them, as a layout with copies does: either write is the last, and the other is
+`redundant`; all else must be ordered after both.
 
 Writes of the tensor memory accelerator have agents of their own, after the warps: one for each mbarrier on which they
 arrive, since a wait for one mbarrier orders nothing that arrives on another. Of generic writes, the async proxy sees
@@ -231,7 +232,7 @@ class Races:
         time = np.where(by_tma, written - BY_TMA, written)
         unordered = (time > self.known[of_cta, me, writer]) & (writer != me)
         if equal is not None and unordered.any():
-            same = unordered & ~by_tma & equal()[late]
+            same = unordered & ~by_tma & equal()[late] & self._are_by(x, time)
             self._add_redundant(at[same], writer[same], time[same])
             unordered &= ~same
         if unordered.any():
@@ -269,14 +270,18 @@ class Races:
         times, n = self.redundant[:, at], self.n_warps  # (n_warps, n)
         unordered = times > self.known[of_cta, me, :n].T
         unordered[me, np.arange(len(me))] = False
-        if equal is not None:
-            unordered &= ~equal()[late]
+        if equal is not None and unordered.any():
+            unordered &= ~(equal()[late] & self._are_by(x, times))
         unfenced = times > self.fenced[of_cta, me, :n].T if of_async else unordered
         for bad, says in ((unordered, "nothing orders it after"), (unfenced, "no fence.proxy.async after")):
             if bad.any():
                 by, i = (int(y) for y in np.argwhere(bad)[0])
                 first = self.instruction_at[int(times[by, i])]
                 raise RaceError(f"{x.opcode}, at {x.place}, by warp {me[i]}: {says} {_of(first)}, by warp {by}")
+
+    def _are_by(self, x: Instruction, times: Array) -> Array:
+        """Whether accesses were by an instruction."""
+        return np.array([self.instruction_at[time] is x for time in times.flat], dtype=bool).reshape(times.shape)
 
     def _examine_reads(self, granules: Array, cta: Array, warp: Array, late: Array, x: Instruction) -> None:
         """Fail if one of the reads of these granules is not ordered before what the warp writes now."""

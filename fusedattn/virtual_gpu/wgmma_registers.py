@@ -67,25 +67,26 @@ class InFlight:
                 )
 
 
-WRITES_AFTER_FENCE = "registers of wgmma written after wgmma.fence"
-_ORDERED, _WRITTEN = 0, -1  # of a register, by a fence, or written since; otherwise it was accumulated since
+AFTER_FENCE = "registers of wgmma used after wgmma.fence"
+_ORDERED, _USED = 0, -1  # of a register, by a fence, or used by a thread since; otherwise it was accumulated since
 _NEVER, _SINCE_COMMIT, _BEFORE_COMMIT = range(3)  # when a group's last fence was
 
 
 class Fences:
-    """A group of warps executes wgmma.fence before its first product, and between a write of a register and a product.
+    """A group of warps executes wgmma.fence before its first product, and between its use of a register and a product.
 
-    Products of one shape may follow each other with the same accumulators. LLVM moves writes past the fence; NVIDIA's
-    assembler then orders them itself. So a write after the fence is an error only if the machine is strict, or if the
-    fence is that of an earlier group of products, which orders no later writes.
+    Uses are writes, and reads of accumulators. Products of one shape may follow each other with the same accumulators.
+    LLVM moves writes past the fence; NVIDIA's assembler then orders them itself. So a use after the fence is an error
+    only if the machine is strict, or if the fence is that of an earlier group of products, which orders no later uses.
     """
 
-    def __init__(self, kernel: Kernel, n_groups: int, liberties: Counter[str], *, strict: bool) -> None:
-        self.liberties, self.strict = liberties, strict
+    def __init__(self, kernel: Kernel, n_groups: int, tolerated: Counter[str], *, strict: bool) -> None:
+        self.tolerated, self.strict = tolerated, strict
         products = [x for x in kernel.instructions if x.opcode.startswith("wgmma.mma_async")]
         used = {register for x in products for operand in x.operands[:2] if isinstance(operand, tuple)
                 for register in operand}  # fmt: skip
         self.row_of = {register: i for i, register in enumerate(sorted(used))}
+        self.accumulators = {register for x in products for register in vector(x, 0)}
         self.state = np.zeros((len(used), n_groups), dtype="i4")
         self.fenced = np.zeros(n_groups, dtype="i4")
         self.shapes: dict[tuple[str, tuple[str, ...]], int] = {}  # of accumulators -> their state after a product
@@ -94,18 +95,19 @@ class Fences:
         self.state.fill(_ORDERED)
         self.fenced.fill(_NEVER)
 
-    def rows_written(self, x: Instruction) -> list[int]:
-        """The rows of :attr:`state` of the products' registers that an instruction other than wgmma writes."""
+    def rows_used(self, x: Instruction) -> list[int]:
+        """The rows of :attr:`state` of the products' registers that an instruction other than wgmma uses."""
         if x.opcode.startswith("wgmma"):
             return []
-        return [self.row_of[register] for register in written_by(x) if register in self.row_of]
+        used = self.accumulators.intersection(x.names) | written_by(x)
+        return [self.row_of[register] for register in used if register in self.row_of]
 
-    def write(self, rows: list[int], mask: Mask) -> None:
+    def use(self, rows: list[int], mask: Mask) -> None:
         for row in rows:
             if mask is True:
-                self.state[row] = _WRITTEN
+                self.state[row] = _USED
             else:
-                self.state[row][mask.reshape(-1, GROUP).any(axis=1)] = _WRITTEN
+                self.state[row][mask.reshape(-1, GROUP).any(axis=1)] = _USED
 
     def fence(self, mask: Mask) -> None:
         groups = _groups_of(mask)
@@ -130,8 +132,8 @@ class Fences:
             unordered = ((of_d != _ORDERED) & (of_d != mine)).any(axis=0) | self.state[a][:, groups].any(axis=0)
             if unordered.any():
                 if self.strict or (self.fenced[groups[unordered]] == _BEFORE_COMMIT).any():
-                    raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were written")
-                self.liberties[f"{WRITES_AFTER_FENCE}: {x.place}"] += 1
+                    raise AsyncError(f"{x.opcode}, at {x.place}: no wgmma.fence after its registers were used")
+                self.tolerated[f"{AFTER_FENCE}: {x.place}"] += 1
             for row in d:
                 self.state[row][groups] = mine
 

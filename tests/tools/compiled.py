@@ -41,7 +41,7 @@ class Row:
     error: str = ""
     programs: dict[str, int] = field(default_factory=dict)  # of each kernel
     instructions: int = 0  # executed, each once for the programs that run together
-    liberties: dict[str, int] = field(default_factory=dict)
+    tolerated: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -64,9 +64,9 @@ def row_of(problem: Problem) -> Row:
         for name, counters in solution.counters.items():
             row.programs[name] = counters.programs
             row.instructions += counters.instructions
-            for rule in counters.liberties:
+            for rule in counters.tolerated:
                 kind = rule.partition(":")[0]
-                row.liberties[kind] = row.liberties.get(kind, 0) + 1
+                row.tolerated[kind] = row.tolerated.get(kind, 0) + 1
     row.seconds = time.process_time() - start
     return row
 
@@ -84,9 +84,9 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in found:
         groups.setdefault((row.arch, row.group, row.dtype), []).append(row)
-    liberties: dict[str, Counter[str]] = {}
+    tolerated: dict[str, Counter[str]] = {}
     for row in found:
-        liberties.setdefault(row.arch, Counter()).update(row.liberties.keys())
+        tolerated.setdefault(row.arch, Counter()).update(row.tolerated.keys())
     return {
         "torch": torch.__version__.partition("+")[0],
         "ok": all(row.ok for row in found),
@@ -107,7 +107,7 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
             for (arch, group, dtype), members in groups.items()
         ],
         "kernels": sorted({name for row in found for name in row.programs}),
-        "liberties": {arch: dict(counts) for arch, counts in liberties.items() if counts},
+        "tolerated": {arch: dict(counts) for arch, counts in tolerated.items() if counts},
         "failed": [
             {"problem": row.problem, "used": row.used, "tensor": row.tensor, "error": row.error}
             for row in found

@@ -326,11 +326,11 @@ def test_a_fence_of_registers() -> None:
     no_fence = [BEGIN, FENCE, BARRIER, _product(16), COMMIT, WAIT]
     _fails(AsyncError, *no_fence, marks=("product",), says="no wgmma.fence before it")
     late = [*READY, "mov.b32 %r100, 0;", _product(16), COMMIT, WAIT]
-    _fails(AsyncError, *late, marks=("product",), says="no wgmma.fence after its registers were written")
+    _fails(AsyncError, *late, marks=("product",), says="no wgmma.fence after its registers were used")
     run("\n".join(late), strict=False, **_arguments())
 
 
-NO_FENCE, WRITTEN = "no wgmma.fence before it", "no wgmma.fence after its registers were written"
+NO_FENCE, WRITTEN = "no wgmma.fence before it", "no wgmma.fence after its registers were used"
 SKIPPED = "setp.eq.u32 %p8, %t, 999;"  # no thread
 
 
@@ -346,7 +346,7 @@ def test_a_fence_that_is_not_executed(lines: list[str], says: str) -> None:
     back = ["@%p7 bra LP;"] if "LP:" in lines else []
     body = [BEGIN, FENCE, BARRIER, *loop, *lines, _product(16), COMMIT, WAIT, *end, *back]
     _fails(AsyncError, *body, marks=("product",), says=says)
-    for order in ({}, {"asynchronous": "early"}):  # not a liberty
+    for order in ({}, {"asynchronous": "early"}):  # not tolerated
         with pytest.raises(AsyncError, match=says):
             run("\n".join(body), **_arguments(), strict=False, **order)
 

@@ -73,14 +73,14 @@ def unknown(instruction: Instruction, reason: str = "") -> UnknownPTXError:
 
 
 def _watched(machine: Machine, instruction: Instruction, step: Step) -> Step:
-    """A step that tells if it writes registers of wgmma, which must be fenced then."""
-    rows = machine.fences.rows_written(instruction)
+    """A step that tells if it uses registers of wgmma, which must be fenced then."""
+    rows = machine.fences.rows_used(instruction)
     if not rows:
         return step
 
     def watched(mask: Mask) -> None:
         step(mask)
-        machine.fences.write(rows, mask)
+        machine.fences.use(rows, mask)
 
     return watched
 

@@ -102,7 +102,7 @@ def different_values(machine: Machine, x: Instruction, places: Array, lost: Arra
     same_place = at[order][1:] == at[order][:-1]
     if machine.strict or (same_place & (by[order][1:] != by[order][:-1])).any():
         raise RaceError(message)
-    machine.counters.liberties[f"{DIFFERENT_VALUES}: {x.place}"] += 1
+    machine.counters.tolerated[f"{DIFFERENT_VALUES}: {x.place}"] += 1
 
 
 _MATRICES = re.compile(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
