@@ -249,8 +249,8 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 32, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
@@ -377,7 +377,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(32, 16, 8, 1), dq=_T(16, 16, 4, 1)),
                 pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 4, 1)),
             ),
             512: Entry(
@@ -415,8 +415,8 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
+                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
             512: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
@@ -482,7 +482,7 @@ _FEW: dict[int, dict[int, TileConfig]] = {
 FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "sm_80": _FEW,
     "sm_86": _FEW | {2: _FEW[2] | {128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 2), 512: _T(16, 16, 8, 1)}},
-    "sm_90": _FEW | {4: _FEW[4] | {64: _T(16, 16, 4, 1)}},
+    "sm_90": _FEW | {4: _FEW[4] | {64: _T(16, 16, 4, 1), 256: _T(16, 16, 4, 1)}},
     "sm_100": _FEW | {2: _FEW[2] | {128: _T(32, 32, 8, 4)}},  # with 4 warps it spills
     "gfx942": _FEW | {2: {64: _T(32, 64, 4, 2), 128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)}},
 }
