@@ -17,9 +17,7 @@ from unittest.mock import patch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fusedattn import support
-from fusedattn.kernels import devices
-from fusedattn.kernels import problem as kernel_problem
+from fusedattn.virtual_gpu.attention import launches_for
 
 SOURCE = Path(__file__).with_suffix(".c")
 MULTIPROCESSORS = 132
@@ -33,11 +31,7 @@ def launching_nothing() -> Iterator[None]:
         NotImplementedError: there is no C compiler, which Triton's launchers need, or no NVIDIA backend.
     """
     triton.runtime.driver.set_active(_driver())  # not restored: without a GPU there is no other driver
-    with (
-        patch.object(devices, "arch_of", lambda device: "sm_90"),
-        patch.object(kernel_problem, "multiprocessors", lambda device: MULTIPROCESSORS),
-        patch.object(support, "_is_gpu", lambda device: True),
-    ):
+    with launches_for("sm_90", MULTIPROCESSORS):
         yield
 
 

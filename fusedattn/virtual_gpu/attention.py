@@ -12,9 +12,9 @@ import triton
 from fusedattn import prepare, support
 from fusedattn.kernels import devices, problem
 from fusedattn.kernels.configs import Arch
-from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
+from fusedattn.virtual_gpu.driver import ARCHS, VirtualGPU, virtual_gpu
 
-_CAPABILITIES: dict[Arch, int] = {"sm_80": 80, "sm_86": 86, "sm_90": 90}
+_CAPABILITIES = {arch: int(arch.removeprefix("sm_")) for arch in ARCHS.values()}
 MULTIPROCESSORS = 3  # few, so that small inputs give a persistent program several tiles
 
 

@@ -20,8 +20,8 @@ from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.launch import SETTINGS, Launcher, Settings
 
 _NUMBERS = itertools.count()
-_NAMES: dict[int, Arch] = {80: "sm_80", 86: "sm_86", 89: "sm_86", 90: "sm_90"}  # in the table of devices
-SHARED_MEMORY = {capability: devices.SHARED_MEMORY[arch] for capability, arch in _NAMES.items()}
+ARCHS: dict[int, Arch] = {80: "sm_80", 86: "sm_86", 89: "sm_86", 90: "sm_90"}  # by capability, in the kernels' tables
+SHARED_MEMORY = {capability: devices.SHARED_MEMORY[arch] for capability, arch in ARCHS.items()}
 
 
 @dataclass
@@ -106,8 +106,6 @@ def virtual_gpu(capability: int = 90, settings: Settings | None = None, **change
     """Inside, Triton compiles for this GPU, and a launch runs the PTX on CPU tensors.
 
     `changes` are fields of :class:`Settings`. Kernels are compiled without NVIDIA's assembler, into a cache of their
-    own.
-
     own. A kernel must have been decorated while TRITON_INTERPRET was not set. All threads of the process are affected.
 
     Raises:

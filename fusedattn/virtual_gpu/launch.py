@@ -16,6 +16,7 @@ from fusedattn.virtual_gpu import ptx
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.global_memory import GlobalMemory
 from fusedattn.virtual_gpu.groups import Order
+from fusedattn.virtual_gpu.instructions.floats import NAN
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.noise import Noise
 from fusedattn.virtual_gpu.products import Products
@@ -176,9 +177,6 @@ def _leaves(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, 
             yield kind, value
 
 
-_NAN = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 2**63 - 1}  # the bits of the canonical NaN, by bytes
-
-
 def _tensor_map(tensor: TensorDescriptor, description: dict[str, Any]) -> TensorMap:
     """What the hardware is told of a tensor; Triton chooses a box, which may be a part of the tile."""
     size = int(description["elem_size"])
@@ -186,7 +184,7 @@ def _tensor_map(tensor: TensorDescriptor, description: dict[str, Any]) -> Tensor
         raise NotImplementedError("a tensor descriptor: got round_f32_to_tf32=True, allowed is False")
     if description["fp4_padded"]:
         raise NotImplementedError("a tensor descriptor: got padded elements of 4 bits, allowed are whole bytes")
-    if tensor.padding == "nan" and size not in _NAN:
+    if tensor.padding == "nan" and size not in NAN:
         raise NotImplementedError(f"a tensor descriptor: got padding='nan' for {tensor.base.dtype}, allowed is 'zero'")
     strides = tuple(int(stride) * size for stride in tensor.strides)
     return TensorMap(
@@ -197,5 +195,5 @@ def _tensor_map(tensor: TensorDescriptor, description: dict[str, Any]) -> Tensor
         size,
         _SWIZZLES[int(description["swizzle"])],
         tensor.base.is_floating_point(),
-        _NAN[size] if tensor.padding == "nan" else 0,
+        NAN[size] if tensor.padding == "nan" else 0,
     )

@@ -51,7 +51,7 @@ class InFlight:
 
     def check(self, x: Instruction, touched: frozenset[str], written: frozenset[str], mask: Mask) -> None:
         """Fail if an instruction touches accumulators or writes sources, of the groups that execute it."""
-        executing = None if mask is True else np.flatnonzero(mask.reshape(-1, GROUP).any(axis=1))
+        executing = None if mask is True else _groups_of(mask)
         self._check(self.targets, touched, executing, x)
         self._check(self.sources, written, executing, x)
 
@@ -103,11 +103,9 @@ class Fences:
         return [self.row_of[register] for register in used if register in self.row_of]
 
     def use(self, rows: list[int], mask: Mask) -> None:
+        groups = _groups_of(mask)
         for row in rows:
-            if mask is True:
-                self.state[row] = _USED
-            else:
-                self.state[row][mask.reshape(-1, GROUP).any(axis=1)] = _USED
+            self.state[row, groups] = _USED
 
     def fence(self, mask: Mask) -> None:
         groups = _groups_of(mask)

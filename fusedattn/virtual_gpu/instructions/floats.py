@@ -69,12 +69,11 @@ def to_bf16(x: Array) -> Array:
     """float32 rounded to nearest, ties to even; a NaN is 0x7FFF."""
     bits = np.ascontiguousarray(x, dtype="f4").view("u4")
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), 0x7FFF, rounded).astype("u2")
+    return np.where(np.isnan(x), NAN[2], rounded).astype("u2")
 
 
-_NAN = {
-    n: np.array(2 ** (8 * n - 1) - 1, dtype=f"u{n}").view(f"f{n}") for n in (2, 4, 8)
-}  # the canonical one, by bytes: all bits but the sign
+NAN = {n: 2 ** (8 * n - 1) - 1 for n in (2, 4, 8)}  # the canonical one, by bytes: all bits but the sign
+_NAN = {n: np.array(bits, dtype=f"u{n}").view(f"f{n}") for n, bits in NAN.items()}
 
 
 def canonical(x: Array) -> Array:

@@ -108,11 +108,14 @@ def different_values(machine: Machine, x: Instruction, places: Array, lost: Arra
 _MATRICES = re.compile(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
-def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Callable[[Mask], tuple[Array, Array]]]:
+_Rows = Callable[[Mask], tuple[Array, Array, Array]]
+
+
+def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, _Rows]:
     """How many 8 by 8 matrices of 16-bit elements; whether they are transposed; and the rows at operand `i`.
 
-    The rows are a function of the mask: places ``(warps, n, 8)`` in shared memory, and these warps. Lanes 8 j to
-    8 j + 7 give the rows of matrix j.
+    The rows are a function of the mask: places ``(warps, n, 8)`` in shared memory, the lanes that give them, and the
+    warps. Lanes 8 j to 8 j + 7 give the rows of matrix j.
     """
     found = _MATRICES.fullmatch(x.opcode)
     if found is None or len(vector(x, 1 - i)) != int(found.group(1)):
@@ -121,7 +124,7 @@ def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Call
     addresses, shared, n_warps = shared_addresses(machine, x, i), machine.shared, machine.registers.n_lanes // WARP
     loads = x.opcode.startswith("ld")
 
-    def rows(mask: Mask) -> tuple[Array, Array]:
+    def rows(mask: Mask) -> tuple[Array, Array, Array]:
         whole_warps(mask, x)
         warps = np.arange(n_warps) if mask is True else np.flatnonzero(mask.reshape(-1, WARP)[:, 0])
         lanes = (warps[:, None] * WARP + np.arange(8 * n)).reshape(-1)
@@ -131,7 +134,7 @@ def _matrices(machine: Machine, x: Instruction, i: int) -> tuple[int, bool, Call
         places = places.reshape(-1, n, 8)
         if machine.counters.counting:
             machine.counters.matrices(x, "read" if loads else "write", places)
-        return places, warps
+        return places, lanes, warps
 
     return n, transposed, rows
 
@@ -147,7 +150,7 @@ def _load_matrices(machine: Machine, x: Instruction) -> Step:
     shared = machine.shared
 
     def step(mask: Mask) -> None:
-        places, warps = rows_of(mask)
+        places, _, warps = rows_of(mask)
         if transposed:  # element (r, c) of the transposed matrix is element (c, r)
             halves = shared.typed[2]
             low, high = (halves[places[..., 2 * _PAIR + i] // 2 + _ROW].astype("u4") for i in (0, 1))
@@ -176,7 +179,7 @@ def _store_matrices(machine: Machine, x: Instruction) -> Step:
     bank, sources = machine.registers.rows(vector(x, 1))
 
     def step(mask: Mask) -> None:
-        places, warps = rows_of(mask)
+        places, lanes, warps = rows_of(mask)
         values = bank[sources].reshape(n, -1, 32)[:, warps].transpose(1, 0, 2)
         if transposed:
             halves = np.empty((*places.shape, 8), dtype="u2")
@@ -185,7 +188,6 @@ def _store_matrices(machine: Machine, x: Instruction) -> Step:
             words = halves.view("u4").reshape(-1, 4)
         else:
             words = values.reshape(-1, 4)  # lane 4 r + c holds word c of row r
-        lanes = (warps[:, None] * WARP + np.arange(8 * n)).reshape(-1)
         _write(machine, x, places.reshape(-1), lanes, list(words.T))
 
     return step
