@@ -25,11 +25,11 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen.launches import NoDevice
-from fusedattn import attention, support, testing
+from fusedattn import attention, testing
 from fusedattn.backends.triton import launching, results
-from fusedattn.kernels import devices, launcher, replay
-from fusedattn.kernels import problem as kernel_problem
+from fusedattn.kernels import launcher, replay
 from fusedattn.testing import Case, Inputs, make_inputs
+from fusedattn.virtual_gpu.attention import launches_for
 
 
 @dataclass
@@ -122,9 +122,7 @@ def hopper() -> Iterator[Launches]:
         patch.object(JITFunction, "run", run),
         patch.object(launcher, "_run", run),
         patch.object(launcher.KernelConstants, "__init__", noted),
-        patch.object(devices, "arch_of", lambda device: "sm_90"),
-        patch.object(kernel_problem, "multiprocessors", lambda device: 132),
-        patch.object(support, "_is_gpu", lambda device: True),
+        launches_for("sm_90", multiprocessors=132),
     ):
         yield launches
 

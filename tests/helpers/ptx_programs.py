@@ -36,6 +36,15 @@ ORDERS = [
     {"asynchronous": "early", "seed": 8, "schedule": "random"},
 ]
 
+OUT = "st.global.b32 [%o], %r2;"
+# Threads of %p2 change a word of a tensor %x.
+STORE_X = "@%p2 st.global.b32 [%x+{at}], 7; // write"
+ADD_X = "@%p2 red.global.gpu.relaxed.add.u32 [%x+{at}], 7; // write"
+
+
+def body_of(*lines: str) -> str:
+    return "\n".join(lines)
+
 
 def kernel_of(body: str, tensors: Iterable[str] = (), maps: Iterable[str] = (), *, n_threads: int = 64) -> Kernel:
     """The kernel of a body, whose places are the lines of the body, from 1 on; a tensor "out" is the result."""

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from fusedattn.virtual_gpu.errors import AsyncError, DeadlockError, KernelError, MemoryAccessError, RaceError
-from tests.helpers.ptx_programs import fails, run, run_all
-
-OUT = "st.global.b32 [%o], %r2;"
+from tests.helpers.ptx_programs import OUT, fails, run, run_all
 
 
 def _wait(parity: int, at: str = "%s") -> str:

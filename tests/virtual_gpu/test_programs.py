@@ -10,9 +10,7 @@ import torch
 
 from fusedattn.virtual_gpu import programs
 from fusedattn.virtual_gpu.errors import DeadlockError, RaceError
-from tests.helpers.ptx_programs import fails, run, run_all
-
-OUT = "st.global.b32 [%o], %r2;"
+from tests.helpers.ptx_programs import OUT, fails, run, run_all
 
 
 @pytest.mark.parametrize("grid", [(7, 1, 1), (3, 4, 1), (2, 3, 4), (1, 1, 5)])

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from fusedattn.virtual_gpu.errors import RaceError
-from tests.helpers.ptx_programs import ORDERS, fails, run, run_all
+from tests.helpers.ptx_programs import ORDERS, OUT, fails, run, run_all
 
 # Warp w stores its threads' numbers; all read those of the warp after it, of two.
 STORE = "st.shared.b32 [%a], %t; // first"
 LOAD = "xor.b32 %r1, %a, 128;\nld.shared.b32 %r2, [%r1]; // second"
-OUT = "st.global.b32 [%o], %r2;"
 SWAPPED = np.arange(64) ^ 32
 
 
