@@ -167,7 +167,7 @@ ARITHMETIC = (
     Fault(PRIMITIVES, "ptrs = head.ptr + first + tl.cast", "ptrs = head.ptr + tl.cast", "load_tile: every piece is the first", WIDE),
     Fault(PRIMITIVES, "readable[:, None] & (first + offs_d < HEAD_DIM)[None, :]", "readable[:, None] & (offs_d < HEAD_DIM)[None, :]", "load_tile: a last piece as wide as the others", WIDE),
     Fault(PRIMITIVES, "return tl.num_programs(1) * HEAD_DIM if", "return tl.num_programs(1) * (HEAD_DIM - WIDTH + 1) if", "pieces: what is left is left out", WIDE),
-    Fault(PRIMITIVES, "products += dot(a_tile", "products = dot(a_tile", "pieces: the last one alone", WIDE),
+    Fault(PRIMITIVES, "tl.trans(b_tile), ACC, PRECISION, products)", "tl.trans(b_tile), ACC, PRECISION)", "pieces: the last one alone", WIDE),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None] & (offs_d < HEAD_DIM - FIRST)[None, :]", "(start + offs < n_rows)[:, None]", "store_tile: features beyond head_dim", MEMORY),
     Fault(PRIMITIVES, "(start + offs < n_rows)[:, None]", "(start + offs <= n_rows)[:, None]", "store_tile: one row too many", MEMORY),
     Fault(PRIMITIVES, "rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = bits >> 16", "bfloat16 truncated", HALVES),
