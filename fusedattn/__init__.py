@@ -7,6 +7,7 @@ from fusedattn import biases, dropout, masks
 from fusedattn.attention import attention
 from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
+from fusedattn.kv_cache import KVCache
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.score_mod import ArgGradient, ScoreMod
 from fusedattn.support import not_supported_reasons
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgGradient",
+    "KVCache",
     "Replacement",
     "Rope",
     "ScoreMod",

@@ -10,6 +10,7 @@ from fusedattn import backends
 from fusedattn.backends.torch import fast_path
 from fusedattn.biases import Bias, as_bias
 from fusedattn.call_checks import unknown_argument
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options
 from fusedattn.prepare import prepared, scale_of
@@ -24,21 +25,34 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[False] = ...,
+    **keywords: Unpack[Keywords],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[True],
+    **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
+    cache: KVCache | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
     bias: Bias | Tensor | None = None,
@@ -49,6 +63,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
+    num_splits: int | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
     **others: object,
@@ -72,6 +87,10 @@ def attention(
         k: ``(batch, nheads_kv, seqlen_k, head_dim)``, dtype and device of q. ``nheads_q`` is a multiple of
             ``nheads_kv``; query head ``h`` attends with KV head ``h // (nheads_q // nheads_kv)``.
         v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``, likewise; head_dim_v may differ from head_dim.
+        cache: a :class:`fusedattn.KVCache`, in place of k and v, without gradients. Each sequence then has as many keys
+            as the cache keeps of it, and ``seqlen_k`` in the shapes of masks and biases is the capacity of the cache.
+            Queries are the newest tokens: masks, biases and positions count from the end of their own sequence.
+            Numbers that are stored as codes are those of :meth:`fusedattn.KVCache.dense`.
         mask: a :class:`fusedattn.masks.Mask`, or a bool tensor broadcastable to
             ``(batch, nheads_q, seqlen_q, seqlen_k)``; True = attend. ``masks.causal()`` aligns the last query
             with the last key.
@@ -92,6 +111,11 @@ def attention(
             a kernel for the call, and takes a float32 buffer of the shape of q while the backward runs.
             ``torch.use_deterministic_algorithms(True)`` during the backward overrules False. No effect on the
             ``torch`` backend.
+        num_splits: if all queries of the heads that share a KV head fit into one small tile, as in a step of
+            generation: the number of programs among which the keys of each such tile are split, on the ``triton``
+            backend. None gives each program the same number of keys on every GPU, so that the result of a sequence
+            depends neither on the batch nor on the lengths of others; so does 1. With other numbers it may depend on
+            the longest length.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: ``"triton"``, ``"torch"``, or None. None runs the Triton kernels for GPU tensors, and for CPU tensors
             if ``TRITON_INTERPRET=1`` is set (in Triton's interpreter); otherwise torch. A named backend is used or
@@ -123,15 +147,22 @@ def attention(
         raise unknown_argument("attention", others)
     is_nested = are_nested(q, k, v)
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
-    plainly = plainly and score_mod is None and sinks is None and not return_lse and type(deterministic) is bool
+    plainly = (
+        plainly
+        and cache is None
+        and score_mod is None
+        and sinks is None
+        and not return_lse
+        and type(deterministic) is bool
+    )
     plainly = plainly and type(dropout_p) is float and dropout_p == 0.0 and dropout_seed is None
-    if plainly and not is_nested:
+    if plainly and not is_nested and k is not None and v is not None:
         answer = fast_path.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse,
+        deterministic, return_lse, cache=cache, num_splits=num_splits,
     )  # fmt: skip
     if is_nested:
         return nested_attention(q, k, v, options, backend)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Packed
 from fusedattn.rope import Rope
@@ -115,9 +117,11 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
+def check_packed(packed: Packed, q: Tensor, total_k: int) -> None:
     """Raise TypeError or ValueError unless these are sequences of q and k; makes only checks without a GPU sync."""
     for name, x in (("cu_seqlens_q", packed.cu_seqlens_q), ("cu_seqlens_k", packed.cu_seqlens_k)):
+        if x is None and name == "cu_seqlens_k":
+            continue
         if not isinstance(x, Tensor) or x.dtype != torch.int32:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name}: got {got}, allowed is a torch.int32 tensor")
@@ -132,13 +136,13 @@ def check_packed(packed: Packed, q: Tensor, k: Tensor) -> None:
             raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
     for side, cu_seqlens, longest, total in (
         ("q", packed.cu_seqlens_q, packed.max_seqlen_q, q.shape[2]),
-        ("k", packed.cu_seqlens_k, packed.max_seqlen_k, k.shape[2]),
+        ("k", packed.cu_seqlens_k, packed.max_seqlen_k, total_k),
     ):
         if isinstance(longest, float | bool):
             raise TypeError(f"max_seqlen_{side}: got {type(longest).__name__}, allowed is an int")
         if longest < 0:
             raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are 0 and more")
-        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu_seqlens is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_stops(side, cu_seqlens.tolist(), longest, total)
 
 
@@ -153,32 +157,130 @@ def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:
         raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are the longest length, {max(lengths)}, and more")
 
 
-def check_mask(mask: Mask, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
+def check_cache(cache: KVCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless this is a cache, in place of k and v, and q has queries."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache: got {type(cache).__name__}, allowed are fusedattn.KVCache and None")
+    if k is not None or v is not None:
+        raise ValueError("k, v: got tensors together with cache, allowed is None; caches.append() adds them to it")
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.dtype not in DTYPES:
+        got = f"{q.dtype} {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(
+            f"q: got {got}, allowed is (batch, nheads_q, seqlen_q, head_dim) in {', '.join(map(str, DTYPES))}"
+        )
+
+
+def check_cached(cache: KVCache, q: Tensor, mask: Mask, rope: Rope | None, packed: Packed | None) -> None:
+    """Raise TypeError or ValueError unless q can attend to the cache; reads its tensors if they are on a CPU."""
+    if cache.format is None and cache.k.dtype != q.dtype:
+        raise TypeError(f"cache: got {cache.k.dtype}, allowed are the dtype of q, {q.dtype}, and codes")
+    if cache.k.device != q.device:
+        raise ValueError(f"cache: got device {cache.k.device}, allowed is the device of q, {q.device}")
+    n_sequences = q.shape[0] if packed is None else packed.n_sequences
+    if cache.batch != n_sequences:
+        raise ValueError(f"cache: got {cache.batch} sequences, allowed is the number of q's, {n_sequences}")
+    if cache.head_dim != q.shape[3]:
+        raise ValueError(f"cache: got head_dim {cache.head_dim}, allowed is that of q, {q.shape[3]}")
+    if q.stride(3) != 1 and q.shape[3] > 1 and q.numel() > 0:
+        raise ValueError(f"q: got strides {q.stride()}, allowed are any whose last is 1; pass q.contiguous()")
+    nheads_kv = cache.k.shape[1]
+    if nheads_kv == 0 or q.shape[1] % nheads_kv:
+        raise ValueError(
+            f"q, cache: got nheads_q = {q.shape[1]} and nheads_kv = {nheads_kv}, allowed are nheads_q divisible by "
+            "nheads_kv (GQA, MQA)"
+        )
+    if rope is not None and cache.rope is not None:
+        raise ValueError("rope: got tables for a cache whose keys are rotated already, by cache.rope; allowed is None")
+    _check_window(cache, mask, q.shape[2] if packed is None else packed.max_seqlen_q)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        cache.check_values()
+
+
+def _check_window(cache: KVCache, mask: Mask, seqlen_q: int) -> None:
+    """Raise ValueError if a query would miss keys of its window that have been overwritten."""
+    lefts = [band.left for band in mask.bands if band.left is not None and band.align == "bottom_right"]
+    room = cache.capacity - cache.n_sinks
+    if cache.overwrites and lefts and min(lefts) + seqlen_q > room:
+        raise ValueError(
+            f"cache: got room for {room} of the last tokens, allowed are window + seqlen_q = {min(lefts)} + {seqlen_q} "
+            "and more, because the first query sees that far back"
+        )
+
+
+def check_append(
+    cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> None:
+    """Raise TypeError or ValueError unless k and v can be appended to the cache; their number is not checked."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache: got {type(cache).__name__}, allowed is a fusedattn.KVCache")
+    if (v is None) != cache.shares_memory:
+        got = "None" if v is None else "a tensor"
+        raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
+    first = (cache.batch, cache.k.shape[1]) if cu_seqlens is None else ()
+    for name, x, head_dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+            raise TypeError(f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, allowed are {DTYPES}")
+        if cache.format is None and x.dtype != cache.k.dtype:
+            raise TypeError(f"{name}: got {x.dtype}, allowed is that of the cache, {cache.k.dtype}")
+        if x.dtype != k.dtype or x.device != cache.k.device:
+            raise ValueError(f"{name}: got {x.dtype} on {x.device}, allowed is {k.dtype} on {cache.k.device}")
+        if cu_seqlens is None:
+            allowed: tuple[int | str, ...] = (*first, k.shape[2] if k.dim() == 4 else "n", head_dim)
+        else:
+            allowed = (k.shape[0] if k.dim() == 3 else "total", cache.k.shape[1], head_dim)
+        if tuple(x.shape) != allowed:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {allowed}")
+        if x.stride(-1) != 1 and head_dim > 1:
+            raise ValueError(f"{name}: got strides {x.stride()}, allowed are any whose last is 1")
+    if cu_seqlens is not None:
+        packed = Packed(cu_seqlens, None, k.shape[0] if max_seqlen is None else max_seqlen, 0)
+        check_packed(packed, k.transpose(0, 1)[None], 0)
+        if packed.n_sequences != cache.batch:
+            raise ValueError(f"cu_seqlens: got {packed.n_sequences} sequences, allowed is that of cache, {cache.batch}")
+    elif max_seqlen is not None:
+        raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed is None")
+
+
+def check_num_splits(num_splits: int) -> None:
+    """Raise TypeError or ValueError unless ``num_splits`` is a positive int."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits: got {type(num_splits).__name__}, allowed are an int and None")
+    if num_splits < 1:
+        raise ValueError(f"num_splits: got {num_splits}, allowed are 1 and more, and None")
+
+
+def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = None) -> None:
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
     if mask.only_bands:  # bands fit any shape
         return
     if packed is None:
-        mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mask.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k)
+    elif packed.cu_seqlens_k is None:
+        if mask.documents is not None:
+            raise NotImplementedError(
+                "mask: got documents with packed queries and a cache, allowed are all other masks"
+            )
+        mask.check(packed.n_sequences, q.shape[1], packed.max_seqlen_q, seqlen_k)
     else:
         by_token = Mask(valid=mask.valid, documents=mask.documents)
-        by_token.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        by_token.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k)
         by_sequence = replace(mask, valid=None, documents=None)
         by_sequence.check(packed.n_sequences, q.shape[1], packed.max_seqlen_q, packed.max_seqlen_k)
     _check_device("mask", mask.tensors(), q)
 
 
-def check_rope(rope: Rope, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
+def check_rope(rope: Rope, q: Tensor, seqlen_k: int, packed: Packed | None = None, kept: Tensor | None = None) -> None:
     """Raise TypeError or ValueError unless the tables and positions fit the shapes and lie on the device of q."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: got {type(rope).__name__}, allowed are fusedattn.Rope and None")
     batch, _, seqlen_q, head_dim = q.shape
-    seqlen_k = k.shape[2]
     rope.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
-    if packed is None:
+    if packed is None and kept is None:
         rope.check_lengths(seqlen_q, seqlen_k)
     elif q.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths_q, lengths_k = (x.diff().tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
-        for length_q, length_k in zip(lengths_q, lengths_k, strict=True):
+        for length_q, length_k in zip(_lengths_q(q, packed), _lengths_k(packed, kept), strict=False):
             rope.check_lengths(length_q, length_k)
     # sin is on the device of cos.
     for name, x in (("cos", rope.cos), ("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
@@ -186,10 +288,21 @@ def check_rope(rope: Rope, q: Tensor, k: Tensor, packed: Packed | None = None) -
             raise ValueError(f"rope.{name}: got device {x.device}, allowed is the device of q, {q.device}")
 
 
-def check_bias(bias: Bias, q: Tensor, k: Tensor, packed: Packed | None = None) -> None:
+def _lengths_q(q: Tensor, packed: Packed | None) -> Iterable[int]:
+    return itertools.repeat(q.shape[2]) if packed is None else packed.cu_seqlens_q.diff().tolist()
+
+
+def _lengths_k(packed: Packed | None, kept: Tensor | None) -> list[int]:
+    """The numbers of keys; `kept` are those in a cache."""
+    if kept is not None:
+        return kept.tolist()
+    return [] if packed is None or packed.cu_seqlens_k is None else packed.cu_seqlens_k.diff().tolist()
+
+
+def check_bias(bias: Bias, q: Tensor, seqlen_k: int, packed: Packed | None = None) -> None:
     """Raise ValueError unless the bias fits the scores and lies on the device of q."""
     if packed is None:
-        bias.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        bias.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k)
     else:
         bias.check(packed.n_sequences, q.shape[1], packed.max_seqlen_q, packed.max_seqlen_k)
     _check_device("bias", bias.tensors(), q)

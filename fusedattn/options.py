@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from fusedattn.biases import Bias
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -27,15 +28,19 @@ class Keywords(TypedDict, total=False):
     dropout_p: float
     dropout_seed: Tensor | None
     deterministic: bool
+    num_splits: int | None
     backend: Backend | None
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Where packed sequences lie in a batch of 1: int32 ``(n_sequences + 1,)`` each, and lengths none exceeds."""
+    """Where packed sequences lie in a batch of 1: int32 ``(n_sequences + 1,)`` each, and lengths none exceeds.
+
+    `cu_seqlens_k` is None if the keys lie in a cache.
+    """
 
     cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
+    cu_seqlens_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
 
@@ -55,6 +60,8 @@ class Options:
     Attributes:
         packed: where the sequences lie; None if each batch is one sequence.
         first_batch: the number of the first batch, from which functions and dropout count.
+        cache: the cache whose memory k and v are; None if they are tensors of this call.
+        num_splits: the programs that share the keys of a small tile of queries; None for a fixed number of keys each.
     """
 
     mask: Mask
@@ -70,7 +77,10 @@ class Options:
     return_lse: bool = False
     packed: Packed | None = None
     first_batch: int = 0
+    cache: KVCache | None = None
+    num_splits: int | None = None
 
     def of_numbers(self) -> dict[str, Any]:
         """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""
-        return {name: x for name, x in vars(self).items() if name not in ("deterministic", "return_lse", "packed")}
+        others = ("deterministic", "return_lse", "packed", "cache", "num_splits")
+        return {name: x for name, x in vars(self).items() if name not in others}

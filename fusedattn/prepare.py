@@ -30,29 +30,42 @@ def scale_of(scale: float | None, q: Tensor) -> float:
 
 
 def prepared(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend | None
+    q: Tensor, k: Tensor | None, v: Tensor | None, options: Options, backend: Backend | None
 ) -> tuple[Tensor, Tensor, Tensor, Backend]:
     """q, k and v, ``(batch, nheads, seqlen, head_dim)``, as the backend takes them, and the backend.
 
-    Fills in the defaults in `options`, and makes their scale positive.
+    Fills in the defaults in `options`, and makes their scale positive. With a cache, k and v are None; those that are
+    returned are its memory.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`fusedattn.attention`.
     """
-    q, k, v = autocast(q, k, v)
-    packed, mask, score_mod = options.packed, options.mask, options.score_mod
+    packed, mask, score_mod, cache = options.packed, options.mask, options.score_mod, options.cache
+    seqlen_k, kept = 0, None
+    if cache is None:
+        q, k, v = autocast(q, k, v)  # type: ignore[arg-type]
+        if isinstance(k, Tensor) and k.dim() == 4:  # any other k is refused below
+            seqlen_k = k.shape[2]
+    else:
+        call_checks.check_cache(cache, q, k, v)
+        (q,), k, v = autocast(q), cache.k, cache.v
+        seqlen_k, kept = cache.capacity, cache.kept() if q.device.type == "cpu" else None
     if packed is not None:
-        call_checks.check_packed(packed, q, k)
+        call_checks.check_packed(packed, q, seqlen_k)
     call_checks.check_backend(backend)
-    kind = _kind(q, k, v, backend)
+    kind = _kind(q, k, v, backend) if cache is None else None
     known = None if kind is None else _known.get(kind)
-    if known is None:
+    if cache is not None:
+        call_checks.check_cached(cache, q, mask, options.rope, packed)
+    elif known is None:
         call_checks.check_qkv(q, k, v)
-    call_checks.check_mask(mask, q, k, packed)
+    call_checks.check_mask(mask, q, seqlen_k, packed)
     if options.rope is not None:
-        call_checks.check_rope(options.rope, q, k, packed)
+        call_checks.check_rope(options.rope, q, seqlen_k, packed, kept)
     if options.bias is not None:
-        call_checks.check_bias(options.bias, q, k, packed)
+        call_checks.check_bias(options.bias, q, seqlen_k, packed)
+    if options.num_splits is not None:
+        call_checks.check_num_splits(options.num_splits)
     if score_mod is not None:
         call_checks.check_score_mod(score_mod, q)
     if options.sinks is not None:
@@ -71,7 +84,7 @@ def prepared(
         call_checks.check_deterministic(options.deterministic)
     chosen = known or backend or default_backend(q.device)
     if known is None or mask.function is not None or score_mod is not None:
-        reasons = reasons_of(q, k, v, mask, score_mod, chosen)
+        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache)
         if reasons:
             raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     if known is None and kind is not None:
@@ -79,8 +92,9 @@ def prepared(
             _known.clear()
         _known[kind] = chosen
     # Reading the positions on a GPU would wait for it; there, the kernels turn rows outside the tables into NaN.
-    if options.rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        options.rope.check_positions()
+    rope = options.rope if cache is None else options.rope or cache.rope
+    if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        rope.check_positions()
     if options.dropout_p and options.dropout_seed is None:
         options.dropout_seed = draw_seed(q.device)
     if options.scale < SMALLEST_SCALE:

@@ -39,18 +39,18 @@ def attention(
     assert packed is not None
     if torch.compiler.is_compiling():
         return _padded(q, k, v, options, packed)
-    stops_q, stops_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
+    stops_q, stops_k = (x.tolist() for x in cu_seqlens_of(packed))
     outs, lses = [], []
     for i in range(packed.n_sequences):
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
         mask = _mask_of(options.mask, i, queries, keys)
         if mask.function is not None:  # it may use the number of the sequence
-            lengths = (queries.stop - queries.start, keys.stop - keys.start)
+            lengths = _length(queries), _length(keys)
             mask = Mask(allowed=mask.dense(*lengths, batch=1, nheads=q.shape[1], first_batch=i, device=q.device))
         own = replace(
             options,
             mask=mask,
-            bias=None if options.bias is None else _bias_of(options.bias, i, queries, keys),
+            bias=None if options.bias is None else bias_of(options.bias, i, _length(queries), _length(keys)),
             rope=None if options.rope is None else _rope_of(options.rope, queries, keys),
             packed=None,
             first_batch=i,
@@ -69,36 +69,47 @@ def attention(
     return out, torch.cat(lses, dim=2)
 
 
+def cu_seqlens_of(packed: Packed) -> tuple[Tensor, Tensor]:
+    """The starts of queries and of keys, which lie in no cache here."""
+    assert packed.cu_seqlens_k is not None
+    return packed.cu_seqlens_q, packed.cu_seqlens_k
+
+
+def _length(rows: slice) -> int:
+    length: int = rows.stop - rows.start
+    return length
+
+
 def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
     """The mask of sequence `i`."""
-    lengths = (queries.stop - queries.start, keys.stop - keys.start)
+    lengths = _length(queries), _length(keys)
     layout, documents, prefix = mask.layout, mask.documents, mask.prefix
     if layout is not None:
         blocks = (-(-lengths[0] // layout.block_q), -(-lengths[1] // layout.block_k))
-        layout = Layout(_pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
+        layout = Layout(pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
     return replace(
         mask,
         valid=None if mask.valid is None else mask.valid[:, keys],
-        allowed=None if mask.allowed is None else _pairs_of(mask.allowed, i, *lengths),
+        allowed=None if mask.allowed is None else pairs_of(mask.allowed, i, *lengths),
         prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
         documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
         layout=layout,
     )
 
 
-def _bias_of(bias: Bias, i: int, queries: slice, keys: slice) -> Bias:
-    lengths = (queries.stop - queries.start, keys.stop - keys.start)
+def bias_of(bias: Bias, i: int, n_queries: int, n_keys: int) -> Bias:
+    """The bias of sequence `i`, of that many queries and keys."""
     slopes, relative = bias.slopes, bias.relative
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1:
         slopes = slopes[i]
     return Bias(
-        None if bias.tensor is None else _pairs_of(bias.tensor, i, *lengths),
+        None if bias.tensor is None else pairs_of(bias.tensor, i, n_queries, n_keys),
         slopes,
-        None if relative is None else _pairs_of(relative, i, lengths[0], relative.shape[-1]),
+        None if relative is None else pairs_of(relative, i, n_queries, relative.shape[-1]),
     )
 
 
-def _pairs_of(x: Tensor, i: int, n_rows: int, n_columns: int) -> Tensor:
+def pairs_of(x: Tensor, i: int, n_rows: int, n_columns: int) -> Tensor:
     """Sequence `i` of ``(n_sequences, nheads, rows, columns)``; any dimension may be 1 and broadcast."""
     x = four_dimensional(x)
     x = x[i : i + 1] if x.shape[0] > 1 else x
@@ -118,9 +129,9 @@ def _rope_of(rope: Rope, queries: slice, keys: slice) -> Rope:
 def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
     """:func:`attention` by a batch of sequences padded to the greatest possible length, which takes more memory."""
     n, longest_q, longest_k = packed.n_sequences, packed.max_seqlen_q, packed.max_seqlen_k
-    lengths = packed.cu_seqlens_q.diff(), packed.cu_seqlens_k.diff()
-    rows_q = _rows(packed.cu_seqlens_q, longest_q, q.shape[2])
-    rows_k = _rows(packed.cu_seqlens_k, longest_k, k.shape[2])
+    stops_q, stops_k = cu_seqlens_of(packed)
+    lengths = stops_q.diff(), stops_k.diff()
+    rows_q, rows_k = _rows(stops_q, longest_q, q.shape[2]), _rows(stops_k, longest_k, k.shape[2])
     there_q, there_k = rows_q < q.shape[2], rows_k < k.shape[2]
 
     def of_sequences(x: Tensor, rows: Tensor) -> Tensor:

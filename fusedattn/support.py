@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -89,9 +90,10 @@ def default_backend(device: torch.device) -> Backend:
 
 def not_supported_reasons(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
+    cache: KVCache | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
     bias: Bias | Tensor | None = None,
@@ -102,6 +104,7 @@ def not_supported_reasons(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
+    num_splits: int | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> list[str]:
@@ -109,12 +112,26 @@ def not_supported_reasons(
 
     The arguments are those of :func:`fusedattn.attention`, and must be valid in themselves.
     """
-    return reasons_of(q, k, v, as_mask(mask), score_mod, backend or default_backend(q.device))
+    if cache is not None:
+        k, v = cache.k, cache.v
+    assert k is not None
+    assert v is not None
+    return reasons_of(q, k, v, as_mask(mask), score_mod, backend or default_backend(q.device), cache)
 
 
-def reasons_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod | None, backend: Backend) -> list[str]:
-    """:func:`not_supported_reasons`, from the arguments that decide."""
+def reasons_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    score_mod: ScoreMod | None,
+    backend: Backend,
+    cache: KVCache | None = None,
+) -> list[str]:
+    """:func:`not_supported_reasons`, from the arguments that decide; with a cache, k and v are its memory."""
     reasons: list[str] = []
+    if cache is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
     if mask.function is not None and _require_grad(mask.function.args):
         reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
     if score_mod is not None and backend == "triton":
@@ -128,7 +145,8 @@ def reasons_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_mod: ScoreMod 
                 reasons.append(f"{name}: got a function without eager=, which backend 'torch' runs")
     else:
         needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        reasons += _triton_reasons(q, max(q.shape[-1], v.shape[-1]), needs_gradient)
+        head_dim_v = v.shape[-1] if cache is None else cache.head_dim_v
+        reasons += _triton_reasons(q, max(q.shape[-1], head_dim_v), needs_gradient)
     return reasons
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedattn import backends, call_checks
 from fusedattn.biases import Bias, as_bias
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options, Packed
 from fusedattn.prepare import prepared, scale_of
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 @overload
 def attention_varlen(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     *,
+    cache: KVCache | None = ...,
     return_lse: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> Tensor: ...
@@ -38,13 +40,14 @@ def attention_varlen(
 @overload
 def attention_varlen(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     *,
+    cache: KVCache | None = ...,
     return_lse: Literal[True],
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -52,13 +55,14 @@ def attention_varlen(
 
 def attention_varlen(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
+    cache: KVCache | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
     bias: Bias | Tensor | None = None,
@@ -69,6 +73,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
+    num_splits: int | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
     **others: object,
@@ -81,6 +86,9 @@ def attention_varlen(
         q: ``(total_q, nheads_q, head_dim)``, dtypes and strides as for ``attention``.
         k: ``(total_k, nheads_kv, head_dim)``.
         v: ``(total_k, nheads_kv, head_dim_v)``.
+        cache: a :class:`fusedattn.KVCache` of n_sequences, in place of k, v, cu_seqlens_k and max_seqlen_k, which are
+            then None. The other arguments follow :func:`fusedattn.attention` with a cache: ``padding(valid)`` is
+            ``(n_sequences, capacity)``, positions of keys are ``(capacity,)``; there are no documents.
         cu_seqlens_q, cu_seqlens_k: int32 ``(n_sequences + 1,)`` on the device of q; sequence ``i`` has the queries
             ``cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1``, and its keys likewise. They begin with 0 and do not
             decrease; tokens behind the last entry belong to no sequence.
@@ -91,7 +99,8 @@ def attention_varlen(
             with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
             the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
-        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, return_lse, backend: as for ``attention``.
+        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, backend: as for
+            ``attention``.
 
     Returns:
         out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``. Queries that
@@ -104,7 +113,7 @@ def attention_varlen(
         raise call_checks.unknown_argument("attention_varlen", others)
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse,
+        deterministic, return_lse, cache=cache, num_splits=num_splits,
     )  # fmt: skip
     cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     out, lse = _packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend)
@@ -113,24 +122,36 @@ def attention_varlen(
 
 def _packed_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor],
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens: tuple[Tensor, Tensor | None],
     max_seqlens: tuple[int | None, int | None],
     options: Options,
     backend: Backend | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``(out, lse)`` of :func:`attention_varlen`, from collected arguments; lse may be None if not asked for."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: got {got}, allowed is three dimensions, (total, nheads, head_dim)")
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    longest = (x.shape[2] if most is None else most for x, most in zip((q, k), max_seqlens, strict=True))
+    cache = options.cache
+    if cache is not None and (cu_seqlens[1] is not None or max_seqlens[1] is not None):
+        raise ValueError("cu_seqlens_k, max_seqlen_k: got values together with cache, allowed is None")
+    q, seqlen_k = _heads_first("q", q), 0
+    if cache is None:
+        k, v = _heads_first("k", k), _heads_first("v", v)
+        seqlen_k = k.shape[2]
+    elif isinstance(cache, KVCache):  # anything else is refused below
+        seqlen_k = cache.capacity
+    longest = (n if most is None else most for n, most in zip((q.shape[2], seqlen_k), max_seqlens, strict=True))
     options.packed = Packed(*cu_seqlens, *longest)
     q, k, v, backend = prepared(q, k, v, options, backend)
     out, lse = backends.attention(q, k, v, options, backend)
     return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+def _heads_first(name: str, x: Any) -> Tensor:
+    """``(total, nheads, head_dim)`` as ``(1, nheads, total, head_dim)``."""
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: got {got}, allowed is three dimensions, (total, nheads, head_dim)")
+    return x.transpose(0, 1)[None]
 
 
 def are_nested(q: Any, k: Any, v: Any) -> bool:

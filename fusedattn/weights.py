@@ -60,11 +60,11 @@ def attention_weights(
     """
     mask, bias = as_mask(mask), as_bias(bias)
     call_checks.check_qkv(q, k, k)
-    call_checks.check_mask(mask, q, k)
+    call_checks.check_mask(mask, q, k.shape[2])
     if rope is not None:
-        call_checks.check_rope(rope, q, k)
+        call_checks.check_rope(rope, q, k.shape[2])
     if bias is not None:
-        call_checks.check_bias(bias, q, k)
+        call_checks.check_bias(bias, q, k.shape[2])
     if score_mod is not None:
         call_checks.check_score_mod(score_mod, q)
     if lse.shape != q.shape[:3]:

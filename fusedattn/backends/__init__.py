@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from fusedattn import reference_varlen
+from fusedattn import reference_cached, reference_varlen
 from fusedattn.backends.torch import sdpa
 from fusedattn.backends.triton import autograd
+from fusedattn.kv_cache import KVCache
 from fusedattn.options import Options
 from fusedattn.support import Backend
+
+
+def append(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    counted: bool,
+    backend: Backend,
+) -> None:
+    """Append checked tokens to a cache; arguments are those of :func:`fusedattn.caches.append`."""
+    if k.device.type == "cpu" and not torch.compiler.is_compiling():
+        reference_cached.check_room(cache, k, cu_seqlens, counted)
+    if not counted:
+        cache.lengths.add_(k.shape[2] if cu_seqlens is None else cu_seqlens.diff())
+    if backend == "triton":
+        from fusedattn.backends.triton import appending
+
+        appending.append(cache, k, v, cu_seqlens, max_seqlen)
+    else:
+        reference_cached.append(cache, k, v, cu_seqlens)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend) -> tuple[Tensor, Tensor | None]:
@@ -21,6 +45,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backen
     """
     if backend == "triton":
         return autograd.attention(q, k, v, options)
+    if options.cache is not None:
+        return reference_cached.attention(q, options, attend=sdpa.attention)
     if options.packed is not None:
         return reference_varlen.attention(q, k, v, options, attend=sdpa.attention)
     return sdpa.attention(q, k, v, options)

@@ -65,7 +65,7 @@ OPERATION = (
     Fault(STRIDED, "last == 1 and min(strides)", "min(strides)", "plain calls: features apart", PLAIN_CALLS),
     Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if upper in (None, 0) else None", "plain calls: a window is off", PLAIN_CALLS),
     Fault(FAST_PATH, "is_causal=bool(is_causal)", "is_causal=False", "plain calls: not causal", PLAIN_CALLS),
-    Fault(FAST_PATH, "    check_mask(mask, q, k)\n", "", "plain calls: a mask that does not fit", PLAIN_CALLS),
+    Fault(FAST_PATH, "    check_mask(mask, q, seqlen_k)\n", "", "plain calls: a mask that does not fit", PLAIN_CALLS),
     Fault(FAST_PATH, "or mask.function is not None", "", "plain calls: functions without eager", PLAIN_CALLS),
     Fault(SDPA, "index_fill(0, lost, 0.0)", "index_fill(0, lost[1:], 0.0)", "torch backend: a hidden NaN of the first lost key stays", EAGER_STEPS),
     Fault(SDPA, "sub_(1.0), -0.5, -math.inf)", "sub_(1.0), -1.5, -math.inf)", "torch backend: a mask that hides by 1", TORCH),

@@ -52,7 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return None
     if mask is None or is_causal is not None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=bool(is_causal))
-    check_mask(mask, q, k)
+    check_mask(mask, q, seqlen_k)
     return sdpa.at_once(q, k, v, mask, None, None)
 
 

@@ -1,0 +1,1 @@
+"""Append to a cache by a kernel."""

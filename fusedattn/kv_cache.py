@@ -1,0 +1,296 @@
+"""A cache of keys and values: where each token of each sequence lies, and what its codes mean.
+
+:meth:`KVCache.dense` writes the keys and values out, and :meth:`KVCache.write` appends tokens, both in eager PyTorch:
+they define what a cache holds. The kernels read and write the same memory directly, and are tested against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedattn.quantization import FORMATS, Format, dequantised, quantised, scales_of
+from fusedattn.rope import Rope, apply_rope
+
+UNQUANTISED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of a batch of sequences, appended to in place.
+
+    Sequence ``i`` has ``lengths[i]`` tokens, counted from 0. Token ``t`` lies in slot ``t`` of row ``i``, or of row
+    ``rows[i]``; with a block table, in slot ``t % page_size`` of row (page) ``block_table[i, t // page_size]``. Tensors
+    of different layers may share `lengths`, `block_table`, `rows` and `left_padding`.
+
+    Attributes:
+        k: ``(n_rows, nheads_kv, n_slots, head_dim)``; float16, bfloat16, float32 (float64 where ``attention`` has it),
+            or codes: float8_e4m3fn, float8_e5m2, int8, or uint8, which has two 4-bit codes in each element and
+            ``head_dim / 2`` of them. Any strides whose last is 1.
+        v: ``(n_rows, nheads_kv, n_slots, head_dim_v)``, dtype and device of k. It may be a view of the first features
+            of k, as in multi-head latent attention.
+        lengths: int32 ``(batch,)``: the tokens of each sequence.
+        block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in order, ``n_slots`` tokens each.
+            Entries for pages that a sequence does not reach may be anything.
+        rows: int32 ``(batch,)``: the row of each sequence, all different if it is appended to; the first rows by
+            default. Not together with a block table.
+        left_padding: int32 ``(batch,)``: tokens at the start of a sequence that no query sees.
+        overwrites: a sequence that is longer than the cache keeps its first `n_sinks` tokens and its last ones, which
+            overwrite those between (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
+            Without it, such a sequence is an error on a CPU, and has NaN results on a GPU.
+        n_sinks: see `overwrites`.
+        rope: tables for keys that are rotated when they are appended, at their position, the number of the token; and
+            for the queries that attend to them. Its ``positions_k`` replace the positions of appended tokens, its
+            ``positions_q`` those of queries. Keys are not rotated again when they are read. None if keys are stored as
+            they are; ``attention(..., rope=)`` then rotates them when it reads them, counting the tokens that are kept.
+        k_scale, v_scale: for codes, the float32 factors that make numbers of them: ``(n_rows, nheads_kv, n_slots,
+            n_groups)``, written when tokens are appended, one for each group of adjacent features (one group if codes
+            have 8 bits); or ``(n_rows, nheads_kv)``, given, one for all tokens of a row, for codes of 8 bits. The last
+            dimension of the first form is contiguous.
+
+    Raises:
+        TypeError, ValueError: a tensor is wrong or does not fit the others.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+    rows: Tensor | None = None
+    left_padding: Tensor | None = None
+    overwrites: bool = False
+    n_sinks: int = 0
+    rope: Rope | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, x in (("k", self.k), ("v", self.v)):
+            if not isinstance(x, Tensor) or x.dim() != 4:
+                raise ValueError(f"{name}: got {_shown(x)}, allowed is (n_rows, nheads_kv, n_slots, head_dim)")
+            if x.dtype not in UNQUANTISED and x.dtype not in FORMATS:
+                raise TypeError(f"{name}: got {x.dtype}, allowed are {', '.join(map(str, (*UNQUANTISED, *FORMATS)))}")
+            if x.stride(3) != 1 and x.shape[3] > 1:
+                raise ValueError(f"{name}: got strides {x.stride()}, allowed are any whose last is 1")
+        if self.k.shape[:3] != self.v.shape[:3] or self.k.dtype != self.v.dtype or self.k.device != self.v.device:
+            raise ValueError(
+                f"v: got {_shown(self.v)}, allowed are rows, heads, slots, dtype and device of k, {_shown(self.k)}"
+            )
+        _check_int32("lengths", self.lengths, "(batch,)", 1)
+        batch = self.lengths.shape[0]
+        for name, of_batch in (("rows", self.rows), ("left_padding", self.left_padding)):
+            if of_batch is not None:
+                _check_int32(name, of_batch, "(batch,)", 1, batch)
+        if self.block_table is not None:
+            _check_int32("block_table", self.block_table, "(batch, max_pages)", 2, batch)
+            if self.rows is not None:
+                raise ValueError("rows: got a tensor together with block_table, allowed is one of them")
+        elif self.rows is None and self.k.shape[0] < batch:
+            raise ValueError(f"k: got {self.k.shape[0]} rows, allowed are batch = {batch} and more")
+        if not 0 <= self.n_sinks < max(1, self.capacity):
+            raise ValueError(f"n_sinks: got {self.n_sinks}, allowed are 0 .. {self.capacity - 1}")
+        if self.n_sinks and (not self.overwrites or self.left_padding is not None):
+            raise ValueError("n_sinks: got sinks, allowed are none without overwrites, or with left_padding")
+        if self.rope is not None and not isinstance(self.rope, Rope):
+            raise TypeError(f"rope: got {type(self.rope).__name__}, allowed are fusedattn.Rope and None")
+        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
+            raise ValueError(f"rope: got rotary_dim {self.rope.rotary_dim}, allowed are 2 .. {self.head_dim}")
+        self._check_scales()
+        for name, x in self.tensors().items():
+            if x.device != self.k.device:
+                raise ValueError(f"{name}: got device {x.device}, allowed is that of k, {self.k.device}")
+
+    def _check_scales(self) -> None:
+        named = (("k_scale", self.k_scale, self.head_dim), ("v_scale", self.v_scale, self.head_dim_v))
+        for name, scale, head_dim in named:
+            if (scale is None) != (self.format is None):
+                got = "None" if scale is None else "a tensor"
+                raise ValueError(
+                    f"{name}: got {got} for a cache of {self.k.dtype}, allowed is a tensor for codes alone"
+                )
+            if scale is None:
+                continue
+            if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+                raise TypeError(f"{name}: got {_shown(scale)}, allowed is a torch.float32 tensor")
+            per_token = scale.dim() == 4 and scale.shape[:3] == self.k.shape[:3] and head_dim % scale.shape[3] == 0
+            is_packed = self.k.dtype == torch.uint8
+            if per_token and (is_packed or scale.shape[3] == 1) and scale.stride(3) == 1:
+                continue
+            if is_packed or tuple(scale.shape) != tuple(self.k.shape[:2]):
+                raise ValueError(
+                    f"{name}: got shape {tuple(scale.shape)}, allowed are (n_rows, nheads_kv, n_slots, n_groups) = "
+                    f"{(*self.k.shape[:3], 'n_groups')} with a contiguous last dimension (n_groups is 1, or for 4 bits "
+                    f"a divisor of {head_dim}) and, except for 4 bits, (n_rows, nheads_kv) = {tuple(self.k.shape[:2])}"
+                )
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the codes; None if the cache holds numbers."""
+        return FORMATS.get(self.k.dtype)
+
+    @property
+    def head_dim(self) -> int:
+        """The features of a key."""
+        return self.k.shape[3] * (1 if self.format is None else self.format.per_element)
+
+    @property
+    def head_dim_v(self) -> int:
+        """The features of a value."""
+        return self.v.shape[3] * (1 if self.format is None else self.format.per_element)
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """The tokens of one sequence that the cache has room for."""
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether values are the first features of the keys."""
+        return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
+
+    def kept(self) -> Tensor:
+        """The tokens of each sequence that the cache holds, int32 ``(batch,)``."""
+        return self.lengths.clamp(max=self.capacity) if self.overwrites else self.lengths
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the cache but k and v, by name."""
+        named = {
+            "lengths": self.lengths,
+            "block_table": self.block_table,
+            "rows": self.rows,
+            "left_padding": self.left_padding,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }
+        if self.rope is not None:
+            named |= {
+                "rope.cos": self.rope.cos,
+                "rope.positions_q": self.rope.positions_q,
+                "rope.positions_k": self.rope.positions_k,
+            }
+        return {name: x for name, x in named.items() if x is not None}
+
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(row, slot) of tokens, int64 ``(batch, n)`` each; a token that was overwritten has that of a later one."""
+        slots = tokens
+        if self.overwrites:
+            ring = self.capacity - self.n_sinks
+            slots = torch.where(tokens < self.n_sinks, tokens, self.n_sinks + (tokens - self.n_sinks) % ring)
+        if self.block_table is not None:
+            return self.block_table.long().gather(1, slots // self.k.shape[2]), slots % self.k.shape[2]
+        rows = torch.arange(self.batch, device=tokens.device) if self.rows is None else self.rows.long()
+        return rows[:, None].expand_as(slots), slots
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys and values that are kept, in order, and which of them queries may see.
+
+        Returns:
+            ``(k, v, visible)``: k ``(batch, nheads_kv, capacity, head_dim)`` and v, in the dtype of the cache, or
+            float32 for codes, 0 behind the last token; visible, bool ``(batch, capacity)``.
+        """
+        keys = torch.arange(self.capacity, device=self.k.device)
+        kept = self.kept()[:, None]
+        dropped = self.lengths[:, None] - kept
+        exists = keys < kept
+        tokens = torch.where(keys < self.n_sinks, keys, keys + dropped)
+        # Entries of the table behind the last page may be anything.
+        rows, slots = self.place(tokens.where(exists, 0).clamp(min=0))
+        rows = rows.where(exists, 0)
+        visible = exists
+        if self.left_padding is not None:
+            visible = visible & (tokens >= self.left_padding[:, None])
+        numbers = (_numbers(x, s, rows, slots) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in numbers)
+        return k, v, visible
+
+    def write(self, k: Tensor, v: Tensor | None, counts: Tensor | None = None) -> None:
+        """Write the newest tokens of each sequence, which `lengths` counts already; in eager PyTorch.
+
+        Args:
+            k, v: ``(batch, nheads_kv, n, head_dim)``; v is None if values are features of the keys.
+            counts: int ``(batch,)``: the first of the n that exist; all by default.
+        """
+        n = k.shape[2]
+        number = torch.arange(n, device=k.device)
+        count = torch.full_like(self.lengths, n) if counts is None else counts
+        tokens = (self.lengths - count)[:, None] + number
+        exists = number < count[:, None]
+        if self.overwrites:  # the others are overwritten by the last ones
+            exists = exists & (
+                (tokens < self.n_sinks) | (tokens >= self.lengths[:, None] - self.capacity + self.n_sinks)
+            )
+        wide = torch.promote_types(k.dtype, torch.float32)
+        if self.rope is not None:
+            positions = tokens if self.rope.positions_k is None else self.rope.positions_k
+            k = apply_rope(k.to(wide), self.rope.cos, self.rope.sin, positions, interleaved=self.rope.interleaved)
+        rows, slots = self.place(tokens.where(exists, 0))
+        at = rows[exists], slice(None), slots[exists]
+        for x, cached, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            if x is None:
+                continue
+            own = x.transpose(1, 2)[exists]  # (tokens, nheads_kv, head_dim)
+            if scale is None:
+                cached[at] = own.to(cached.dtype)
+            elif scale.dim() == 2:
+                cached[at] = quantised(own, scale[at[0]][..., None], cached.dtype)
+            else:
+                scale[at] = scales_of(own, cached.dtype, scale.shape[3])
+                cached[at] = quantised(own, scale[at], cached.dtype)
+
+    def check_values(self, n_new: Tensor | int = 0) -> None:
+        """Raise ValueError if a token has no place, or a sequence has fewer than its `n_new` tokens.
+
+        Reads tensors, and so waits for a GPU.
+        """
+        if self.batch == 0:
+            return
+        if (self.lengths < n_new).any():
+            raise ValueError(
+                f"lengths: got {self.lengths.tolist()}, allowed are those that count the new tokens, {n_new}"
+            )
+        if not self.overwrites and (self.lengths > self.capacity).any():
+            raise ValueError(
+                f"lengths: got {int(self.lengths.max())}, allowed are 0 .. {self.capacity}: the cache is full"
+            )
+        if self.block_table is not None:
+            pages = torch.arange(self.block_table.shape[1]) * self.k.shape[2]
+            _check_rows("block_table", self.block_table[pages < self.kept()[:, None]], self.k.shape[0])
+        if self.rows is not None:
+            _check_rows("rows", self.rows, self.k.shape[0])
+
+
+def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Tensor:
+    """The tokens at ``(batch, n)`` rows and slots, ``(batch, nheads_kv, n, head_dim)``."""
+    codes = x[rows, :, slots]
+    if scale is None:
+        numbers = codes
+    else:
+        numbers = dequantised(codes, scale[rows][..., None] if scale.dim() == 2 else scale[rows, :, slots])
+    return numbers.transpose(1, 2)
+
+
+def _shown(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _check_int32(name: str, x: object, form: str, dim: int, batch: int | None = None) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        raise TypeError(f"{name}: got {_shown(x)}, allowed is a torch.int32 tensor")
+    if x.dim() != dim or (batch is not None and x.shape[0] != batch):
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, allowed is {form}" + (f" with batch = {batch}" if batch else "")
+        )
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: got strides {x.stride()}, allowed are any whose last is 1")
+
+
+def _check_rows(name: str, used: Tensor, n_rows: int) -> None:
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_rows:
+        raise ValueError(f"{name}: got rows {int(used.min())} .. {int(used.max())}, allowed are 0 .. {n_rows - 1}")

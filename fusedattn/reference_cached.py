@@ -1,0 +1,123 @@
+"""Attention to the tokens of a cache in eager PyTorch: one attention per sequence, in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedattn.kv_cache import KVCache
+from fusedattn.masks import Documents, Layout, Mask, Prefix
+from fusedattn.options import Options
+from fusedattn.reference_varlen import Attend, bias_of, by_reference, pairs_of
+from fusedattn.rope import Rope, apply_rope
+
+
+def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> tuple[Tensor, Tensor | None]:
+    """``(out, lse)`` of queries ``(batch, nheads_q, seqlen_q, head_dim)``, or packed ones in a batch of 1.
+
+    Reads the lengths of the sequences, and so waits for them.
+    """
+    cache, packed = options.cache, options.packed
+    assert cache is not None
+    stops = None if packed is None else packed.cu_seqlens_q.tolist()
+    n_packed = q.shape[2]
+    lengths, kept = cache.lengths.tolist(), cache.kept().tolist()
+    keys, values, visible = cache.dense()
+    outs, lses = [], []
+    for i in range(cache.batch):
+        rows = slice(0, q.shape[2]) if stops is None else slice(stops[i], stops[i + 1])
+        own_q = q[i : i + 1] if stops is None else q[:, :, rows]
+        rope = options.rope
+        if cache.rope is not None:
+            own_q = _rotated(own_q, cache.rope, i, rows, lengths[i])
+        elif rope is not None:
+            rope = _rope_of(rope, i, rows, kept[i])
+        seen = Mask(valid=visible[i : i + 1, : kept[i]])
+        own = replace(
+            options,
+            mask=_mask_of(options.mask, i, own_q, kept[i]) & seen,
+            bias=None if options.bias is None else bias_of(options.bias, i, own_q.shape[2], kept[i]),
+            rope=rope,
+            packed=None,
+            cache=None,
+            first_batch=i,
+        )
+        k, v = (x[i : i + 1, :, : kept[i]].to(q.dtype) for x in (keys, values))
+        out, lse = attend(own_q, k, v, own)
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse)
+    if stops is None:
+        if not outs:
+            return q.new_empty(*q.shape[:3], cache.head_dim_v), None
+        return torch.cat(outs), torch.cat(lses) if lses else None
+    n_rest = n_packed - stops[-1]
+    outs.append(q.new_zeros(1, q.shape[1], n_rest, cache.head_dim_v))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lses.append(torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if options.return_lse else None
+
+
+def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Write tokens that `cache.lengths` counts; packed ones, ``(total, nheads_kv, head_dim)``, with `cu_seqlens`."""
+    if cu_seqlens is None:
+        cache.write(k, v)
+        return
+    counts = cu_seqlens.diff()
+    at = cu_seqlens[:-1, None].long() + torch.arange(int(counts.max()) if counts.numel() else 0, device=k.device)
+    at = at.clamp(max=k.shape[0] - 1)
+    cache.write(k[at].transpose(1, 2), None if v is None else v[at].transpose(1, 2), counts)
+
+
+def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bool) -> None:
+    """Raise ValueError unless the cache has a place for new tokens on top of its lengths, which count them if `counted`."""
+    n = torch.full_like(cache.lengths, k.shape[2]) if cu_seqlens is None else cu_seqlens.diff()
+    replace(cache, lengths=cache.lengths if counted else cache.lengths + n).check_values(n)
+
+
+def _rotated(q: Tensor, rope: Rope, i: int, rows: slice, length: int) -> Tensor:
+    """Queries of sequence `i`, rotated as the keys of a cache were."""
+    own = _rope_of(rope, i, rows, length)
+    positions = own.positions_q
+    if positions is None:
+        positions = torch.arange(length - q.shape[2], length, device=q.device)
+    return apply_rope(q, own.cos, own.sin, positions, interleaved=own.interleaved)
+
+
+def _rope_of(rope: Rope, i: int, rows: slice, n_keys: int) -> Rope:
+    """The rotation of sequence `i`: its tables, and the positions of its queries and keys."""
+
+    def own(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[i] if x.dim() == 2 and x.shape[0] > 1 else x.reshape(x.shape[-1:])
+
+    positions_q, positions_k = own(rope.positions_q), own(rope.positions_k)
+    of_batch = rope.cos.dim() == 3 and rope.cos.shape[0] > 1
+    return replace(
+        rope,
+        cos=rope.cos[i : i + 1] if of_batch else rope.cos,
+        sin=rope.sin[i : i + 1] if of_batch else rope.sin,
+        positions_q=None if positions_q is None else positions_q[rows],
+        positions_k=None if positions_k is None else positions_k[:n_keys],
+    )
+
+
+def _mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
+    """The mask of sequence `i`, whose lengths those of the tensors may exceed."""
+    n_queries, layout, documents, prefix = q.shape[2], mask.layout, mask.documents, mask.prefix
+    if layout is not None:
+        blocks = -(-n_queries // layout.block_q), -(-n_keys // layout.block_k)
+        layout = Layout(pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
+    own = replace(
+        mask,
+        valid=None if mask.valid is None else mask.valid[i : i + 1, :n_keys],
+        allowed=None if mask.allowed is None else pairs_of(mask.allowed, i, n_queries, n_keys),
+        prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
+        documents=None if documents is None else Documents(documents.q[i : i + 1], documents.k[i : i + 1, :n_keys]),
+        layout=layout,
+    )
+    if own.function is None:
+        return own
+    written = own.dense(n_queries, n_keys, batch=1, nheads=q.shape[1], first_batch=i, device=q.device)
+    return Mask(allowed=written)  # a function may use the number of the sequence
