@@ -72,7 +72,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | Non
 
 
 def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bool) -> None:
-    """Raise ValueError unless the cache has a place for new tokens on top of its lengths, which count them if `counted`."""
+    """Raise ValueError unless the cache has a place for new tokens; its lengths count them already if `counted`."""
     n = torch.full_like(cache.lengths, k.shape[2]) if cu_seqlens is None else cu_seqlens.diff()
     replace(cache, lengths=cache.lengths if counted else cache.lengths + n).check_values(n)
 

@@ -28,11 +28,20 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import combine, launcher
+from fusedattn.kernels.cached import first_visible, load_cached, load_factors
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped_heads import grouped_program, load_rows, rows_of, with_rows
-from fusedattn.kernels.masking import any_keys, boundary_keys, bounds_of, key_blocks, load_key_visible, visible
+from fusedattn.kernels.masking import (
+    any_keys,
+    boundary_keys,
+    bounds_of,
+    key_blocks,
+    load_key_visible,
+    starting_at,
+    visible,
+)
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.pipelining import fenced
@@ -71,13 +80,15 @@ class QKV(NamedTuple):
 class Walk(NamedTuple):
     """The state of a program that walks over the keys of its tile of queries.
 
-    `k` and `v` are each a :class:`~fusedattn.kernels.primitives.Head`; `queries` and `exist` are ``(BLOCK_M, 1)``,
-    `offs_n` is ``arange(BLOCK_N)``. Full blocks span the keys from `first_full` to `stop_full`.
+    `k` and `v` are each a :class:`~fusedattn.kernels.primitives.Head` or, in a cache,
+    a :class:`~fusedattn.kernels.primitives.Strided`; `queries` and `exist` are ``(BLOCK_M, 1)``, `offs_n` is
+    ``arange(BLOCK_N)``. Full blocks span the keys from `first_full` to `stop_full`.
     """
 
     q_tile: Any
     k: Any
     v: Any
+    head_kv: Any
     k_tiles: Any
     v_tiles: Any
     place: Any
@@ -134,10 +145,84 @@ def add_values(sums, alpha, p, v_tile, tile, HAS_RESIDUAL: tl.constexpr, LAST: t
 
 
 @triton.jit
-def accumulate(sums, scores, v_tile, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
+def _add_coded(acc, p, factors, v_tile, tile):
+    """Add the product of weights and the values of codes, ``p * factors @ v_tile``, to acc.
+
+    Weights are rounded relative to the largest factor: in float16 their product with a small one would lose digits.
+    """
+    largest = tl.max(tl.where(tl.abs(factors) < float("inf"), tl.abs(factors), 0.0), 0)
+    unit = tl.where(largest > 0.0, largest, 1.0)
+    weights = round_to(p * (factors / unit)[None, :], v_tile.dtype)
+    return acc + dot(weights, v_tile, dtype_of(tile.ACC), tile.PRECISION) * unit
+
+
+@triton.jit
+def accumulate(sums, scores, v_tile, walk, call, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
     """Add one block to the sums: a step of the online softmax, and the product of its weights and values."""
-    p, alpha, sums = online_softmax(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
-    return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
+    p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
+    if call.cache is not None and call.cache.v_scale is not None:
+        acc = _add_coded(sums.acc * alpha[:, None], p, _value_factors(walk, block.keys, call, tile), v_tile, tile)
+        return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
+    else:
+        return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
+
+
+@triton.jit
+def _load_keys(walk, start_n, readable, call, rotation_k, n_positions, BLOCK: tl.constexpr, tile):
+    """BLOCK keys from `start_n` on, rotated; those that are not `readable` are 0. None: all exist, in a full block."""
+    place = walk.place
+    if call.cache is not None:
+        keys = start_n + tl.arange(0, BLOCK)
+        if readable is None:
+            readable = keys < place.seqlen_k
+        k_tile = load_cached(
+            walk.k, call.cache.k_scale, call.cache, place, walk.head_kv, keys, readable, tile.HEAD_DIM, tile.BLOCK_D,
+            walk.q_tile.dtype,
+        )  # fmt: skip
+    elif readable is None:
+        k_tile = full_tile(walk.k, walk.k_tiles, start_n, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
+    else:
+        k_tile = load_tile(walk.k, start_n, readable, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
+    return _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile)
+
+
+@triton.jit
+def _load_values(walk, start_n, readable, call, BLOCK: tl.constexpr, tile):
+    """The values of BLOCK keys, as in _load_keys."""
+    if call.cache is not None:
+        keys = start_n + tl.arange(0, BLOCK)
+        if readable is None:
+            readable = keys < walk.place.seqlen_k
+        return load_cached(
+            walk.v, call.cache.v_scale, call.cache, walk.place, walk.head_kv, keys, readable, tile.HEAD_DIM_V,
+            tile.BLOCK_DV, walk.q_tile.dtype,
+        )  # fmt: skip
+    elif readable is None:
+        return full_tile(walk.v, walk.v_tiles, start_n, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
+    else:
+        return load_tile(walk.v, start_n, readable, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
+
+
+@triton.jit
+def _products(walk, k_tile, keys, call, tile):
+    """Products of the queries and a tile of `keys`, ``(1, BLOCK)``."""
+    products = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
+    if call.cache is not None:
+        of_keys = tl.reshape(keys, (k_tile.shape[0],))
+        readable = of_keys < walk.place.seqlen_k
+        factors = load_factors(
+            call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)
+        )
+        products = products * factors[None, :]
+    return products
+
+
+@triton.jit
+def _value_factors(walk, keys, call, tile):
+    """The factors of the weights of `keys`, ``(1, BLOCK)``, in a cache of codes."""
+    of_keys = tl.reshape(keys, (keys.shape[1],))
+    readable = of_keys < walk.place.seqlen_k
+    return load_factors(call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC))
 
 
 @triton.jit
@@ -155,12 +240,11 @@ def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
 
 
 @triton.jit
-def _full_products(walk, start_n, rotation_k, n_positions, tile):
+def _full_products(walk, start_n, call, rotation_k, n_positions, tile):
     """(products, block) of the queries and the keys of the full block at `start_n`."""
     block = Block(walk.start_m, start_n, walk.queries, (start_n + walk.offs_n)[None, :])
-    k_tile = full_tile(walk.k, walk.k_tiles, start_n, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_D)
-    k_tile = _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
-    return dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION), block
+    k_tile = _load_keys(walk, start_n, None, call, rotation_k, n_positions, tile.BLOCK_N, tile)
+    return _products(walk, k_tile, block.keys, call, tile), block
 
 
 @triton.jit
@@ -171,19 +255,13 @@ def _full_scores(products, walk, block, call, scale, tile):
 
 
 @triton.jit
-def _full_values(walk, start_n, tile):
-    """Values of the full block at `start_n`."""
-    return full_tile(walk.v, walk.v_tiles, start_n, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
-
-
-@triton.jit
 def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
     """Add all full blocks to the sums."""
     for start_n in range(walk.first_full, walk.stop_full, tile.BLOCK_N):
-        products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
+        products, block = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
-        v_tile = _full_values(walk, start_n, tile)
-        sums = accumulate(sums, scores, v_tile, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile)
+        v_tile = _load_values(walk, start_n, None, call, tile.BLOCK_N, tile)
+        sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
     return sums
 
 
@@ -195,20 +273,20 @@ def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: 
     while these scores become weights. The first scores and the last product overlap with nothing.
     """
     DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
-    products, block = _full_products(walk, walk.first_full, rotation_k, numbers.n_positions, tile)
+    products, block = _full_products(walk, walk.first_full, call, rotation_k, numbers.n_positions, tile)
     scores = _full_scores(products, walk, block, call, numbers.scale, tile)
     p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
     p = bits_of(round_to(p, DTYPE))
     for start_n in range(walk.first_full + tile.BLOCK_N, walk.stop_full, tile.BLOCK_N):
-        products, block = _full_products(walk, start_n, rotation_k, numbers.n_positions, tile)
-        v_tile = _full_values(walk, start_n - tile.BLOCK_N, tile)
+        products, block = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        v_tile = _load_values(walk, start_n - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
         sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
         p, alpha, sums = online_softmax(
             sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT
         )
         p = bits_of(round_to(p, DTYPE))
-    v_tile = _full_values(walk, walk.stop_full - tile.BLOCK_N, tile)
+    v_tile = _load_values(walk, walk.stop_full - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
     return add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
 
 
@@ -218,8 +296,8 @@ def _masked_keys(walk, start_n, call, rotation_k, n_positions, tile):
     offs_n = start_n + tl.arange(0, tile.BOUNDARY)
     block = Block(walk.start_m, start_n, walk.queries, offs_n[None, :])
     key_visible = load_key_visible(call.mask, walk.place, walk.bounds, offs_n)
-    k_tile = load_tile(walk.k, start_n, key_visible, tile.HEAD_DIM, tile.BOUNDARY, tile.BLOCK_D)
-    return block, key_visible, _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
+    k_tile = _load_keys(walk, start_n, key_visible, call, rotation_k, n_positions, tile.BOUNDARY, tile)
+    return block, key_visible, k_tile
 
 
 @triton.jit
@@ -229,12 +307,12 @@ def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.con
     for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        scores = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
+        scores = _products(walk, k_tile, block.keys, call, tile)
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         scores = tl.where(pairs, scores, float("-inf"))
-        v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
-        sums = accumulate(sums, scores, v_tile, call, place, block, numbers.qk_scale, HAS_RESIDUAL, tile)
+        v_tile = _load_values(walk, start_n, key_visible, call, tile.BOUNDARY, tile)
+        sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
     return sums
 
 
@@ -250,29 +328,48 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
     for i in tl.range(0, walk.blocks.n_full + walk.blocks.n_boundary, num_stages=1, disable_licm=True):
         start_n = any_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        v_tile = load_tile(walk.v, start_n, key_visible, tile.HEAD_DIM_V, tile.BOUNDARY, tile.BLOCK_DV)
+        v_tile = _load_values(walk, start_n, key_visible, call, tile.BOUNDARY, tile)
         v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
-        scores = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
+        scores = _products(walk, k_tile, block.keys, call, tile)
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
-        p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
-        acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
+        if call.cache is not None and call.cache.v_scale is not None:
+            factors = _value_factors(walk, block.keys, call, tile)
+            finite = tl.abs(factors) < float("inf")
+            p = tl.where(pairs, tl.where((poisoned | ~finite)[None, :], float("nan"), p), 0.0)
+            acc = _add_coded(acc, p, tl.where(finite, factors, 0.0), v_tile, tile)
+        else:
+            p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
+            acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
     return acc
 
 
 @triton.jit
+def _bounds(call, place, numbers):
+    """The :class:`~fusedattn.kernels.masking.Bounds` of a sequence."""
+    bounds = bounds_of(call.mask, place, numbers)
+    if call.cache is not None:
+        bounds = starting_at(bounds, first_visible(call.cache, place))
+    return bounds
+
+
+@triton.jit
 def _attend(
-    place, rows, head_kv, split, inputs, call, rotation_q, rotation_k, numbers, PIPELINED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, tile,
+    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, rotation_q, rotation_k, numbers,
+    PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
 ):  # fmt: skip
     """The :class:`Sums` of a tile of queries over all of its keys, or over one split of them."""
     offs_n = tl.arange(0, tile.BLOCK_N)
     queries = rows.queries[:, None]
     exist = rows.exist[:, None]
-    k = head_of(inputs.k, place.batch, head_kv, place.first_k)
-    v = head_of(inputs.v, place.batch, head_kv, place.first_k)
+    if call.cache is not None:
+        k = inputs.k
+        v = inputs.v
+    else:
+        k = head_of(inputs.k, place.batch, head_kv, place.first_k)
+        v = head_of(inputs.v, place.batch, head_kv, place.first_k)
     q_tile = load_rows(inputs.q, place, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
     if rotation_q.ROTARY_DIM > 0:
         q_tile = rotate_tile(
@@ -282,14 +379,15 @@ def _attend(
     q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
 
     sums = empty_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
-    bounds = bounds_of(call.mask, place, numbers)
+    bounds = _bounds(call, place, numbers)
     blocks = key_blocks(
-        call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N, split, tile.SPLIT
-    )
+        call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
+        split, split_keys, IS_SPLIT,
+    )  # fmt: skip
     first_full = blocks.start + blocks.n_left * tile.BOUNDARY
     stop_full = first_full + blocks.n_full * tile.BOUNDARY
     walk = Walk(
-        q_tile, k, v, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
+        q_tile, k, v, head_kv, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
         bounds, blocks, first_full, stop_full,
     )  # fmt: skip
     if PIPELINED:
@@ -304,7 +402,7 @@ def _attend(
     return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
 
 
-@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_tile_ids"))
+@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_tile_ids", "split_keys"))
 def attention_fwd(
     q,
     k,
@@ -332,18 +430,20 @@ def attention_fwd(
     softmax_scale,
     qk_scale,
     n_tile_ids,
+    split_keys,
     PIPELINED: tl.constexpr,
     tile,
 ):
     inputs = QKV(q, k, v, k_tiles, v_tiles)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None
+    IS_SPLIT: tl.constexpr = partials is not None
+    HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if IS_SPLIT else results.rounding_residual) is not None
     if n_tile_ids is None:
         number, head, head_kv, sequence = grouped_program(
             n_tiles, nheads_q, nheads_kv, heads_in_l2, tile.HEADS, REVERSED=call.mask.HAS_UPPER
         )
         place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
-        if tile.SPLIT > 0:  # the tiles are splits of the keys of all queries
+        if IS_SPLIT:  # the tiles are splits of the keys of all queries
             start_m = 0
         else:
             start_m = number * (tile.BLOCK_M // tile.HEADS)
@@ -353,20 +453,21 @@ def attention_fwd(
         stop_head = (head_kv + 1) * (nheads_q // nheads_kv)
         rows = rows_of(place, start_m, head, stop_head, tile.BLOCK_M, tile.HEADS)
         place = with_rows(place, rows, tile.HEADS)
-        if tile.SPLIT > 0:
+        if IS_SPLIT:
             # _attend counts the blocks again: passed on from here, they would cost the loops of every call registers.
-            bounds = bounds_of(call.mask, place, numbers)
+            bounds = _bounds(call, place, numbers)
             blocks = key_blocks(
                 call.mask, place, bounds, start_m, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
-                number, tile.SPLIT,
+                number, split_keys, IS_SPLIT,
             )  # fmt: skip
             if blocks.n_full + blocks.n_boundary == 0:
                 store_nothing(partials, place, rows, number, n_tiles, tile)
                 return
         sums = _attend(
-            place, rows, head_kv, number, inputs, call, rotation_q, rotation_k, numbers, PIPELINED, HAS_RESIDUAL, tile
-        )
-        if tile.SPLIT > 0:
+            place, rows, head_kv, number, split_keys, IS_SPLIT, inputs, call, rotation_q, rotation_k, numbers,
+            PIPELINED, HAS_RESIDUAL, tile,
+        )  # fmt: skip
+        if IS_SPLIT:
             store_partials(sums, partials, place, rows, number, n_tiles, tile)
         else:
             store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
@@ -382,19 +483,9 @@ def attention_fwd(
                 rows = rows_of(place, number * tile.BLOCK_M, head, nheads_q, tile.BLOCK_M, tile.HEADS)
                 head_kv = head // (nheads_q // nheads_kv)
                 sums = _attend(
-                    place,
-                    rows,
-                    head_kv,
-                    0,
-                    inputs,
-                    call,
-                    rotation_q,
-                    rotation_k,
-                    numbers,
-                    PIPELINED,
-                    HAS_RESIDUAL,
-                    tile,
-                )
+                    place, rows, head_kv, 0, 0, IS_SPLIT, inputs, call, rotation_q, rotation_k, numbers, PIPELINED,
+                    HAS_RESIDUAL, tile,
+                )  # fmt: skip
                 store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
 
@@ -405,8 +496,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     """
     tiling = tiling_of(problem)
     config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
+    if k.dtype != q.dtype and problem.async_products:  # codes go through registers
+        config = config.unpipelined
     filled, partials = Results(None, None, None, None, None), None
-    if tiling.split:
+    if tiling.split_keys:
         dropped = problem.call.dropout.seed_ptr is not None
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
     else:
@@ -420,10 +513,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     constants = constants_of(
         attention_fwd,
         q,
-        v,
+        results.out,
         problem,
         config,
-        config.boundary_of_keys | {"HEADS": tiling.heads, "SPLIT": tiling.split},
+        config.boundary_of_keys | {"HEADS": tiling.heads},
         PIPELINED=config.style == "pipelined",
     )
     launcher.launch(
@@ -442,7 +535,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             rotation_arguments(rotation_q),
             rotation_arguments(rotation_k),
         ),
-        (*sizes_of(q, v, problem, tiling.n_tiles), problem.scale, problem.softmax_scale, problem.qk_scale, n_tile_ids),
+        (
+            *sizes_of(q, results.out, problem, tiling.n_tiles),
+            *(problem.scale, problem.softmax_scale, problem.qk_scale, n_tile_ids, tiling.split_keys),
+        ),
         problem.known_call,
     )
     if partials is not None:

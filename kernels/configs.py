@@ -112,6 +112,19 @@ class TileConfig:
         )
 
     @cached_property
+    def gathered(self) -> TileConfig:
+        """The config for a forward that reads keys from a cache, by a pointer for each row."""
+        return replace(
+            self.rotating,
+            BLOCK_M=min(self.BLOCK_M, 64),
+            BLOCK_N=min(self.BLOCK_N, 32),
+            num_stages=min(self.num_stages, 2),
+            style="pointers",
+            BOUNDARY=min(self.BOUNDARY, 32),
+            persistent=0,
+        )
+
+    @cached_property
     def unpipelined(self) -> TileConfig:
         """This config with one stage in all loops."""
         return replace(self, num_stages=1, BOUNDARY_STAGES=1)
@@ -185,6 +198,11 @@ class FewQueries:
         block = max(self.config.BLOCK_N, self.config.BOUNDARY)
         if self.split % block:
             raise ValueError(f"split: got {self.split}, allowed are multiples of {block} keys")
+
+    def keys_of(self, n_keys: int, n_splits: int) -> int:
+        """The keys of one of at most `n_splits` splits of `n_keys`."""
+        block = max(self.config.BLOCK_N, self.config.BOUNDARY)
+        return max(1, -(-n_keys // (n_splits * block))) * block
 
 
 @dataclass(frozen=True)

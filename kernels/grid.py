@@ -2,8 +2,8 @@
 
 Usually a program owns a tile of queries of one head, and walks over all keys that these see. If all queries of the
 heads that share a KV head fit into one small tile, as in a step of generation, it owns them all, and the keys are split
-among programs. The length of a split depends on the config alone: the result of a sequence depends neither on the
-number of programs nor on the lengths of other sequences.
+among programs. By default the length of a split depends on the config alone: the result of a sequence depends neither
+on the number of programs nor on the lengths of other sequences.
 """
 
 from dataclasses import replace
@@ -21,14 +21,14 @@ class Tiling(NamedTuple):
 
     Attributes:
         heads: the heads that share a tile: HEADS, a power of two.
-        split: the keys of one split: SPLIT; 0 if keys are not split.
-        n_tiles: tiles of the queries of a head; with `split`, splits of the keys.
+        split_keys: the keys of one split; 0 if keys are not split.
+        n_tiles: tiles of the queries of a head; with `split_keys`, splits of the keys.
         n_programs: the grid.
     """
 
     config: TileConfig
     heads: int
-    split: int
+    split_keys: int
     n_tiles: int
     n_programs: int
 
@@ -44,12 +44,17 @@ def tiling_of(problem: Problem) -> Tiling:
             # Tiles of heads that share a KV head, of all sequences.
             n_groups = shape.n_sequences * shape.nheads_kv * (group if heads == 1 else triton.cdiv(group, heads))
             n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)
-            n_splits = triton.cdiv(n_keys, few.split)
+            split_keys = few.split if problem.num_splits is None else few.keys_of(n_keys, problem.num_splits)
+            n_splits = triton.cdiv(n_keys, split_keys)
             config = _with_rows(few.config, max(16, _power_of_2(n_rows)))
             if n_splits > 1:
-                return Tiling(config, heads, few.split, n_splits, n_splits * n_groups)
+                return Tiling(config, heads, split_keys, n_splits, n_splits * n_groups)
             return Tiling(config, heads, 0, 1, n_groups)
-    config = problem.configs.fwd.rotating if problem.rotates_in_place else problem.configs.fwd
+    config = problem.configs.fwd
+    if problem.call.cache is not None:
+        config = config.gathered
+    elif problem.rotates_in_place:
+        config = config.rotating
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     return Tiling(config, 1, 0, n_tiles, n_tiles * shape.nheads_q * shape.n_sequences)
 

@@ -123,6 +123,20 @@ def bounds_of(mask, place, numbers):
 
 
 @triton.jit
+def starting_at(bounds, first):
+    """Bounds that also hide all keys before `first`."""
+    return Bounds(
+        bounds.lower,
+        bounds.upper,
+        tl.maximum(bounds.key_start, first),
+        bounds.key_stop,
+        bounds.contiguous,
+        bounds.prefix,
+        bounds.prefix_upper,
+    )
+
+
+@triton.jit
 def _document_range(ranges_ptr, stride, base, offs, exists):
     """(start, stop) of the range that any of `offs`, ``(BLOCK,)``, sees; (full_start, full_stop) of the one all see."""
     ptrs = ranges_ptr + base + offs
@@ -142,13 +156,14 @@ def key_blocks(
     BLOCK_N: tl.constexpr,
     FULL_N: tl.constexpr,
     split=0,
-    SPLIT: tl.constexpr = 0,
+    split_keys=0,
+    IS_SPLIT: tl.constexpr = False,
 ):
     """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit.
 
-    Full blocks come in runs of FULL_N keys, a multiple of BLOCK_N, for loops that take FULL_N keys at a time. With
-    SPLIT, a multiple of both, only SPLIT keys are visited, which begin ``split * SPLIT`` after the first visited key:
-    keys that padding or a window hides before it move no block. A layout cannot be split.
+    Full blocks come in runs of FULL_N keys, a multiple of BLOCK_N, for loops that take FULL_N keys at a time. If
+    IS_SPLIT, only `split_keys`, a multiple of both, are visited, from ``split * split_keys`` after the first visited
+    key on: keys that padding or a window hides before it move no block. A layout cannot be split.
     """
     if mask.layout is not None:
         row = _layout_row(mask.layout, place, start_m // mask.layout.block_q, mask.layout.n_q)
@@ -180,9 +195,9 @@ def key_blocks(
             stop = tl.minimum(stop, end - place.first_k)
             full_start = tl.maximum(full_start, full_first - place.first_k)
             full_stop = tl.minimum(full_stop, full_end - place.first_k)
-        if SPLIT > 0:
-            start += split * SPLIT
-            stop = tl.minimum(stop, start + SPLIT)
+        if IS_SPLIT:
+            start += split * split_keys
+            stop = tl.minimum(stop, start + split_keys)
             full_stop = tl.minimum(full_stop, stop)
         if mask.BY_PAIR:
             n = tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N)

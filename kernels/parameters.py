@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from fusedattn.kernels.cached import CacheArguments
 from fusedattn.kernels.dropout import NO_DROPOUT, DropoutArguments
 from fusedattn.kernels.masking import MaskArguments
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments
@@ -21,6 +22,7 @@ class Call(NamedTuple):
     score: ScoreArguments = UNMODIFIED
     dropout: DropoutArguments = NO_DROPOUT
     sequences: Sequences = NOT_PACKED
+    cache: CacheArguments | None = None
 
 
 # Numbers that depend on the heads, the lengths, the bounds of a mask, or the tables of a rotation.
@@ -61,7 +63,7 @@ class Tile(NamedTuple):
     BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up for tl.dot. ACC names
     the dtype of sums, which `dtype_of` gives; PRECISION is that of float32 products, EXACT as in kernels/softmax.py.
     Boundary blocks have BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS heads share a tile
-    (kernels/grouped_heads.py). A program takes SPLIT keys, or all if SPLIT is 0.
+    (kernels/grouped_heads.py).
     """
 
     HEAD_DIM: Any
@@ -76,4 +78,3 @@ class Tile(NamedTuple):
     BOUNDARY: Any = tl.constexpr(0)
     BOUNDARY_STAGES: Any = tl.constexpr(1)
     HEADS: Any = tl.constexpr(1)
-    SPLIT: Any = tl.constexpr(0)

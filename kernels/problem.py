@@ -33,6 +33,7 @@ class Problem:
         rotates_in_place: the forward rotates keys as it loads them, rather than read keys that were rotated before.
         nondeterministic: gradients may be summed in any order of programs.
         l2_bytes: of the cache, for the heads that run side by side.
+        num_splits: the splits of keys in the forward for few queries, or None for splits of a fixed length.
         async_products: matrix units read tiles asynchronously (kernels/pipelining.py).
     """
 
@@ -52,6 +53,7 @@ class Problem:
     nondeterministic: bool
     l2_bytes: int
     async_products: bool = False
+    num_splits: int | None = None
 
     @property
     def known_call(self) -> tuple[Call, Hashable]:

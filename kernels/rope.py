@@ -35,7 +35,11 @@ from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
 
 class RotationArguments(NamedTuple):
-    """A :class:`Rotation` as kernels take it; ROTARY_DIM == 0 if nothing rotates."""
+    """A :class:`Rotation` as kernels take it; ROTARY_DIM == 0 if nothing rotates.
+
+    FROM_START: without positions, the last query has that of the last token of its sequence, though a cache may have
+    dropped some; otherwise that of the last key.
+    """
 
     cos_ptr: Any
     sin_ptr: Any
@@ -43,10 +47,11 @@ class RotationArguments(NamedTuple):
     stride_tb: Any
     stride_pb: Any
     INTERLEAVED: Any
+    FROM_START: Any
     ROTARY_DIM: Any
 
 
-NO_ROTATION = RotationArguments(None, None, None, None, None, tl.constexpr(False), tl.constexpr(0))
+NO_ROTATION = RotationArguments(None, None, None, None, None, tl.constexpr(False), tl.constexpr(False), tl.constexpr(0))
 
 
 @triton.jit
@@ -108,6 +113,8 @@ def rotate_tile(
         first = place.first_q
         seqlen = place.seqlen_q
         position_offset = place.seqlen_k - place.seqlen_q
+        if rotation.FROM_START:
+            position_offset += place.dropped
     else:
         first = place.first_k
         seqlen = place.seqlen_k
@@ -201,12 +208,14 @@ class Rotation:
         positions: int ``(batch or 1, seqlen)``, contiguous, or None: then keys count from 0, and the last query has the
             position of the last key.
         interleaved: pairs ``(2i, 2i + 1)`` rather than ``(i, i + rotary_dim / 2)``.
+        from_start: see FROM_START of :class:`RotationArguments`.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     positions: torch.Tensor | None
     interleaved: bool
+    from_start: bool = False
 
     @cached_property
     def arguments(self) -> RotationArguments:
@@ -219,6 +228,7 @@ class Rotation:
             n_positions * half if self.cos.shape[0] > 1 else 0,
             _batch_stride(self.positions),
             tl.constexpr(self.interleaved),
+            tl.constexpr(self.from_start),
             tl.constexpr(2 * half),
         )
 

@@ -11,10 +11,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """The starts of packed sequences, int32 ``(n + 1,)`` each; None if a batch is not packed."""
+    """The starts of packed sequences, int32 ``(n + 1,)`` each; None if a batch is not packed.
+
+    If keys lie in a cache (kernels/cached.py), `lengths_ptr`, int32 ``(n,)``, has the tokens of each sequence.
+    """
 
     cu_q_ptr: Any
     cu_k_ptr: Any
+    lengths_ptr: Any = None
 
 
 NOT_PACKED = Sequences(None, None)
@@ -24,8 +28,9 @@ class Place(NamedTuple):
     """One head of one sequence.
 
     `batch`, `first_q` and `first_k` say where it begins in q, k and v; `query_base` and `key_base`, in
-    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)`` tensors. `seqlen_q` and `seqlen_k` are its own lengths. Row
-    statistics are ``(batch, nheads, n_rows)``: `n_rows` is the seqlen_q of the tensors.
+    ``(batch, seqlen_q)`` and ``(batch, seqlen_k)`` tensors. `seqlen_q` and `seqlen_k` are its own lengths; a cache
+    holds `dropped` tokens fewer than the sequence has. Row statistics are ``(batch, nheads, n_rows)``: `n_rows` is the
+    seqlen_q of the tensors.
     """
 
     sequence: Any
@@ -39,22 +44,40 @@ class Place(NamedTuple):
     query_base: Any
     key_base: Any
     n_rows: Any
+    dropped: Any
 
 
 @triton.jit
 def place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k):
-    """The :class:`Place` of one of `nheads` query heads; `seqlen_q` and `seqlen_k` are those of the tensors."""
+    """The :class:`Place` of one of `nheads` query heads; `seqlen_q` and `seqlen_k` are those of the tensors.
+
+    In a cache, seqlen_k is the number of tokens of a sequence that it has room for.
+    """
+    wide = tl.cast(sequence, tl.int64)
+    batch = sequence
+    first_q = 0
+    length_q = seqlen_q
+    query_base = wide * seqlen_q
+    first_k = 0
+    length_k = seqlen_k
+    key_base = wide * seqlen_k
+    dropped = 0
     if sequences.cu_q_ptr is not None:
+        batch = 0
         first_q = tl.load(sequences.cu_q_ptr + sequence)
-        first_k = tl.load(sequences.cu_k_ptr + sequence)
         length_q = tl.load(sequences.cu_q_ptr + sequence + 1) - first_q
+        query_base = first_q
+    if sequences.cu_k_ptr is not None:
+        first_k = tl.load(sequences.cu_k_ptr + sequence)
         length_k = tl.load(sequences.cu_k_ptr + sequence + 1) - first_k
-        return Place(sequence, head, nheads, 0, first_q, first_k, length_q, length_k, first_q, first_k, seqlen_q)
-    else:
-        wide = tl.cast(sequence, tl.int64)
-        query_base = wide * seqlen_q
-        key_base = wide * seqlen_k
-        return Place(sequence, head, nheads, sequence, 0, 0, seqlen_q, seqlen_k, query_base, key_base, seqlen_q)
+        key_base = first_k
+    if sequences.lengths_ptr is not None:
+        length = tl.load(sequences.lengths_ptr + sequence)
+        length_k = tl.minimum(tl.maximum(length, 0), seqlen_k)
+        dropped = length - length_k
+    return Place(
+        sequence, head, nheads, batch, first_q, first_k, length_q, length_k, query_base, key_base, seqlen_q, dropped
+    )
 
 
 @triton.jit
@@ -72,6 +95,7 @@ def with_head(place, head):
         place.query_base,
         place.key_base,
         place.n_rows,
+        place.dropped,
     )
 
 

@@ -126,6 +126,7 @@ NAMES = {
     "cu_q": "packed",
     "dq_total": "one-pass",
     "HEADS": "grouped",
+    "split_keys": "split",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
     "reciprocal": "unbounded",
@@ -155,7 +156,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
     """The optional arguments that a kernel got, also those in the tuples among its arguments, such as `owner`."""
     for name, value in arguments.items():
         value = getattr(value, "value", value)  # a constexpr
-        if name in ("HEADS", "SPLIT"):
+        if name in ("HEADS", "split_keys"):
             value = value > (name == "HEADS")
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):

@@ -36,6 +36,7 @@ OUTPUTS = {
     "attention_bwd_dbias": {"dbias_ptr"},
     "attention_bwd_drelative": {"drelative_ptr", "sums.words_ptr", "sums.special_ptr"},
     "attention_bwd_learned": {"sums.words_ptr", "sums.special_ptr"},
+    "cache_append": {"k_cache.ptr", "v_cache.ptr", "cache.k_scale.ptr", "cache.v_scale.ptr"},
     "_rope": {"out.ptr"},
     "_key_range": {"key_range_ptr"},
 }
@@ -45,6 +46,7 @@ WRITTEN_IN_PART = {
     ("attention_bwd_dkdv", "dq_total.ptr"),
     *((kernel, name) for kernel in ("attention_bwd_drelative", "attention_bwd_learned") for name in OUTPUTS[kernel]),
     *(("attention_fwd", name) for name in UNLESS_NOTHING),
+    *(("cache_append", name) for name in OUTPUTS["cache_append"]),
 }
 
 # Writes to larger outputs are not counted: tests run only some of their programs.

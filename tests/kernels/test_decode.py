@@ -144,7 +144,7 @@ def test_accuracy(feature):
         if INTERPRETING:
             of_functions = case.mask_function or case.score_mod
             group = case.nheads_q // case.nheads_kv
-            assert (found[0].split > 0) == (case.layout is None and case.seqlen_k > SPLIT)
+            assert (found[0].split_keys > 0) == (case.layout is None and case.seqlen_k > SPLIT)
             assert (found[0].heads > 1) == (group > 1 and case.layout is None and not of_functions)
 
 
@@ -158,7 +158,7 @@ def test_shapes(queries, group):
             assert_forward_accurate(inputs_of(case), case)
         (tiling,) = found
         heads = min(16, triton.next_power_of_2(group))
-        assert (tiling.heads, tiling.split, tiling.n_tiles) == (heads, SPLIT, 3)
+        assert (tiling.heads, tiling.split_keys, tiling.n_tiles) == (heads, SPLIT, 3)
         assert tiling.n_programs == 3 * case.batch * case.nheads_kv * (2 if group == 20 else 1)
 
 
@@ -169,7 +169,7 @@ def test_queries_beyond_one_tile_are_computed_as_usual(queries, group):
     inputs = inputs_of(shaped(BASE, queries, group))
     with tilings() as found:
         got = forward(inputs)
-    assert [(x.heads, x.split) for x in found] == [(1, 0)]
+    assert [(x.heads, x.split_keys) for x in found] == [(1, 0)]
     with in_tiles_of_one_head():
         assert_equal(got, forward(inputs))
 
@@ -373,7 +373,7 @@ def test_queries_that_see_no_key_of_some_splits():
     inputs = replace(inputs_of(replace(BASE, seqlen_q=3)), mask=masks.boolean(seen))
     with tilings() as found:
         assert_forward_accurate(inputs)
-    assert not INTERPRETING or found[0].split > 0
+    assert not INTERPRETING or found[0].split_keys > 0
 
 
 @interpreted
@@ -413,7 +413,7 @@ def test_gradcheck(name):
     x = torch.cat([t.flatten() for t in tensors]).requires_grad_()
     with tilings() as found:
         assert torch.autograd.gradcheck(function, x, fast_mode=True, atol=1e-6, rtol=1e-4)
-    assert {(tiling.heads, tiling.split) for tiling in found} == {(4, SPLIT)}
+    assert {(tiling.heads, tiling.split_keys) for tiling in found} == {(4, SPLIT)}
 
 
 def test_heads_and_queries_may_lie_anywhere():
@@ -463,7 +463,7 @@ def test_a_function_may_branch_on_the_head():
     with tilings() as found:
         got = forward(inputs, mask=masks.function(_only_the_first_head))
         scored = forward(inputs, score_mod=ScoreMod(_doubled_for_the_first_head, _derivative))
-    assert not INTERPRETING or {(x.heads, x.split) for x in found} == {(1, SPLIT)}
+    assert not INTERPRETING or {(x.heads, x.split_keys) for x in found} == {(1, SPLIT)}
     expected = forward(inputs)
     assert_equal({"out": got["out"][:, :1]}, {"out": expected["out"][:, :1]})
     assert (got["out"][:, 1:] == 0).all()

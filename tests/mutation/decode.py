@@ -39,12 +39,12 @@ ROWS = (
 )
 
 SPLITS = (
-    Fault(MASKING, "            start += split * SPLIT\n", "", "splits: all begin at the first key", LENGTHS),
-    Fault(MASKING, "stop = tl.minimum(stop, start + SPLIT)", "stop = stop", "splits: none ends", LENGTHS),
+    Fault(MASKING, "            start += split * split_keys\n", "", "splits: all begin at the first key", LENGTHS),
+    Fault(MASKING, "stop = tl.minimum(stop, start + split_keys)", "stop = stop", "splits: none ends", LENGTHS),
     Fault(MASKING, "            full_stop = tl.minimum(full_stop, stop)\n", "", "splits: full blocks of the next ones", LENGTHS),
     Fault(FWD, "            start_m = 0\n", "            start_m = number * (tile.BLOCK_M // tile.HEADS)\n", "splits: each of other queries", SHAPES),
     Fault(FWD, "if blocks.n_full + blocks.n_boundary == 0:", "if blocks.n_full == 0:", "splits: of boundary blocks alone left out", LENGTHS),
-    Fault(FWD, "(partials.rounded_sum if tile.SPLIT > 0 else results.rounding_residual) is not None", "(partials.kept_sum if tile.SPLIT > 0 else results.rounding_residual) is not None", "splits: rounded weights are not summed", KEPT),
+    Fault(FWD, "(partials.rounded_sum if IS_SPLIT else results.rounding_residual) is not None", "(partials.kept_sum if IS_SPLIT else results.rounding_residual) is not None", "splits: rounded weights are not summed", KEPT),
     Fault(EPILOGUE, "tl.full([tile.BLOCK_M], NOTHING, dtype_of(tile.ACC))", "tl.full([tile.BLOCK_M], 0.0, dtype_of(tile.ACC))", "splits: what nobody wrote is read", ALONE),
     Fault(EPILOGUE, "row_offsets(place, rows) * n_splits + split\n    tl.store(partials.row_max + stats, sums.m_i", "row_offsets(place, rows) * n_splits\n    tl.store(partials.row_max + stats, sums.m_i", "splits: all leave theirs in one place", SHAPES),
     Fault(TILING, "n_keys = min(shape.max_seqlen_k, problem.band.width + shape.max_seqlen_q - 1)", "n_keys = shape.max_seqlen_k", "splits: launched where a window hides all", WINDOWS),

@@ -51,7 +51,7 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "score without slopes, of one distance": SCORE._replace(softcap=None, slopes_ptr=None, slopes_stride=0, reach=0),
     "score of far distances": SCORE._replace(slopes_stride=16, reach=32),
     "call": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, X)),
-    "rotation": RotationArguments(X, X, X, 1, 1, ON, tl.constexpr(2)),
+    "rotation": RotationArguments(X, X, X, 1, 1, ON, ON, tl.constexpr(2)),
     "sums": ExactSums(X, X),
     "rows": BackwardRows(X, X, X),
     "rows of 16 bits": BackwardRows(X, None, X),

@@ -23,6 +23,7 @@ from fusedattn.kernels import (
     devices,
     rope,
 )
+from fusedattn.kernels.cached import CacheArguments, as_bytes, cache_arguments
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
@@ -45,7 +46,7 @@ def _tileable(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of ``x`` current: Triton launches on the current device, whatever its arguments are on."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _HERE
@@ -71,16 +72,18 @@ def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
     cos, sin = constants.tensors.cos, constants.tensors.sin
     if cos is None or sin is None:
         return None, None
-    cos, sin = (_contiguous(x, 3) for x in (cos, sin))
-    interleaved = bool(constants.sizes.interleaved)
+    cos, sin = (contiguous_with(x, 3) for x in (cos, sin))
+    interleaved, rotated = bool(constants.sizes.interleaved), bool(constants.sizes.rotated)
     of_queries, of_keys = (
-        Rotation(cos, sin, None if positions is None else _contiguous(positions, 2), interleaved)
+        Rotation(
+            cos, sin, None if positions is None else contiguous_with(positions, 2), interleaved, from_start=rotated
+        )
         for positions in (constants.tensors.positions_q, constants.tensors.positions_k)
     )
-    return of_queries, of_keys
+    return of_queries, None if rotated else of_keys
 
 
-def _contiguous(x: Tensor, dim: int) -> Tensor:
+def contiguous_with(x: Tensor, dim: int) -> Tensor:
     """A contiguous ``x`` with `dim` dimensions; an ``x`` with one less becomes a batch of 1."""
     return (x if x.dim() == dim else x[None]).contiguous()
 
@@ -106,28 +109,33 @@ def problem_of(
     cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     n_sequences, nheads_q, seqlen_q, _ = q.shape
     _, nheads_kv, seqlen_k, _ = k.shape
+    cache = None if tensors.lengths is None else _cache(k, v, constants)
+    if tensors.block_table is not None:
+        seqlen_k *= tensors.block_table.shape[1]
     if cu_seqlens_q is None:
         shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
     else:
         n_sequences = cu_seqlens_q.shape[0] - 1
-        shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, sizes.max_seqlen_q, sizes.max_seqlen_k)
+        max_seqlen_k = sizes.max_seqlen_k if cache is None else seqlen_k
+        shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, sizes.max_seqlen_q, max_seqlen_k)
     band = _band(*sizes[:4])
     score = UNMODIFIED
     if not (bias is None and relative is None and sinks is None and slopes is None) or constants.changes_scores:
         score = _score(constants, bias, relative, sinks, slopes, learned)
-    if score is UNMODIFIED and not constants.hides_by_tensors and tensors.dropout_seed is None and cu_seqlens_q is None:
+    plain = score is UNMODIFIED and not constants.hides_by_tensors and tensors.dropout_seed is None
+    if plain and cu_seqlens_q is None and cache is None:
         call, call_kind = _plain_call(band)
     else:
-        sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, tensors.lengths)
         dropout = dropout_arguments(tensors.dropout_seed, constants.dropout_p)
         function = registered(constants.functions.mask) if constants.functions.mask else None
         mask = mask_arguments(tensors, sizes, function, constants.mask_args, band, sequences, shape)
-        call = Call(mask, score, dropout, sequences)
+        call = Call(mask, score, dropout, sequences, cache)
         call_kind = kind_of(call)
     by_pair = tensors.allowed is not None or tensors.documents_q is not None or constants.functions.mask
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
-    head_dim = max(q.shape[3], v.shape[3])
+    head_dim = max(q.shape[3], results.features_of(v))
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     few_queries = None
@@ -152,10 +160,28 @@ def problem_of(
         exact_rows=exact_rows,
         few_queries=few_queries,
         rotates_in_place=rotation_k is not None
-        and shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv,
+        and (cache is not None or shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv),
         nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
+        num_splits=sizes.num_splits or None,
         async_products=arch in ASYNC_PRODUCTS and (q.itemsize == 2 or precision == "tf32"),
+    )
+
+
+def _cache(k: Tensor, v: Tensor, constants: Constants) -> CacheArguments:
+    """The cache as the kernels read it; k and v are its memory."""
+    tensors, n_sinks = constants.tensors, constants.sizes.n_sinks
+    table = tensors.block_table
+    n_slots = k.shape[2] * (1 if table is None else table.shape[1])
+    return cache_arguments(
+        k,
+        v,
+        table=table,
+        rows=tensors.rows,
+        left_padding=tensors.left_padding,
+        ring=None if n_sinks < 0 else n_slots - n_sinks,
+        n_sinks=max(0, n_sinks),
+        scales=(tensors.k_scale, tensors.v_scale),
     )
 
 
@@ -200,7 +226,7 @@ def forward(
     assert v is not None
     found = results.of_forward(q, v, constants)
     if found[0].numel():
-        with _on_device_of(q):
+        with on_device_of(q):
             _run_or_replay(_forward, inputs, constants, found)
     return found
 
@@ -208,8 +234,12 @@ def forward(
 def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor | None]) -> None:
     """Fill the tensors in `found`."""
     q, k, v, *others = inputs
-    q, k, v = _tileable(q), _tileable(k), _tileable(v)
+    q = _tileable(q)
+    if constants.tensors.lengths is None:
+        k, v = _tileable(k), _tileable(v)
     problem = problem_of(q, k, v, constants, *others)
+    if problem.call.cache is not None:
+        k, v = as_bytes(k), as_bytes(v)
     if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
         k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
     out, lse, row_max, row_sum, rounding_residual = found
@@ -235,7 +265,7 @@ def backward(
     dq, dk, dv = results.of_backward(q, k, v, needed, packed=constants.tensors.cu_seqlens_q is not None)
     if dout.numel() == 0 or k.numel() == 0:
         return _zero_gradients(dlse, inputs, (dq, dk, dv), needed)
-    with _on_device_of(q):
+    with on_device_of(q):
         if any(needed[2:]):
             others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
             return dq, dk, dv, *others

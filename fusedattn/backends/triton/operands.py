@@ -25,7 +25,8 @@ class ConstantTensors(NamedTuple):
     """Tensors without a gradient, or None. :func:`fusedattn.kernels.mask_arguments.mask_arguments`,
     :func:`fusedattn.kernels.dropout.dropout_arguments` and :class:`fusedattn.Rope` give their shapes.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1.
+    `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1. With
+    `lengths`, k and v are the memory of a cache, and the tensors from there on those of :class:`fusedattn.KVCache`.
     """
 
     valid: Tensor | None = None
@@ -41,15 +42,23 @@ class ConstantTensors(NamedTuple):
     positions_k: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    lengths: Tensor | None = None
+    block_table: Tensor | None = None
+    rows: Tensor | None = None
+    left_padding: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 NO_TENSORS = ConstantTensors()
+OF_CACHE = ("lengths", "block_table", "rows", "left_padding", "k_scale", "v_scale")
 
 
 class ConstantSizes(NamedTuple):
     """Integers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.BandBounds`, +-NO_BOUND for none.
 
-    `deterministic` is 0 if gradients may be summed in any order.
+    `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
+    -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already.
     """
 
     lower_start: int = -NO_BOUND
@@ -63,6 +72,9 @@ class ConstantSizes(NamedTuple):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     deterministic: int = 1
+    num_splits: int = 0
+    n_sinks: int = -1
+    rotated: int = 0
 
 
 class Functions(NamedTuple):
@@ -165,9 +177,12 @@ class Constants:
 
 def constants_of(options: Options, *, keep_residual: bool) -> Constants:
     """The options that get no gradient, and the other arguments of the operators."""
-    mask, rope, score_mod, packed = options.mask, options.rope, options.score_mod, options.packed
+    mask, rope, score_mod, packed, cache = options.mask, options.rope, options.score_mod, options.packed, options.cache
+    if cache is not None:
+        rope = rope or cache.rope
     # torch.compile would trace through the cache, and make an input of everything that is read.
-    has_tensors = not mask.only_bands or score_mod is not None or packed is not None
+    has_tensors = not mask.only_bands or score_mod is not None or packed is not None or cache is not None
+    has_tensors = has_tensors or options.num_splits is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
@@ -191,6 +206,7 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         positions_k=None if rope is None else rope.positions_k,
         cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
         cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
+        **({} if cache is None else {name: getattr(cache, name) for name in OF_CACHE}),
     )
     sizes = _sizes_of(mask.bands, options.deterministic)._replace(
         prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
@@ -199,6 +215,9 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         interleaved=int(rope is not None and rope.interleaved),
         max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
         max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
+        num_splits=options.num_splits or 0,
+        n_sinks=cache.n_sinks if cache is not None and cache.overwrites else -1,
+        rotated=int(cache is not None and cache.rope is not None),
     )
     return Constants(
         tensors=tensors,

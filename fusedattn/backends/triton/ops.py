@@ -129,7 +129,7 @@ def _plain_keys(device: torch.device) -> frozenset[int]:
     return known
 
 
-def _is_observed(tensors: Sequence[Tensor | None]) -> bool:
+def is_observed(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a mode, a profiler or a tensor subclass observes or intercepts operators."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
         return True
@@ -150,7 +150,7 @@ def forward(
     inputs: Sequence[Tensor | None], constants: Constants
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The results of `attention_fwd`; calls the operator only if something observes it."""
-    if _is_observed(inputs):
+    if is_observed(inputs):
         return attention_fwd(*inputs, *constants.flat())
     from fusedattn.backends.triton import launching
 
@@ -172,7 +172,7 @@ def gradients(
     needs_dq, needs_dk, needs_dv, *others = needed
     ask = [needs_dq, needs_dk or needs_dv, *others]
     *of_rows, rounding_residual = kept
-    if not _is_observed((dout, dlse, *inputs)):
+    if not is_observed((dout, dlse, *inputs)):
         from fusedattn.backends.triton import launching
 
         rounding_residual = None if rounding_residual is None or rounding_residual.numel() == 0 else rounding_residual

@@ -30,11 +30,16 @@ def new_like(x: Tensor, n: int | None = None) -> Tensor:
     return torch.empty_like(x, memory_format=layout)
 
 
+def features_of(x: Tensor) -> int:
+    """The features of keys or values, of which uint8, a cache of 4-bit codes, has two in each element."""
+    return x.shape[3] * (2 if x.dtype == torch.uint8 else 1)
+
+
 def of_forward(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(out, lse, row_max, row_sum, rounding_residual); the last is None unless it is asked for, in 16 bits."""
     batch, nheads, seqlen, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, v.shape[3])
+    row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, features_of(v))
     rounding_residual = None
     if constants.keep_residual and q.dtype.itemsize == 2:
         rounding_residual = torch.empty_like(out, dtype=torch.int8)

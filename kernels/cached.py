@@ -1,0 +1,232 @@
+"""Keys and values in a cache: where they lie, and the numbers of their codes.
+
+Key ``j`` of a sequence lies in a slot of a row: of a page, with a block table; in a ring, where later tokens overwrite
+earlier ones, behind the slots of its sinks. The codes of a token are multiplied as they are; its scale then multiplies
+scores or weights.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.primitives import round_to
+
+
+class Scales(NamedTuple):
+    """Factors of codes, float32 ``(n_rows, heads, slots)``, with a stride of 0 if a row has one for all of its slots.
+
+    If GROUP is not 0, each slot has one for each GROUP of features instead, in order. Those of GIVEN scales are not
+    written when tokens are appended.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    GROUP: Any
+    GIVEN: Any
+
+
+class CacheArguments(NamedTuple):
+    """A cache as the kernels read it.
+
+    `table_ptr` is int32 ``(sequences, max_pages)``, for pages of PAGE slots, or None. `rows_ptr` is int32
+    ``(sequences,)``, or None. `first_ptr`, int32 ``(sequences,)``, has the tokens at the start that no query sees, or
+    is None. `ring` slots, or None, follow N_SINKS slots that are not overwritten. FORMAT is that of the codes, "" for
+    none.
+    """
+
+    table_ptr: Any
+    table_stride: Any
+    rows_ptr: Any
+    first_ptr: Any
+    n_rows: Any
+    ring: Any
+    k_scale: Scales | None
+    v_scale: Scales | None
+    N_SINKS: Any
+    PAGE: Any
+    FORMAT: Any
+
+
+@triton.jit
+def row_of(cache, place):
+    """(row, whether there is such a row) of a sequence without pages."""
+    if cache.rows_ptr is not None:
+        row = tl.load(cache.rows_ptr + place.sequence)
+        exists = (row >= 0) & (row < cache.n_rows)
+        return tl.where(exists, row, 0), exists
+    else:
+        return place.sequence, place.sequence >= 0
+
+
+@triton.jit
+def slots_of(cache, place, keys, readable):
+    """(row, slot, whether they have a place) of `keys`, ``(BLOCK,)``, that are `readable`; the row may be a scalar."""
+    if cache.ring is not None:
+        tokens = tl.where(keys < cache.N_SINKS, keys, keys + place.dropped)
+    else:  # tokens without a place were left out
+        tokens = keys
+        readable = readable & (place.dropped == 0)
+    return place_in_cache(cache, place, tokens, readable)
+
+
+@triton.jit
+def place_in_cache(cache, place, tokens, exist):
+    """(row, slot, whether they have a place) of `tokens` of a sequence, ``(BLOCK,)``, that `exist`.
+
+    Tokens that later ones of the sequence have overwritten have none.
+    """
+    slots = tokens
+    if cache.ring is not None:
+        behind = tokens - cache.N_SINKS
+        slots = tl.where(behind < 0, tokens, cache.N_SINKS + behind % cache.ring)
+        exist = exist & (tokens >= 0) & ((behind < 0) | (behind >= place.dropped))
+    else:
+        exist = exist & (tokens >= 0) & (tokens < place.seqlen_k)
+    if cache.table_ptr is not None:
+        entries = cache.table_ptr + tl.cast(place.sequence, tl.int64) * cache.table_stride + slots // cache.PAGE
+        row = tl.load(entries, mask=exist, other=0)
+        return row, slots % cache.PAGE, exist & (row >= 0) & (row < cache.n_rows)
+    else:
+        row, row_exists = row_of(cache, place)
+        return row, slots, exist & row_exists
+
+
+@triton.jit
+def load_cached(
+    x, scale, cache, place, head_kv, keys, readable, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr
+):
+    """`keys` of a :class:`Strided`, keys or values, as numbers of `dtype`, ``(BLOCK, BLOCK_D)``; 0 if not `readable`.
+
+    Numbers of codes still lack their factor, which load_factors returns, except for that of a group of features.
+    """
+    row, slots, exists = slots_of(cache, place, keys, readable)
+    head_ptr = x.ptr + tl.cast(head_kv, tl.int64) * x.stride_h
+    ptrs = head_ptr + (tl.cast(row, tl.int64) * x.stride_b + slots.to(tl.int64) * x.stride_s)
+    PER_ELEMENT: tl.constexpr = 2 if cache.FORMAT == "int4" else 1
+    offs = tl.arange(0, BLOCK_D // PER_ELEMENT)
+    mask = exists[:, None]
+    if HEAD_DIM % BLOCK_D != 0:
+        mask = mask & (offs < HEAD_DIM // PER_ELEMENT)[None, :]
+    codes = tl.load(ptrs[:, None] + offs[None, :], mask=mask, other=0)
+    if cache.FORMAT == "":
+        return codes
+    elif cache.FORMAT == "int4":
+        low = (codes & 15).to(tl.float32) - 8.0
+        high = (codes >> 4).to(tl.float32) - 8.0
+        numbers = tl.reshape(tl.join(low, high), (keys.shape[0], BLOCK_D))
+        if scale.GROUP > 0:
+            N_GROUPS: tl.constexpr = BLOCK_D // scale.GROUP
+            groups = tl.arange(0, N_GROUPS)
+            ptrs = _scale_pointers(scale, head_kv, row, slots)[:, None] + groups[None, :]
+            factors = tl.load(ptrs, mask=exists[:, None] & (groups * scale.GROUP < HEAD_DIM)[None, :], other=0.0)
+            numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]
+            numbers = tl.reshape(numbers, (keys.shape[0], BLOCK_D))
+        # Features beyond the last have codes of 0, which are not 0 here.
+        of_features = tl.arange(0, BLOCK_D) < HEAD_DIM
+        return round_to(tl.where(exists[:, None] & of_features[None, :], numbers, 0.0), dtype)
+    else:
+        return decoded(codes, cache.FORMAT, dtype)
+
+
+@triton.jit
+def _scale_pointers(scale, head_kv, row, slots):
+    """Pointers to the scale, or to the first of the scales, of each slot."""
+    head_ptr = scale.ptr + tl.cast(head_kv, tl.int64) * scale.stride_h
+    return head_ptr + (tl.cast(row, tl.int64) * scale.stride_b + slots.to(tl.int64) * scale.stride_s)
+
+
+@triton.jit
+def load_factors(scale, cache, place, head_kv, keys, readable, ACC: tl.constexpr):
+    """The factors of scores or weights of `keys`, ``(BLOCK,)``; NaN for a `readable` key without a place."""
+    row, slots, exists = slots_of(cache, place, keys, readable)
+    lost = tl.where(readable & ~exists, float("nan"), 1.0).to(ACC)
+    if scale is None or scale.GROUP > 0:
+        return lost
+    else:
+        factors = tl.load(_scale_pointers(scale, head_kv, row, slots), mask=exists, other=0.0).to(ACC) * lost
+        if cache.FORMAT == "e4m3" or cache.FORMAT == "e5m2":
+            factors *= 256.0  # decoded() leaves it out
+        return factors
+
+
+@triton.jit
+def first_visible(cache, place):
+    """The first key of a sequence that is not hidden as padding."""
+    first = 0
+    if cache.first_ptr is not None:
+        first = tl.maximum(tl.load(cache.first_ptr + place.sequence) - tl.maximum(place.dropped, 0), 0)
+    return first
+
+
+@triton.jit
+def decoded(codes, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of codes of 8 bits in `dtype`, which holds all of them; those of floating-point codes over 256.
+
+    The exponent of e4m3 has a bias of 7, that of float16 of 15, so a shift does most of it. The quotients of e5m2 are
+    far from the largest float16, which a rotation may increase.
+    """
+    if FORMAT == "int8":
+        return round_to(codes.to(tl.float32), dtype)
+    else:
+        bits = codes.to(tl.uint16)
+        if FORMAT == "e5m2":  # the upper half of float16
+            return round_to((bits << 8).to(tl.float16, bitcast=True).to(tl.float32) * 0.00390625, dtype)
+        else:
+            half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
+            return round_to(tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32)), dtype)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Codes as the kernels take them: floating-point ones as their bits."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype.is_floating_point else x
+
+
+def cache_arguments(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    table: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    left_padding: torch.Tensor | None,
+    ring: int | None,
+    n_sinks: int,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> CacheArguments:
+    """A cache for the kernels.
+
+    Args:
+        k, v: its memory, ``(n_rows, nheads_kv, n_slots, ...)``.
+        table, rows, left_padding: int32 ``(batch, max_pages)``, ``(batch,)`` and ``(batch,)``, or None.
+        ring, n_sinks: slots that are overwritten, or None, and those before them that are not.
+        scales: those of keys and of values, ``(n_rows, nheads_kv, n_slots, n_groups)`` or ``(n_rows, nheads_kv)``.
+    """
+    return CacheArguments(
+        table_ptr=table,
+        table_stride=None if table is None else table.stride(0),
+        rows_ptr=rows,
+        first_ptr=left_padding,
+        n_rows=k.shape[0],
+        ring=ring,
+        k_scale=_scales(scales[0], 2 * k.shape[3]),
+        v_scale=_scales(scales[1], 2 * v.shape[3]),
+        N_SINKS=tl.constexpr(n_sinks),
+        PAGE=tl.constexpr(0 if table is None else k.shape[2]),
+        FORMAT=tl.constexpr(_FORMATS.get(k.dtype, "")),
+    )
+
+
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8", torch.uint8: "int4"}
+
+
+def _scales(scale: torch.Tensor | None, head_dim: int) -> Scales | None:
+    """Scales for a kernel; if there are several for each token, codes have 4 bits, and a head `head_dim` of them."""
+    if scale is None:
+        return None
+    n_groups, stride_s = (scale.shape[3], scale.stride(2)) if scale.dim() == 4 else (1, 0)
+    group = 0 if n_groups == 1 else head_dim // n_groups
+    is_given = tl.constexpr(scale.dim() == 2)
+    return Scales(scale, scale.stride(0), scale.stride(1), stride_s, tl.constexpr(group), is_given)

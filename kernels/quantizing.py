@@ -1,0 +1,65 @@
+"""From numbers to the codes of a quantised cache: nearest, ties to even, at most the largest code.
+
+Integer arithmetic on the bits of float32 does it, so that every GPU, and the interpreter, gives the same codes.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedattn.kernels.accurate_math import quotient
+
+
+@triton.constexpr_function
+def largest_code(FORMAT):
+    """The largest code of a format."""
+    return {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}[FORMAT]
+
+
+@triton.jit
+def _float_codes(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Codes of 8 bits, MANTISSA of them, of float32 numbers none of which is beyond the largest code."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    rounded = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # Below the smallest normal number codes are multiples of one unit: those of a float32 whose last bit is that unit.
+    MAGIC: tl.constexpr = (127 + 1 - BIAS + DROPPED) << 23
+    shifted = magnitude.to(tl.float32, bitcast=True) + tl.full(x.shape, MAGIC, tl.uint32).to(tl.float32, bitcast=True)
+    small = shifted.to(tl.uint32, bitcast=True) - MAGIC
+    code = tl.where(magnitude < ((128 - BIAS) << 23), small, normal)
+    return sign | tl.where(magnitude > 0x7F800000, 0x7F, code)
+
+
+@triton.jit
+def scales_of(x, FORMAT: tl.constexpr):
+    """The scale of each last dimension of ``x``, float32; NaN unless all of it is finite."""
+    last: tl.constexpr = len(x.shape) - 1
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), last) != 0
+    largest = tl.max(tl.abs(x), last)
+    return tl.where(finite, quotient(largest, tl.full(largest.shape, largest_code(FORMAT), tl.float32)), float("nan"))
+
+
+@triton.jit
+def encoded(x, scale, FORMAT: tl.constexpr):
+    """The codes of ``x``, float32, for scales that broadcast to it: uint32, or int32 for int8.
+
+    Codes of a scale that is 0 or NaN are 0. A NaN stays one in the formats that have it, and is 0 in the others.
+    """
+    LARGEST: tl.constexpr = largest_code(FORMAT)
+    x = tl.where(scale > 0.0, x * quotient(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    # A comparison keeps NaN.
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    if FORMAT == "e4m3":
+        return _float_codes(x, 3, 7)
+    elif FORMAT == "e5m2":
+        return _float_codes(x, 2, 15)
+    else:
+        # The last bit of this number is 1, so the sum is rounded to a whole number.
+        x = tl.where(x == x, x, 0.0)
+        whole = ((x + 12582912.0) - 12582912.0).to(tl.int32)
+        if FORMAT == "int8":
+            return whole
+        else:
+            return (whole + 8).to(tl.uint32)
