@@ -3,7 +3,7 @@
 Nothing is imported lazily: exported programs need the operators that importing this package registers.
 """
 
-from fusedattn import biases, dropout, masks
+from fusedattn import biases, caches, dropout, masks
 from fusedattn.attention import attention
 from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
@@ -28,6 +28,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "biases",
+    "caches",
     "dropout",
     "fuse",
     "fusion_report",

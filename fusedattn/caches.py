@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from fusedattn import backends, call_checks
 from fusedattn.kv_cache import KVCache
+from fusedattn.rope import Rope
 from fusedattn.support import Backend, default_backend
 
-__all__ = ["KVCache", "append"]
+__all__ = ["GrowingCache", "KVCache", "append"]
 
 
 def append(
@@ -45,3 +49,56 @@ def append(
     call_checks.check_append(cache, k, v, cu_seqlens, max_seqlen)
     call_checks.check_backend(backend)
     backends.append(cache, k, v, cu_seqlens, max_seqlen, counted, backend or default_backend(k.device))
+
+
+class GrowingCache:
+    """A contiguous cache of sequences of one length, which doubles its memory when it is full.
+
+    Its memory then moves: do not keep `cache` across calls of :meth:`append`, or capture these in a CUDA graph.
+
+    Attributes:
+        cache: the :class:`KVCache` to attend to.
+        length: the tokens of each sequence.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        nheads_kv: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        dtype: torch.dtype,
+        capacity: int = 256,
+        n_groups: int = 1,
+        rope: Rope | None = None,
+        left_padding: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """An empty cache; the arguments are those of :meth:`KVCache.contiguous`, `capacity` is that of the start."""
+        self.cache = KVCache.contiguous(
+            batch, nheads_kv, capacity, head_dim, head_dim_v, dtype=dtype, n_groups=n_groups, rope=rope,
+            left_padding=left_padding, device=device,
+        )  # fmt: skip
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor, *, backend: Backend | None = None) -> None:
+        """Append ``(batch, nheads_kv, n, head_dim)`` and v, likewise, as :func:`append` does."""
+        call_checks.check_append(self.cache, k, v, None, None)
+        call_checks.check_backend(backend)
+        length = self.length + k.shape[2]
+        if length > self.cache.capacity:
+            self._grow(max(length, 2 * self.cache.capacity))
+        append(self.cache, k, v, backend=backend)
+        self.length = length
+
+    def _grow(self, capacity: int) -> None:
+        cache = self.cache
+
+        def moved(x: Tensor) -> Tensor:
+            new = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
+            new[:, :, : self.length] = x[:, :, : self.length]
+            return new
+
+        k_scale, v_scale = (None if x is None else moved(x) for x in (cache.k_scale, cache.v_scale))
+        self.cache = replace(cache, k=moved(cache.k), v=moved(cache.v), k_scale=k_scale, v_scale=v_scale)

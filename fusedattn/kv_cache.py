@@ -66,6 +66,76 @@ class KVCache:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @classmethod
+    def contiguous(
+        cls,
+        batch: int,
+        nheads_kv: int,
+        capacity: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        dtype: torch.dtype,
+        n_groups: int = 1,
+        rope: Rope | None = None,
+        overwrites: bool = False,
+        n_sinks: int = 0,
+        left_padding: Tensor | None = None,
+        lengths: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """A new cache with one row for each sequence, its memory 0.
+
+        Args:
+            batch, capacity: the sequences, and the tokens that each has room for.
+            head_dim_v: head_dim by default.
+            dtype: of the numbers or codes; codes get the scales of each token.
+            n_groups: the scales of a token and head; more than one for 4-bit codes alone.
+            lengths: int32 ``(batch,)``, which appending changes; new zeros by default.
+            rope, overwrites, n_sinks, left_padding: see the class.
+            device: torch's default device by default.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong or does not fit the others.
+        """
+        lengths = torch.zeros(batch, dtype=torch.int32, device=device) if lengths is None else lengths
+        return cls(
+            lengths=lengths, rope=rope, overwrites=overwrites, n_sinks=n_sinks, left_padding=left_padding,
+            **_memory((batch, nheads_kv, capacity), (head_dim, head_dim_v), dtype, n_groups, device),
+        )  # fmt: skip
+
+    @classmethod
+    def paged(
+        cls,
+        block_table: Tensor,
+        n_pages: int,
+        page_size: int,
+        nheads_kv: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        dtype: torch.dtype,
+        n_groups: int = 1,
+        rope: Rope | None = None,
+        overwrites: bool = False,
+        n_sinks: int = 0,
+        left_padding: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> KVCache:
+        """A new cache of `n_pages` pages of `page_size` tokens, its memory 0, on the device of `block_table`.
+
+        The other arguments are those of :meth:`contiguous`.
+        """
+        _check_int32("block_table", block_table, "(batch, max_pages)", 2)
+        device = block_table.device
+        if lengths is None:
+            lengths = torch.zeros(block_table.shape[0], dtype=torch.int32, device=device)
+        return cls(
+            lengths=lengths, block_table=block_table, rope=rope, overwrites=overwrites, n_sinks=n_sinks,
+            left_padding=left_padding,
+            **_memory((n_pages, nheads_kv, page_size), (head_dim, head_dim_v), dtype, n_groups, device),
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         for name, x in (("k", self.k), ("v", self.v)):
             if not isinstance(x, Tensor) or x.dim() != 4:
@@ -264,6 +334,30 @@ class KVCache:
             _check_rows("block_table", self.block_table[pages < self.kept()[:, None]], self.k.shape[0])
         if self.rows is not None:
             _check_rows("rows", self.rows, self.k.shape[0])
+
+
+def _memory(
+    shape: tuple[int, int, int],
+    head_dims: tuple[int, int | None],
+    dtype: torch.dtype,
+    n_groups: int,
+    device: torch.device | str | None,
+) -> dict[str, Tensor]:
+    """Zeros for k and v of ``(n_rows, nheads_kv, n_slots)``, and for the scales of codes."""
+    form = FORMATS.get(dtype)
+    if form is None and n_groups != 1:
+        raise ValueError(f"n_groups: got {n_groups} for {dtype}, allowed is 1, and more for 4-bit codes")
+    found = {}
+    for name, own in (("k", head_dims[0]), ("v", head_dims[0] if head_dims[1] is None else head_dims[1])):
+        per_element = 1 if form is None else form.per_element
+        if own % per_element or own % max(1, n_groups) or n_groups < 1:
+            raise ValueError(
+                f"head_dim, n_groups: got {own} and {n_groups}, allowed are multiples of {per_element} and divisors"
+            )
+        found[name] = torch.zeros(*shape, own // per_element, dtype=dtype, device=device)
+        if form is not None:
+            found[f"{name}_scale"] = torch.zeros(*shape, n_groups, dtype=torch.float32, device=device)
+    return found
 
 
 def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from fusedattn import reference_cached, reference_varlen
 from fusedattn.backends.torch import sdpa
@@ -23,8 +22,7 @@ def append(
     backend: Backend,
 ) -> None:
     """Append checked tokens to a cache; arguments are those of :func:`fusedattn.caches.append`."""
-    if k.device.type == "cpu" and not is_compiling():
-        reference_cached.check_room(cache, k, cu_seqlens, counted)
+    reference_cached.check_room(cache, k, cu_seqlens, counted)
     if not counted:
         cache.lengths.add_(k.shape[2] if cu_seqlens is None else cu_seqlens.diff())
     if backend == "triton":

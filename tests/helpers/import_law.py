@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
+VALUES |= {"kv_cache", "quantization"}
 
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
 # files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
@@ -16,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
-    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "support", *VALUES},
+    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "caches", "support"}
+    | VALUES,
     "fusion": {
         "integrations.modules",
         "integrations.torch_nn",
@@ -41,7 +43,17 @@ ALLOWED: dict[str, set[str]] = {
         *VALUES,
     },
     "varlen": {"backends", "prepare", "call_checks", "options", "support", *VALUES},
-    "backends": {"backends.triton.autograd", "backends.torch.sdpa", "reference_varlen", "options", "support"},
+    "caches": {"backends", "call_checks", "support", *VALUES},
+    "backends": {
+        "backends.triton.autograd",
+        "backends.triton.appending",
+        "backends.torch.sdpa",
+        "reference_varlen",
+        "reference_cached",
+        "options",
+        "support",
+        *VALUES,
+    },
     "integrations.torch_flash": {"backends.triton.ops", "prepare", "backends.triton.operands", "options", *VALUES},
     "backends.triton.autograd": {
         "backends.triton.ops",
@@ -58,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.torch.fast_path": {"backends.torch.sdpa", "call_checks", "backends.torch.mask_plan", "support", *VALUES},
     "backends.triton.results": {"backends.triton.operands", *VALUES},
     "testing.budget": {"testing.cases", "reference", *VALUES},
+    "reference_cached": {"reference_varlen", "options", *VALUES},
     "reference_varlen": {"options", "reference", *VALUES},
     "call_checks": {"options", *VALUES},
     "backends.triton.operands": {"options", *VALUES},
@@ -93,6 +106,9 @@ ALLOWED: dict[str, set[str]] = {
     "strides": set(),
     "backends.torch": set(),
     "rope": set(),
+    "kv_cache": {"quantization", "rope"},
+    "quantization": set(),
+    "backends.triton.appending": set(),
 }
 
 
@@ -115,21 +131,23 @@ LAYERS = (
     Layer("error budget", "test cases, and the error that a function may have",
           ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
-    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights")),
+    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "caches")),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.sdpa", "backends.torch.mask_plan",
            "backends.torch.boxes", "backends.torch.eager", "backends.torch.flash")),
     Layer("triton backend", "autograd, operators, launches",
           ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",
-           "backends.triton.results", "backends.triton.operands")),
-    Layer("correctness", "the definition of every result, in eager PyTorch", ("reference_varlen", "reference")),
+           "backends.triton.appending", "backends.triton.results", "backends.triton.operands")),
+    Layer("correctness", "the definition of every result, in eager PyTorch",
+          ("reference_cached", "reference_varlen", "reference")),
     Layer("one call", "its options, checks of its arguments, limits of the backends",
           ("call_checks", "options", "support")),
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
-    Layer("values", "objects that users build: masks, biases, rotations, score functions",
-          ("masks", "rope", "biases", "score_mod", "dropout", "functions", "indices", "strides")),
+    Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
+          ("masks", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions", "indices",
+           "strides")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

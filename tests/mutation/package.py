@@ -97,7 +97,7 @@ OTHERS = (
     Fault(CHECKS, "if tuple(sinks.shape) != (q.shape[1],):", "if sinks.numel() % q.shape[1]:", "sinks for other heads are not refused", ERRORS),
     Fault(CHECKS, "if tuple(seed.shape) != (1,):", "if seed.dim() != 1:", "two seeds are not refused", ERRORS),
     Fault(SUPPORT, "if isinstance(x, Tensor) and x.requires_grad]", "if isinstance(x, Tensor) and not x.is_leaf]", "arguments of functions that want a gradient are not refused", ERRORS),
-    Fault(SUPPORT, "max(q.shape[-1], v.shape[-1])", "q.shape[-1]", "values that are too wide are not refused", ERRORS),
+    Fault(SUPPORT, "max(q.shape[-1], head_dim_v)", "q.shape[-1]", "values that are too wide are not refused", ERRORS),
     Fault(TESTING, "MAX_FACTOR = 1.5", "MAX_FACTOR = 15.0", "budget: largest error of ten times as much", BUDGET),
     Fault(TESTING, "MEAN_FACTOR = 1.1", "MEAN_FACTOR = 11.0", "budget: mean error of ten times as much", BUDGET),
     Fault(TESTING, "torch.stack((max_used, mean_used, row_used))", "torch.stack((max_used, mean_used))", "budget: rows are not judged", BUDGET),
