@@ -119,42 +119,48 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def check_packed(packed: Packed, q: Tensor, total_k: int) -> None:
     """Raise TypeError or ValueError unless these are sequences of q and k; makes only checks without a GPU sync."""
-    for name, x in (("cu_seqlens_q", packed.cu_seqlens_q), ("cu_seqlens_k", packed.cu_seqlens_k)):
-        if x is None and name == "cu_seqlens_k":
-            continue
-        if not isinstance(x, Tensor) or x.dtype != torch.int32:
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}: got {got}, allowed is a torch.int32 tensor")
-        if x.dim() != 1 or x.shape[0] < 1 or not x.is_contiguous():
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is (n_sequences + 1,), contiguous")
-        if x.shape != packed.cu_seqlens_q.shape:
+    stops_q, stops_k = packed.cu_seqlens_q, packed.cu_seqlens_k
+    _check_offsets("cu_seqlens_q", stops_q, q)
+    if stops_k is not None:
+        _check_offsets("cu_seqlens_k", stops_k, q)
+        if stops_k.shape != stops_q.shape:
             raise ValueError(
-                f"{name}: got shape {tuple(x.shape)}, allowed is that of cu_seqlens_q, "
-                f"{tuple(packed.cu_seqlens_q.shape)}"
+                f"cu_seqlens_k: got shape {tuple(stops_k.shape)}, allowed is that of cu_seqlens_q, "
+                f"{tuple(stops_q.shape)}"
             )
-        if x.device != q.device:
-            raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
-    for side, cu_seqlens, longest, total in (
-        ("q", packed.cu_seqlens_q, packed.max_seqlen_q, q.shape[2]),
-        ("k", packed.cu_seqlens_k, packed.max_seqlen_k, total_k),
-    ):
-        if isinstance(longest, float | bool):
-            raise TypeError(f"max_seqlen_{side}: got {type(longest).__name__}, allowed is an int")
-        if longest < 0:
-            raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are 0 and more")
-        if cu_seqlens is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_stops(side, cu_seqlens.tolist(), longest, total)
+    _check_longest("_q", stops_q, packed.max_seqlen_q, q.shape[2])
+    _check_longest("_k", stops_k, packed.max_seqlen_k, total_k)
+
+
+def _check_offsets(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {got}, allowed is a torch.int32 tensor")
+    if x.dim() != 1 or x.shape[0] < 1 or not x.is_contiguous():
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is (n_sequences + 1,), contiguous")
+    if x.device != q.device:
+        raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
+
+
+def _check_longest(side: str, cu_seqlens: Tensor | None, longest: int, total: int) -> None:
+    """Check ``max_seqlen`` of a side, "_q" or "_k", and on a CPU the values of its offsets."""
+    if isinstance(longest, float | bool):
+        raise TypeError(f"max_seqlen{side}: got {type(longest).__name__}, allowed is an int")
+    if longest < 0:
+        raise ValueError(f"max_seqlen{side}: got {longest}, allowed are 0 and more")
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_stops(side, cu_seqlens.tolist(), longest, total)
 
 
 def _check_stops(side: str, stops: list[int], longest: int, total: int) -> None:
     lengths = [stop - start for start, stop in itertools.pairwise(stops)]
     if stops[0] != 0 or min(lengths, default=0) < 0 or stops[-1] > total:
         raise ValueError(
-            f"cu_seqlens_{side}: got {stops}, allowed begins with 0, does not decrease, and ends with at most "
-            f"total_{side} = {total}"
+            f"cu_seqlens{side}: got {stops}, allowed begins with 0, does not decrease, and ends with at most "
+            f"total{side} = {total}"
         )
     if max(lengths, default=0) > longest:
-        raise ValueError(f"max_seqlen_{side}: got {longest}, allowed are the longest length, {max(lengths)}, and more")
+        raise ValueError(f"max_seqlen{side}: got {longest}, allowed are the longest length, {max(lengths)}, and more")
 
 
 def check_cache(cache: KVCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> None:
@@ -192,8 +198,22 @@ def check_cached(cache: KVCache, q: Tensor, mask: Mask, rope: Rope | None, packe
     if rope is not None and cache.rope is not None:
         raise ValueError("rope: got tables for a cache whose keys are rotated already, by cache.rope; allowed is None")
     _check_window(cache, mask, q.shape[2] if packed is None else packed.max_seqlen_q)
+    if cache.rope is not None and cache.rope.positions_q is not None:
+        _check_positions("positions_q", cache.rope.positions_q, q.shape[2], cache.batch if packed is None else 1)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         cache.check_values()
+        if cache.rope is not None:
+            for length_q, length in zip(_lengths_q(q, packed), cache.lengths.tolist(), strict=False):
+                cache.rope.check_lengths(length_q, length)
+
+
+def _check_positions(name: str, positions: Tensor, n: int, batch: int) -> None:
+    """Raise ValueError unless these are positions of `n` tokens in the rope of a cache."""
+    allowed = dict.fromkeys(((n,), (1, n), (batch, n)))
+    if tuple(positions.shape) not in allowed:
+        raise ValueError(
+            f"cache.rope.{name}: got shape {tuple(positions.shape)}, allowed are {', '.join(map(str, allowed))}"
+        )
 
 
 def _check_window(cache: KVCache, mask: Mask, seqlen_q: int) -> None:
@@ -210,7 +230,7 @@ def _check_window(cache: KVCache, mask: Mask, seqlen_q: int) -> None:
 def check_append(
     cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
-    """Raise TypeError or ValueError unless k and v can be appended to the cache; their number is not checked."""
+    """Raise an error unless k and v can be appended to the cache; whether it has room is not checked."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: got {type(cache).__name__}, allowed is a fusedattn.KVCache")
     if (v is None) != cache.shares_memory:
@@ -234,11 +254,16 @@ def check_append(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {allowed}")
         if x.stride(-1) != 1 and head_dim > 1:
             raise ValueError(f"{name}: got strides {x.stride()}, allowed are any whose last is 1")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name}: got requires_grad=True, allowed is False, and torch.no_grad()")
+    if cache.rope is not None and cache.rope.positions_k is not None:
+        n, batch = (k.shape[2], cache.batch) if cu_seqlens is None else (k.shape[0], 1)
+        _check_positions("positions_k", cache.rope.positions_k, n, batch)
     if cu_seqlens is not None:
-        packed = Packed(cu_seqlens, None, k.shape[0] if max_seqlen is None else max_seqlen, 0)
-        check_packed(packed, k.transpose(0, 1)[None], 0)
-        if packed.n_sequences != cache.batch:
-            raise ValueError(f"cu_seqlens: got {packed.n_sequences} sequences, allowed is that of cache, {cache.batch}")
+        _check_offsets("cu_seqlens", cu_seqlens, cache.k)
+        if cu_seqlens.shape[0] != cache.batch + 1:
+            raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed is {(cache.batch + 1,)}")
+        _check_longest("", cu_seqlens, k.shape[0] if max_seqlen is None else max_seqlen, k.shape[0])
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed is None")
 

@@ -43,8 +43,9 @@ class KVCache:
         n_sinks: see `overwrites`.
         rope: tables for keys that are rotated when they are appended, at their position, the number of the token; and
             for the queries that attend to them. Its ``positions_k`` replace the positions of appended tokens, its
-            ``positions_q`` those of queries. Keys are not rotated again when they are read. None if keys are stored as
-            they are; ``attention(..., rope=)`` then rotates them when it reads them, counting the tokens that are kept.
+            ``positions_q`` those of queries, packed like them. Keys are not rotated again when they are read. None if
+            keys are stored as they are; ``attention(..., rope=)`` then rotates them when it reads them, counting the
+            tokens that are kept.
         k_scale, v_scale: for codes, the float32 factors that make numbers of them: ``(n_rows, nheads_kv, n_slots,
             n_groups)``, written when tokens are appended, one for each group of adjacent features (one group if codes
             have 8 bits); or ``(n_rows, nheads_kv)``, given, one for all tokens of a row, for codes of 8 bits. The last
@@ -140,6 +141,8 @@ class KVCache:
         for name, x in (("k", self.k), ("v", self.v)):
             if not isinstance(x, Tensor) or x.dim() != 4:
                 raise ValueError(f"{name}: got {_shown(x)}, allowed is (n_rows, nheads_kv, n_slots, head_dim)")
+            if x.shape[3] == 0:
+                raise ValueError(f"{name}: got head_dim 0, allowed is 1 and more")
             if x.dtype not in UNQUANTISED and x.dtype not in FORMATS:
                 raise TypeError(f"{name}: got {x.dtype}, allowed are {', '.join(map(str, (*UNQUANTISED, *FORMATS)))}")
             if x.stride(3) != 1 and x.shape[3] > 1:
@@ -165,8 +168,8 @@ class KVCache:
             raise ValueError("n_sinks: got sinks, allowed are none without overwrites, or with left_padding")
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope: got {type(self.rope).__name__}, allowed are fusedattn.Rope and None")
-        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"rope: got rotary_dim {self.rope.rotary_dim}, allowed are 2 .. {self.head_dim}")
+        if self.rope is not None:
+            self.rope.at(None, None).check_shapes(batch, 0, 0, self.head_dim)
         self._check_scales()
         for name, x in self.tensors().items():
             if x.device != self.k.device:
@@ -223,7 +226,8 @@ class KVCache:
     @property
     def shares_memory(self) -> bool:
         """Whether values are the first features of the keys."""
-        return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
+        k, v = self.k, self.v
+        return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and k.numel() > 0
 
     def kept(self) -> Tensor:
         """The tokens of each sequence that the cache holds, int32 ``(batch,)``."""
@@ -280,12 +284,13 @@ class KVCache:
         k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in numbers)
         return k, v, visible
 
-    def write(self, k: Tensor, v: Tensor | None, counts: Tensor | None = None) -> None:
+    def write(self, k: Tensor, v: Tensor | None, counts: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Write the newest tokens of each sequence, which `lengths` counts already; in eager PyTorch.
 
         Args:
             k, v: ``(batch, nheads_kv, n, head_dim)``; v is None if values are features of the keys.
             counts: int ``(batch,)``: the first of the n that exist; all by default.
+            positions: of keys to rotate, ``(n,)`` or ``(batch, n)``; the numbers of the tokens by default.
         """
         n = k.shape[2]
         number = torch.arange(n, device=k.device)
@@ -298,7 +303,7 @@ class KVCache:
             )
         wide = torch.promote_types(k.dtype, torch.float32)
         if self.rope is not None:
-            positions = tokens if self.rope.positions_k is None else self.rope.positions_k
+            positions = tokens if positions is None else positions
             k = apply_rope(k.to(wide), self.rope.cos, self.rope.sin, positions, interleaved=self.rope.interleaved)
         rows, slots = self.place(tokens.where(exists, 0))
         at = rows[exists], slice(None), slots[exists]
@@ -330,7 +335,7 @@ class KVCache:
                 f"lengths: got {int(self.lengths.max())}, allowed are 0 .. {self.capacity}: the cache is full"
             )
         if self.block_table is not None:
-            pages = torch.arange(self.block_table.shape[1]) * self.k.shape[2]
+            pages = torch.arange(self.block_table.shape[1], device=self.k.device) * self.k.shape[2]
             _check_rows("block_table", self.block_table[pages < self.kept()[:, None]], self.k.shape[0])
         if self.rows is not None:
             _check_rows("rows", self.rows, self.k.shape[0])

@@ -2,7 +2,8 @@
 
 A token of one head has one scale, the largest magnitude of its features over the largest code; in 4 bits, each group of
 its features has one. Scales may also be given, one for all tokens of a row of the cache. Codes are rounded to nearest,
-ties to even; numbers beyond the largest code become that code.
+ties to even; numbers beyond the largest code become that code. Scales below the smallest normal number, whose
+reciprocals may be infinite, count as 0.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ FORMATS = {
 }
 
 
+SMALLEST_SCALE = 2.0**-126
+
+
 def scales_of(x: Tensor, dtype: torch.dtype, n_groups: int = 1) -> Tensor:
     """The scales of ``x``, ``(..., head_dim)``, for codes of `dtype`: float32 ``(..., n_groups)``.
 
@@ -36,18 +40,20 @@ def scales_of(x: Tensor, dtype: torch.dtype, n_groups: int = 1) -> Tensor:
     finite.
     """
     largest = x.float().unflatten(-1, (n_groups, -1)).abs().amax(dim=-1)
-    return torch.where(largest < torch.inf, largest / FORMATS[dtype].largest, torch.nan)
+    scale = torch.where(largest < torch.inf, largest / FORMATS[dtype].largest, torch.nan)
+    return torch.where(scale < SMALLEST_SCALE, 0.0, scale)
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The codes of ``x``, ``(..., head_dim)``, for scales that broadcast to ``(..., n_groups)``.
 
-    A NaN stays one in the formats that have it, and is 0 in the others. All codes are 0 where the scale is 0 or NaN.
+    A NaN stays one in the formats that have it, and is 0 in the others. All codes are 0 where the scale is NaN, or
+    below the smallest normal number.
     """
     largest = FORMATS[dtype].largest
     scale = _of_features(scale, x.shape[-1])
     # By a product with the reciprocal, as in the kernels.
-    code = torch.where(scale > 0, x.float() * (1.0 / scale), 0.0).clamp(-largest, largest)
+    code = torch.where(scale >= SMALLEST_SCALE, x.float() * (1.0 / scale), 0.0).clamp(-largest, largest)
     if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return code.to(dtype)
     code = code.nan_to_num(0.0).round()

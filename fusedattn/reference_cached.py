@@ -25,6 +25,8 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
     n_packed = q.shape[2]
     lengths, kept = cache.lengths.tolist(), cache.kept().tolist()
     keys, values, visible = cache.dense()
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    wide = q.dtype if cache.format is None else lse_dtype  # codes times scales may exceed float16
     outs, lses = [], []
     for i in range(cache.batch):
         rows = slice(0, q.shape[2]) if stops is None else slice(stops[i], stops[i + 1])
@@ -44,42 +46,51 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
             cache=None,
             first_batch=i,
         )
-        k, v = (x[i : i + 1, :, : kept[i]].to(q.dtype) for x in (keys, values))
-        out, lse = attend(own_q, k, v, own)
-        outs.append(out)
+        k, v = (x[i : i + 1, :, : kept[i]].to(wide) for x in (keys, values))
+        out, lse = attend(own_q.to(wide), k, v, own)
+        outs.append(out.to(q.dtype))
         if lse is not None:
             lses.append(lse)
     if stops is None:
         if not outs:
-            return q.new_empty(*q.shape[:3], cache.head_dim_v), None
+            return q.new_empty(*q.shape[:3], cache.head_dim_v), q.new_empty(q.shape[:3], dtype=lse_dtype)
         return torch.cat(outs), torch.cat(lses) if lses else None
     n_rest = n_packed - stops[-1]
     outs.append(q.new_zeros(1, q.shape[1], n_rest, cache.head_dim_v))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lses.append(torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device))
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if options.return_lse else None
 
 
 def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Write tokens that `cache.lengths` counts; packed ones, ``(total, nheads_kv, head_dim)``, with `cu_seqlens`."""
+    positions = None if cache.rope is None else cache.rope.positions_k
     if cu_seqlens is None:
-        cache.write(k, v)
+        cache.write(k, v, positions=positions)
         return
     counts = cu_seqlens.diff()
     at = cu_seqlens[:-1, None].long() + torch.arange(int(counts.max()) if counts.numel() else 0, device=k.device)
     at = at.clamp(max=k.shape[0] - 1)
-    cache.write(k[at].transpose(1, 2), None if v is None else v[at].transpose(1, 2), counts)
+    positions = None if positions is None else positions.reshape(-1)[at]
+    cache.write(k[at].transpose(1, 2), None if v is None else v[at].transpose(1, 2), counts, positions)
 
 
 def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bool) -> None:
-    """Raise ValueError unless the cache has a place for new tokens, which its lengths count if `counted`.
+    """Raise ValueError unless the cache has a place and a position for new tokens, counted by its lengths if `counted`.
 
     Only on a CPU and not under a compiler: elsewhere this would wait for values.
     """
     if k.device.type != "cpu" or torch.compiler.is_compiling():
         return
     n = torch.full_like(cache.lengths, k.shape[2]) if cu_seqlens is None else cu_seqlens.diff()
-    replace(cache, lengths=cache.lengths if counted else cache.lengths + n).check_values(n)
+    longer = replace(cache, lengths=cache.lengths if counted else cache.lengths + n)
+    longer.check_values(n)
+    rows, rope = cache.rows, cache.rope
+    if rows is not None and rows.unique().numel() < cache.batch:
+        raise ValueError(f"rows: got {rows.tolist()}, allowed are different rows for sequences that are appended to")
+    if rope is not None and n.any():
+        rope = rope.at(None, rope.positions_k)
+        rope.check_lengths(0, int(longer.lengths.max()))
+        rope.check_positions()
 
 
 def _rotated(q: Tensor, rope: Rope, i: int, rows: slice, length: int) -> Tensor:

@@ -135,6 +135,8 @@ def _packed_attention(
         raise ValueError("cu_seqlens_k, max_seqlen_k: got values together with cache, allowed is None")
     q, seqlen_k = _heads_first("q", q), 0
     if cache is None:
+        if cu_seqlens[1] is None:
+            raise TypeError("cu_seqlens_k: got NoneType, allowed is a torch.int32 tensor, and None with a cache")
         k, v = _heads_first("k", k), _heads_first("v", v)
         seqlen_k = k.shape[2]
     elif isinstance(cache, KVCache):  # anything else is refused below
