@@ -187,7 +187,7 @@ class KVCache:
                 continue
             if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
                 raise TypeError(f"{name}: got {_shown(scale)}, allowed is a torch.float32 tensor")
-            per_token = scale.dim() == 4 and scale.shape[:3] == self.k.shape[:3] and head_dim % scale.shape[3] == 0
+            per_token = scale.dim() == 4 and scale.shape[:3] == self.k.shape[:3] and _divides(scale.shape[3], head_dim)
             is_packed = self.k.dtype == torch.uint8
             if per_token and (is_packed or scale.shape[3] == 1) and scale.stride(3) == 1:
                 continue
@@ -195,7 +195,8 @@ class KVCache:
                 raise ValueError(
                     f"{name}: got shape {tuple(scale.shape)}, allowed are (n_rows, nheads_kv, n_slots, n_groups) = "
                     f"{(*self.k.shape[:3], 'n_groups')} with a contiguous last dimension (n_groups is 1, or for 4 bits "
-                    f"a divisor of {head_dim}) and, except for 4 bits, (n_rows, nheads_kv) = {tuple(self.k.shape[:2])}"
+                    f"gives groups of a power of two of the {head_dim} features) and, except for 4 bits, "
+                    f"(n_rows, nheads_kv) = {tuple(self.k.shape[:2])}"
                 )
 
     @property
@@ -355,14 +356,23 @@ def _memory(
     found = {}
     for name, own in (("k", head_dims[0]), ("v", head_dims[0] if head_dims[1] is None else head_dims[1])):
         per_element = 1 if form is None else form.per_element
-        if own % per_element or own % max(1, n_groups) or n_groups < 1:
+        if own % per_element or not _divides(n_groups, own):
             raise ValueError(
-                f"head_dim, n_groups: got {own} and {n_groups}, allowed are multiples of {per_element} and divisors"
+                f"head_dim, n_groups: got {own} and {n_groups}, allowed are multiples of {per_element}, and 1 or "
+                "groups of a power of two of features"
             )
         found[name] = torch.zeros(*shape, own // per_element, dtype=dtype, device=device)
         if form is not None:
             found[f"{name}_scale"] = torch.zeros(*shape, n_groups, dtype=torch.float32, device=device)
     return found
+
+
+def _divides(n_groups: int, head_dim: int) -> bool:
+    """Whether a head may have that many groups of features."""
+    if n_groups < 1 or head_dim % n_groups:
+        return False
+    size = head_dim // n_groups
+    return n_groups == 1 or (size > 1 and size & (size - 1) == 0)
 
 
 def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def rotate_tile(
     else:
         positions = rows + position_offset
     in_table = (positions >= 0) & (positions < n_positions)
-    table = tl.cast(place.batch, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF
+    table = tl.cast(place.sequence, tl.int64) * rotation.stride_tb + positions.to(tl.int64)[:, None] * HALF
     entry = (exists & in_table)[:, None]
     no_entry = (exists & ~in_table)[:, None]
     x = widen(x, ACC)

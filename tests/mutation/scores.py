@@ -156,7 +156,7 @@ DROP = (
     Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        kept_l_i = l_i\n", "", "rounding residual: no weight kept without dropout", SINKS_HALVES),
     Fault(EPILOGUE, "exact_factor = kept_l_i / l_i / tl", "exact_factor = 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
     Fault(EPILOGUE, "            exact_factor = exact_factor * dropout.factor\n", "            pass\n", "rounding residual: what is kept does not grow", DROPPED_HALVES),
-    Fault(FWD, "        p = kept_only(p, call, place, block)\n        p = tl.where", "        p = tl.where", "forward: the repair forgets dropout", "tests/public/test_masking.py -k dropout_keeps"),
+    Fault(FWD, "        p = kept_only(p, call, place, block)\n        if", "        if", "forward: the repair forgets dropout", "tests/public/test_masking.py -k dropout_keeps"),
     Fault(BWD, "kept_p = drop(p, call, place, block)", "kept_p = p", "dv: dropout forgotten", DROPOUT_GRADIENTS),
     Fault(BWD, "(drop(dp, call, place, block) - delta[None, :])", "(dp - delta[None, :])", "dk: dropout forgotten", DROPOUT_GRADIENTS),
     Fault(BWD, "dp = drop(dot(own.dout_tile, tl.trans(v_tile), dtype_of(tile.ACC), tile.PRECISION), call, own.place, block)", "dp = dot(own.dout_tile, tl.trans(v_tile), dtype_of(tile.ACC), tile.PRECISION)", "dq: dropout forgotten in full blocks", DROPPED),

@@ -343,7 +343,7 @@ def test_nothing(batch, backend):
 def test_growing(capacity, dtype, backend):
     """The memory doubles when it is full, or more if that is too little; tokens and scales stay."""
     device = device_of(backend)
-    n_groups = 2 if dtype == torch.uint8 else 1
+    n_groups = 1
     growing = caches.GrowingCache(
         2, HEADS, DIM, DIM_V, dtype=dtype, capacity=capacity, n_groups=n_groups, device=device
     )
