@@ -93,7 +93,8 @@ ALLOWED: dict[str, set[str]] = {
     "transformer": VALUES,
     "backends.torch.mask_plan": VALUES,
     "score_mod": {"functions", "indices"},
-    "masks": {"functions", "indices"},
+    "masks": {"mask_parts", "functions", "indices"},
+    "mask_parts": {"functions", "indices"},
     "dropout": {"indices"},
     "biases": {"indices"},
     "integrations": set(),
@@ -146,8 +147,8 @@ LAYERS = (
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
-          ("masks", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions", "indices",
-           "strides")),
+          ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
+           "indices", "strides")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

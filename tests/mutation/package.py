@@ -3,6 +3,7 @@
 from tests.mutation.fault import Fault
 from tests.mutation.suites import FINITE
 
+MASK_PARTS = "fusedattn/mask_parts.py"
 MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
 MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
@@ -31,7 +32,7 @@ MEANING = (
     Fault(MASKS, "allowed.append(indices.part_of(self.allowed", "allowed.append(~indices.part_of(self.allowed", "dense: polarity", MASK_VALUES),
     Fault(MASKS, "(behind | (j < ", "(behind & (j < ", "dense: a prefix hides", MASK_VALUES),
     Fault(MASKS, "(ids_q == ids_k)", "(ids_q >= ids_k)", "dense: later documents see earlier ones", MASK_VALUES),
-    Fault(MASKS, "q_index // self.block_q", "q_index // self.block_k", "dense: blocks of queries as long as those of keys", MASK_VALUES),
+    Fault(MASK_PARTS, "q_index // self.block_q", "q_index // self.block_k", "dense: blocks of queries as long as those of keys", MASK_VALUES),
     Fault(MASKS, "return a & b", "return a | b", "two masks: either suffices", MASK_VALUES),
     Fault(MASKS, "torch.minimum(", "torch.maximum(", "two prefixes: the longer wins", MASK_VALUES),
     Fault(MASKS, "Layout(first & second,", "Layout(first | second,", "two layouts: either suffices", MASK_VALUES),
