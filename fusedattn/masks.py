@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import functions, indices
@@ -36,6 +37,7 @@ class Mask:
         valid: bool ``(batch, seqlen_k)`` or None; keys that are ``False`` are hidden from every query.
         allowed: bool, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``, or None.
         prefix, documents, layout, function: one of each kind, or None.
+        tree: bool, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_q)``, or None; see :func:`tree`.
     """
 
     bands: frozenset[Band] = frozenset()
@@ -45,19 +47,20 @@ class Mask:
     documents: Documents | None = None
     layout: Layout | None = None
     function: MaskFunction | None = None
+    tree: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.valid is not None:
             check_bool(self.valid, "valid")
             if self.valid.dim() != 2:
                 raise ValueError(f"valid: got shape {tuple(self.valid.shape)}, allowed is (batch, seqlen_k)")
-        if self.allowed is not None:
-            check_bool(self.allowed, "m")
-            if self.allowed.dim() > 4:
-                raise ValueError(
-                    f"m: got shape {tuple(self.allowed.shape)}, "
-                    "allowed is at most (batch, nheads_q, seqlen_q, seqlen_k)"
-                )
+        for m, keys in ((self.allowed, "seqlen_k"), (self.tree, "seqlen_q")):
+            if m is not None:
+                check_bool(m, "m")
+                if m.dim() > 4:
+                    raise ValueError(
+                        f"m: got shape {tuple(m.shape)}, allowed is at most (batch, nheads_q, seqlen_q, {keys})"
+                    )
 
     def __and__(self, other: Mask) -> Mask:
         """A query sees the keys that both masks allow.
@@ -80,6 +83,7 @@ class Mask:
             function=_one_of(
                 self.function, other.function, "function", "write one function that does the work of both"
             ),
+            tree=_both(self.tree, other.tree, "tree"),
         )
 
     def __bool__(self) -> bool:
@@ -107,6 +111,7 @@ class Mask:
     def only_bands(self) -> bool:
         """Whether the mask has no parts but bands."""
         by_tensor = self.valid is not None or self.allowed is not None or self.documents is not None
+        by_tensor = by_tensor or self.tree is not None
         return not by_tensor and self.prefix is None and self.layout is None and self.function is None
 
     def band(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
@@ -184,6 +189,8 @@ class Mask:
             allowed.append(indices.part_of(self.valid[:, None, None, :], None, keys))
         if self.allowed is not None:
             allowed.append(indices.part_of(self.allowed, rows, keys))
+        if self.tree is not None:
+            allowed.append(_among_newest(self.tree, rows, j - shifts["bottom_right"], seqlen_q))
         if self.function is not None:
             allowed.append(self.function.dense(batch, nheads, q_index, k_index, first_batch))
         if not allowed or (expand and not is_expanded):
@@ -193,7 +200,7 @@ class Mask:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, under the name of the argument that it was passed as."""
-        named: dict[str, Tensor | None] = {"padding(valid)": self.valid, "boolean(m)": self.allowed}
+        named = {"padding(valid)": self.valid, "boolean(m)": self.allowed, "tree(m)": self.tree}
         if self.prefix is not None:
             named["prefix_lm(lengths)"] = self.prefix.lengths
         if self.documents is not None:
@@ -223,6 +230,7 @@ class Mask:
             documents,
             layout,
             function,
+            None if self.tree is None else self.tree.to(device),
         )
 
     def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
@@ -241,6 +249,9 @@ class Mask:
         if self.allowed is not None:
             full = (batch, nheads, seqlen_q, seqlen_k)
             _check_broadcast(self.allowed, "boolean(m)", "(batch, nheads_q, seqlen_q, seqlen_k)", full)
+        if self.tree is not None:
+            full = (batch, nheads, seqlen_q, seqlen_q)
+            _check_broadcast(self.tree, "tree(m)", "(batch, nheads_q, seqlen_q, seqlen_q)", full)
         if self.layout is not None:
             block_q, block_k = self.layout.block_q, self.layout.block_k
             _check_broadcast(
@@ -375,6 +386,25 @@ def function(fn: Any, eager: Callable[..., Tensor] | None = None, args: tuple[An
     return Mask(function=MaskFunction(fn, eager, args))
 
 
+def tree(m: Tensor) -> Mask:
+    """Queries see all older keys, and those of the newest ``seqlen_q`` keys that ``m`` shows them.
+
+    The queries are the newest tokens: query ``i`` stands at key ``i + shift``, with ``shift = seqlen_k - seqlen_q``. It
+    sees key ``j`` iff ``j < shift`` or ``m[..., i, j - shift]``; with more queries than keys, the first key has column
+    ``-shift``. Speculative decoding verifies a tree of draft tokens in one call if ``m[i, j]`` says whether
+    token ``j`` is token ``i`` or one of its ancestors (Miao et al., "SpecInfer", 2024; Cai et al., "Medusa", 2024).
+
+    Args:
+        m: bool, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_q)``. For packed sequences, broadcastable to
+            ``(n_sequences, nheads_q, max_seqlen_q, max_seqlen_q)``: each sequence uses its first rows and columns.
+
+    Raises:
+        TypeError: ``m`` is not a bool tensor.
+        ValueError: ``m`` has more than four dimensions.
+    """
+    return Mask(tree=m)
+
+
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """Convert an argument ``mask=`` to a :class:`Mask`: accepts one, a bool tensor (True = attend), or None (full)."""
     if mask is None:
@@ -394,6 +424,17 @@ _FULL = Mask()
 
 def _shift(align: CausalAlign, seqlen_q: int, seqlen_k: int) -> int:
     return seqlen_k - seqlen_q if align == "bottom_right" else 0
+
+
+def _among_newest(m: Tensor, rows: Tensor | slice | None, newest: Tensor, n: int) -> Tensor:
+    """The tree `m` of keys that are counted from the first of the newest `n`; older keys, below 0, are visible.
+
+    Args:
+        newest: int64 ``(n_keys,)`` or ``(batch, 1, 1, n_keys)``.
+    """
+    columns = indices.part_of(m, rows, None).expand(-1, -1, -1, n)
+    columns = F.pad(columns, (1, 0), value=True)  # the first column stands for all older keys
+    return torch.take_along_dim(columns, indices.four_dimensional((newest + 1).clamp(0, n)), dim=3)
 
 
 def _check_broadcast(t: Tensor, name: str, dimensions: str, full: tuple[int, ...]) -> None:

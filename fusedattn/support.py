@@ -50,6 +50,7 @@ FEATURES = (
     Feature("documents, packed or in any order", "`masks.documents(ids)`"),
     Feature("boolean masks, broadcast too", "`masks.boolean(m)`"),
     Feature("block-sparse masks", "`masks.block_sparse(blocks, size)`"),
+    Feature("trees of draft tokens behind a cache", "`masks.tree(m)`"),
     Feature("mask functions", "`masks.function(fn)`", torch="with `eager=`"),
     Feature("any combination of these masks", "`&`"),
     Feature("additive bias, broadcast too, with its gradient", "`bias=tensor`"),

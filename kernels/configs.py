@@ -209,10 +209,10 @@ class FewQueries:
 class Entry:
     """The configs of one (architecture, dtype, head_dim), by the work on each pair.
 
-    `pairwise` serves calls that read or compute a mask for each pair (a boolean one, documents, a function): that takes
-    registers, so the tiles are smaller. `scored` serves calls that change scores or drop weights, which takes more; its
-    default is half of the pairwise tiles. `combined` serves calls that do both; its default is half of the scored
-    tiles. `streamed` serves all others.
+    `pairwise` serves calls that read or compute a mask for each pair (a boolean one, a tree, documents, a function):
+    that takes registers, so the tiles are smaller. `scored` serves calls that change scores or drop weights, which
+    takes more; its default is half of the pairwise tiles. `combined` serves calls that do both; its default is half of
+    the scored tiles. `streamed` serves all others.
     """
 
     streamed: KernelConfigs

@@ -80,7 +80,8 @@ def mask_arguments(
         mask: has the fields `valid`, bool ``(batch, seqlen_k)``; `allowed`, bool, ``n_sequences``, nheads_q, seqlen_q
             and seqlen_k long, or 1 where it is broadcast; `prefix`, int ``(n_sequences,)``; `documents_q` and
             `documents_k`, int ``(batch, seqlen)``; `layout`, bool ``(n_sequences, nheads_q, blocks of queries, blocks
-            of keys)``, each 1 where it is broadcast. None masks nothing.
+            of keys)``, each 1 where it is broadcast; `tree`, bool, ``n_sequences``, nheads_q, max_seqlen_q and
+            max_seqlen_q long, or 1 where it is broadcast. None masks nothing.
         sizes: has `prefix_at_end`, which is PREFIX_AT_END of the kernels, and `block_q` and `block_k` of the layout.
         function, function_args: the user's function, and its tensors and numbers.
         band: bounds of the distance from a query to its keys.
@@ -98,7 +99,7 @@ def mask_arguments(
             blocks = blocks & _blocks_in_band(blocks, sizes.block_q, sizes.block_k, *band.at(shape))
         layout = _layout(blocks, sizes.block_q, sizes.block_k)
     by_pair = mask.allowed is not None or mask.layout is not None or function is not None
-    irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None
+    irregular = band.has_lower or mask.prefix is not None or mask.documents_q is not None or mask.tree is not None
     return MaskArguments(
         HAS_LOWER=_SWITCH[band.has_lower],
         HAS_UPPER=_SWITCH[band.has_upper],
@@ -111,6 +112,7 @@ def mask_arguments(
         PREFIX_AT_END=_SWITCH[bool(sizes.prefix_at_end)],
         documents=documents,
         layout=layout,
+        tree=None if mask.tree is None else pairs(mask.tree.view(torch.uint8)),
         function_args=function_args,
         FUNCTION=function,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.pairs import Pairs, pair_pointers
+from fusedattn.kernels.pairs import Block, Pairs, pair_pointers
 
 # Larger than any length, and small enough to be added to one.
 FAR = tl.constexpr(2**30)
@@ -58,7 +58,8 @@ class MaskArguments(NamedTuple):
 
     `valid_ptr` is ``(batch, seqlen_k)``; `key_range_ptr` is its :func:`fusedattn.kernels.mask_arguments.key_range`.
     `prefix_ptr`, ``(sequences,)``, goes with the diagonal that ends at the last key (PREFIX_AT_END) or starts at the
-    first. BY_PAIR: only :func:`visible` knows which pairs of a block are visible, so no block counts as full.
+    first. `tree` is ``(sequences, nheads_q, seqlen_q, seqlen_q)``, for the newest seqlen_q keys; it hides no older one.
+    BY_PAIR: only :func:`visible` knows which pairs of a block are visible, so no block counts as full.
     MAY_HIDE_ROWS: a query may see nothing even if it does not come before all keys. FUNCTION comes last:
     docs/decisions/0007.
     """
@@ -74,6 +75,7 @@ class MaskArguments(NamedTuple):
     PREFIX_AT_END: Any
     documents: DocumentArguments | None
     layout: LayoutArguments | None
+    tree: Pairs | None
     function_args: Any
     FUNCTION: Any
 
@@ -195,6 +197,8 @@ def key_blocks(
             stop = tl.minimum(stop, end - place.first_k)
             full_start = tl.maximum(full_start, full_first - place.first_k)
             full_stop = tl.minimum(full_stop, full_end - place.first_k)
+        if mask.tree is not None:
+            full_stop = tl.minimum(full_stop, place.seqlen_k - place.seqlen_q)
         if IS_SPLIT:
             start += split * split_keys
             stop = tl.minimum(stop, start + split_keys)
@@ -288,6 +292,8 @@ def query_blocks(
                 n_right = tl.cdiv(tl.maximum(stop - tl.maximum(full_stop, start), 0), BLOCK_M)
             end_full = stop - n_right * BLOCK_M
             keys_full = (start_n >= bounds.key_start) & (last < bounds.key_stop) & (bounds.contiguous != 0)
+            if mask.tree is not None:
+                keys_full = keys_full & (last < place.seqlen_k - place.seqlen_q)
             n_full = tl.where(keys_full, tl.maximum(end_full - full_start, 0) // FULL_M, 0) * (FULL_M // BLOCK_M)
             n_left = tl.cdiv(tl.maximum(end_full - n_full * BLOCK_M - start, 0), BLOCK_M)
             return Blocks(end_full - (n_left + n_full) * BLOCK_M, n_left, n_full, n_left + n_right)
@@ -379,6 +385,11 @@ def visible(mask, place, bounds, block, query_exists, key_visible):
     if mask.allowed is not None:
         ptrs = pair_pointers(mask.allowed, place, block)
         pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
+    if mask.tree is not None:
+        older = place.seqlen_k - place.seqlen_q
+        newest = Block(block.start_m, block.start_n - older, rows, keys - older)
+        ptrs = pair_pointers(mask.tree, place, newest)
+        pairs = pairs & (tl.load(ptrs, mask=pairs & (newest.keys >= 0), other=1) != 0)
     if mask.FUNCTION is not None:
         pairs = pairs & mask.FUNCTION(
             place.sequence, place.head, clamped(rows, place.seqlen_q), clamped(keys, place.seqlen_k), mask.function_args

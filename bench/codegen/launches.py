@@ -150,6 +150,8 @@ IMPLIED = {
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
     *("words", "special", "PIPELINED", "weighted", "kept_sum"),
 }
+# Tuples of one tensor and its strides that are optional.
+_IN_MEMORY = ("allowed", "tree", "bias", "relative", "rounding_residual", "dq_total")
 
 
 def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
@@ -161,7 +163,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
-                if value.ptr is not None and name in ("allowed", "bias", "relative", "rounding_residual", "dq_total"):
+                if value.ptr is not None and name in _IN_MEMORY:
                     yield NAMES.get(name, name)
             elif hasattr(value, "_asdict"):
                 yield from features_of(value._asdict(), name)
@@ -328,6 +330,9 @@ def _mask(features: frozenset[str], sizes: Sizes) -> Mask:
         block = 2 * SEQLEN_Q if "one block" in features else LAYOUT_BLOCK
         n_q, n_k = (-(-n // block) for n in lengths)
         mask = mask & masks.block_sparse(torch.ones(batch, nheads, n_q, n_k, dtype=torch.bool), block)
+    if "tree" in features:
+        shape = (1, 1, 1, 1) if "of one number" in features else (batch, 1, sizes.seqlen_q, sizes.seqlen_q)
+        mask = mask & masks.tree(torch.ones(shape, dtype=torch.bool))
     if "mask function" in features:
         of_ones = "args of 1" in features
         function = ones.mask_function() if of_ones else triton_functions.mask_function(batch, nheads, torch.Generator())

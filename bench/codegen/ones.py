@@ -30,7 +30,9 @@ ONES: dict[str, frozenset[str]] = {
     "one query": frozenset({"causal", "rope", "one pair", "one query", "long cache", "dropout", "one value"}),
     "few queries": frozenset({"causal", "few queries", "sinks", "one head", "one value"}),
     "one packed": frozenset({"causal", "window", "rope", "one pair", "packed", "one head", "one value"}),
-    "one block": frozenset({"causal", "layout", "one block", "boolean", "of one number", "one sequence", "one value"}),
+    "one block": frozenset(
+        {"causal", "layout", "one block", "boolean", "tree", "of one number", "one sequence", "one value"}
+    ),
     "args of 1": frozenset({"window", "prefix", "mask function", "score function", "args of 1", "one value"}),
     "one number": frozenset({"bias", "of one number", "relative", "reach 0", "softcap", "one value"}),
     "next to one": frozenset({"bias", "alibi", "relative", "reach 1", "one sequence", "one value"}),

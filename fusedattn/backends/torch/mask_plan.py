@@ -75,8 +75,10 @@ class Group(NamedTuple):
 
 
 def with_allowed_pairs(mask: Mask, shape: ScoresShape) -> Mask:
-    """The mask in the form that :func:`plan` takes: a layout or function goes into ``allowed``, key masks ``valid``."""
-    if mask.layout is None and mask.function is None:
+    """The mask in the form that :func:`plan` takes: a layout, function or tree goes into ``allowed``, a key mask into
+    ``valid``.
+    """
+    if mask.layout is None and mask.function is None and mask.tree is None:
         if mask.allowed is None:
             return mask
         allowed = mask.allowed[(None,) * (4 - mask.allowed.dim())]

@@ -132,7 +132,8 @@ def problem_of(
         mask = mask_arguments(tensors, sizes, function, constants.mask_args, band, sequences, shape)
         call = Call(mask, score, dropout, sequences, cache)
         call_kind = kind_of(call)
-    by_pair = tensors.allowed is not None or tensors.documents_q is not None or constants.functions.mask
+    by_pair = not (tensors.allowed is None and tensors.documents_q is None and tensors.tree is None)
+    by_pair = by_pair or bool(constants.functions.mask)
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
     head_dim = max(q.shape[3], results.features_of(v))

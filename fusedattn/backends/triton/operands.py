@@ -35,6 +35,7 @@ class ConstantTensors(NamedTuple):
     documents_q: Tensor | None = None
     documents_k: Tensor | None = None
     layout: Tensor | None = None
+    tree: Tensor | None = None
     dropout_seed: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -118,9 +119,9 @@ class Constants:
     @property
     def hides_by_tensors(self) -> bool:
         """Whether the mask is more than bounds."""
-        valid, allowed, prefix, documents_q, _, layout, *_ = self.tensors
+        valid, allowed, prefix, documents_q, _, layout, tree, *_ = self.tensors
         in_tensors = not (valid is None and allowed is None and prefix is None and documents_q is None)
-        return in_tensors or layout is not None or bool(self.functions.mask)
+        return in_tensors or layout is not None or tree is not None or bool(self.functions.mask)
 
     @property
     def numbers(self) -> Hashable:
@@ -199,6 +200,7 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         documents_q=None if mask.documents is None else mask.documents.q,
         documents_k=None if mask.documents is None else mask.documents.k,
         layout=None if mask.layout is None else four_dimensional(mask.layout.blocks),
+        tree=None if mask.tree is None else four_dimensional(mask.tree),
         dropout_seed=options.dropout_seed if options.dropout_p else None,
         cos=None if rope is None else rope.cos,
         sin=None if rope is None else rope.sin,
