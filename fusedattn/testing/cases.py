@@ -48,6 +48,7 @@ class Case:
     prefix: bool = False  # random lengths; replaces the mask of `causal`, keeps its alignment
     documents: Literal["packed", "shuffled"] | None = None  # packed: q and k of one length share the ids
     layout: int | None = None  # the block size; two thirds of the blocks are visible
+    tree: bool = False  # two thirds of the pairs of a query and one of the newest keys are visible
     mask_function: bool = False
     bias: Literal["full", "per_head", "per_batch", "per_key", "per_query", "scalar"] | None = None
     bias_inf: bool = False  # a tenth of the bias is -inf
@@ -230,6 +231,9 @@ def _make_mask(case: Case, generator: torch.Generator) -> Mask:
         n_q, n_k = (-(-seqlen // case.layout) for seqlen in (case.seqlen_q, case.seqlen_k))
         blocks = torch.rand(1, case.nheads_q, n_q, n_k, generator=generator) < 2 / 3
         mask = mask & masks.block_sparse(blocks, case.layout)
+    if case.tree:
+        shape = (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_q)
+        mask = mask & masks.tree(torch.rand(shape, generator=generator) < 2 / 3)
     if case.mask_function:
         from fusedattn.testing import triton_functions
 
@@ -350,6 +354,9 @@ CASES = (
     Case("documents, window, right padding", documents="packed", window=(11, 11), padding="right", seed=1),
     Case("block-sparse", layout=16, seqlen_q=61, seqlen_k=75),
     Case("block-sparse, causal, uneven padding", layout=16, causal="bottom_right", padding="uneven", seed=1),
+    Case("tree", tree=True, seqlen_q=21, seqlen_k=83),
+    Case("tree, causal, uneven padding, GQA 6:2", tree=True, causal="bottom_right", padding="uneven", nheads_q=6),
+    Case("tree, more queries than keys", **_SMALL | {"seqlen_k": 20}, tree=True),
     Case("mask function", mask_function=True),
     Case("mask function, causal, right padding", **_SMALL, mask_function=True, causal="bottom_right", padding="right"),
     Case("bias", bias="full"),
@@ -380,7 +387,7 @@ CASES = (
         "everything together", batch=3, nheads_q=2, nheads_kv=1, seqlen_q=45, seqlen_k=70, causal="bottom_right",
         padding="uneven", empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
         rope_positions=True, scale=0.3, head_dim_v=24, window=(60, 20), prefix=True, documents="packed", layout=16,
-        mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query", softcap=3.0,
-        score_mod=True, sinks=True, dropout_p=0.2, seed=33,
+        tree=True, mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query",
+        softcap=3.0, score_mod=True, sinks=True, dropout_p=0.2, seed=33,
     ),
 )  # fmt: skip

@@ -268,7 +268,10 @@ def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.devi
         if eager is None:
             raise NotImplementedError("mask: got function(fn) with eager=None, allowed is a function of torch")
         parts.append(lambda b, h, i, j: eager(b, h, i, j, function.args))
-    per_head = any(part is not None for part in (mask.allowed, layout, function))
+    if mask.tree is not None:
+        tree, older = mask.tree.expand(batch, nheads, seqlen_q, seqlen_q), seqlen_k - seqlen_q
+        parts.append(lambda b, h, i, j: (j < older) | tree[b, h, i, (j - older).clamp(min=0)])
+    per_head = any(part is not None for part in (mask.allowed, layout, function, mask.tree))
     return create_block_mask(
         and_masks(*parts),
         None if mask.only_bands else batch,

@@ -118,6 +118,7 @@ class FuzzProblem:
 BROADCAST = {
     "boolean": (("mask", "allowed"), 4),
     "layout": (("mask", "layout", "blocks"), 4),
+    "tree": (("mask", "tree"), 4),
     "bias": (("bias", "tensor"), 4),
     "relative": (("bias", "relative"), 3),
     "slopes": (("bias", "slopes"), 1),

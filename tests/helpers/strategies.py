@@ -15,7 +15,7 @@ from tests.helpers.hostile import BROADCAST, LAYOUTS, FuzzProblem, added_leaves,
 FEATURES: dict[str, object] = {
     name: getattr(Case(), name)
     for name in (
-        "head_dim_v", "window", "prefix", "documents", "layout", "mask_function", "bias", "bias_inf", "alibi",
+        "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "bias", "bias_inf", "alibi",
         "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
     )
 }  # fmt: skip
@@ -68,6 +68,7 @@ def features(draw: st.DrawFn) -> dict[str, object]:
         "prefix": draw(seldom),
         "documents": draw(st.sampled_from([None, None, None, None, "packed", "shuffled"])),
         "layout": draw(st.sampled_from([None, None, None, None, 16, 32, 48])),
+        "tree": draw(seldom),
         "mask_function": draw(seldom),
         "bias": bias,
         "bias_inf": bias not in (None, "scalar") and draw(seldom),

@@ -329,6 +329,13 @@ KINDS: dict[str, Kind] = {
     ),
     "function": Kind(lambda g, n, m: triton_functions.mask_function(2, NHEADS, g), heads=2),
     "function, window": Kind(lambda g, n, m: triton_functions.mask_function(2, NHEADS, g) & masks.window(9, 4)),
+    "tree": Kind(lambda g, n, m: masks.tree(torch.rand(2, NHEADS, n, n, generator=g) < 0.6), heads=2),
+    "tree, window": Kind(lambda g, n, m: masks.tree(torch.rand(n, n, generator=g) < 0.6) & masks.window(20, None)),
+    "tree, documents": Kind(
+        lambda g, n, m: (
+            masks.tree(torch.rand(n, 1, generator=g) < 0.6) & masks.documents(packed_ids(g, n), packed_ids(g, m))
+        )
+    ),
     "boolean, prefix": Kind(
         lambda g, n, m: masks.boolean(torch.rand(n, m, generator=g) < 0.5) & masks.prefix_lm(lengths_of(g, m))
     ),
@@ -379,6 +386,7 @@ PACKED_KINDS = {
     "documents, causal, padding": lambda g, n, m: masks.causal(),
     "prefix, padding": lambda g, n, m: masks.prefix_lm(torch.randint(-2, m + 2, (4,), generator=g)),
     "layout, window": lambda g, n, m: blocks_of(g, n, m, 16, 32, 4, NHEADS) & masks.window(20, None),
+    "tree": lambda g, n, m: masks.tree(torch.rand(4, NHEADS, n, n, generator=g) < 0.6),
     "function": lambda g, n, m: triton_functions.mask_function(4, NHEADS, g),
     "boolean, causal": lambda g, n, m: (
         masks.boolean(torch.rand(4, 1, n, m, generator=g) < 0.5) & masks.causal("top_left")
@@ -414,7 +422,7 @@ def test_blocks_of_packed_sequences(name, by_query):
         return own.dense(lengths_q[i], lengths_k[i], batch=1, nheads=NHEADS, first_batch=i)[0]
 
     sharp = name in ("full", "causal")
-    heads = NHEADS if name in ("layout, window", "function") else 1
+    heads = NHEADS if name in ("layout, window", "tree", "function") else 1
     for block_m, block_n in tiles_for(mask, TILES[1:3]):
         check_visits(
             problem, dense_of, block_m, block_n, by_query=by_query, sharp=sharp, heads=heads, what=name,
@@ -497,6 +505,27 @@ def test_work_is_proportional_to_visible_pairs(name, by_query):
     n_boundary = sum(len(x.boundary) for x in tiles)
     assert n_boundary <= boundary
     assert n_boundary + sum(len(x.full) for x in tiles) <= visited
+
+
+@by_direction
+@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 512), (32, 512), (17, 512), (20, 509), (64, 64), (40, 24)])
+def test_a_tree_leaves_blocks_of_older_keys_full(seqlen_q, seqlen_k, padded, by_query):
+    """Only blocks with one of the newest keys read its mask; here it hides everything that it may."""
+    older, first = max(seqlen_k - seqlen_q, 0), 37 if padded else 0
+    mask = masks.tree(torch.zeros(seqlen_q, seqlen_q, dtype=torch.bool, device=DEVICE))
+    if padded:
+        mask = mask & masks.padding(torch.arange(seqlen_k, device=DEVICE)[None] >= first)
+    for visit in visits(problem_of(mask, 1, seqlen_q, seqlen_k), 16, 16, by_query=by_query, heads=1):
+        if by_query:
+            start = min(first, seqlen_k)
+            n_full = max(older - start, 0) // 16
+            assert visit.full == [start + 16 * i for i in range(n_full)]
+            assert visit.boundary == list(range(start + 16 * n_full, seqlen_k, 16))
+        else:
+            is_full = first <= visit.start and visit.start + 16 <= older
+            assert len(visit.full) == (seqlen_q // 16 if is_full else 0)
+            assert len(visit.full + visit.boundary) == (0 if visit.start + 16 <= first else -(-seqlen_q // 16))
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 1, 5, 1023, 1024, 1025, 2500])

@@ -64,6 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "boolean": {"boolean": "full"},
     "broadcast boolean": {"boolean": "broadcast"},
     "block-sparse": {"layout": 16},
+    "tree": {"tree": True, "padding": "left"},
     "mask function": {"mask_function": True},
     "bias": {"bias": "full"},
     "bias per head": {"bias": "per_head"},

@@ -48,6 +48,7 @@ from tests.mutation import (
     package,
     scores,
     sequences,
+    trees,
 )  # fmt: skip
 from tests.mutation.fault import Fault
 
@@ -56,7 +57,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
-    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, integrations,
+    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",

@@ -103,6 +103,7 @@ def everything_masked(generator: torch.Generator) -> Mask:
     mask = mask & masks.boolean(torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, generator=generator) < 0.7)
     mask = mask & masks.documents(torch.zeros(BATCH, SEQLEN_Q).int(), torch.zeros(BATCH, SEQLEN_K).int())
     mask = mask & masks.block_sparse(torch.ones(1, HEADS, 1, 1, dtype=torch.bool), 16)
+    mask = mask & masks.tree(torch.rand(HEADS, SEQLEN_Q, SEQLEN_Q, generator=generator) < 0.7)
     return (mask & triton_functions.mask_function(BATCH, HEADS, generator)).to(DEVICE)
 
 

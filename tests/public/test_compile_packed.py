@@ -40,6 +40,7 @@ PACKED = {
         "mask": masks.window(4, 1) & masks.prefix_lm(x["prefix"]) & masks.boolean(x["scores"] > -1) & x["of_pairs"]
     },
     "blocks, top left": lambda x: {"mask": masks.causal("top_left") & masks.block_sparse(x["blocks"], 16)},
+    "tree": lambda x: {"mask": masks.tree(x["tree"])},
     "rope": lambda x: {"rope": x["rope"], "mask": masks.padding(x["valid"])},
     "rope, positions": lambda x: {"rope": x["rope"].at(x["at_q"], x["at_k"])},
     "biases": lambda x: {"bias": biases.tensor(x["scores"]) + biases.relative(x["table"]) + biases.alibi(x["slopes"])},
@@ -78,6 +79,7 @@ def test_compile_packed_sequences_of_any_lengths(kind, backend):
             "prefix": torch.randint(4, (3,)),
             "scores": torch.randn(3, HEADS, 13, 14),
             "blocks": torch.rand(3, 1, 1, 1) < 0.8,
+            "tree": torch.rand(3, HEADS, 13, 13) < 0.6,
             "table": torch.randn(3, HEADS, 1, 7),
             "slopes": torch.rand(3, HEADS),
             "at_q": torch.randint(32, (1, total_q)),

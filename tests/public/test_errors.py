@@ -194,6 +194,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "device of a layout": (
         {"mask": masks.block_sparse(bools(1, 1, device="meta"), 16)}, ValueError, ("block_sparse", "meta", DEVICE),
     ),
+    "a tree of all keys": ({"mask": masks.tree(bools(5, 7))}, ValueError, ("tree(m)", "(5, 7)", "(2, 4, 5, 5)")),
+    "device of a tree": (
+        {"mask": masks.tree(bools(5, 5, device="meta"))}, ValueError, ("tree(m)", "meta", DEVICE),
+    ),
     "device of a mask function": (
         {"mask": masks.function(sees, sees_eager, (numbers(2, "meta"),))}, ValueError, ("args[0]", "meta", DEVICE),
     ),
@@ -272,6 +276,7 @@ WRONG_PACKED: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]]
     ),
     "a prefix for all": ({"mask": masks.prefix_lm(numbers(1))}, ValueError, ("prefix_lm", "(1,)", "(2,)")),
     "a mask of all tokens": ({"mask": bools(9, 12)}, ValueError, ("mask", "(9, 12)", "(2, 4, 5, 7)")),
+    "a tree of all tokens": ({"mask": masks.tree(bools(9, 9))}, ValueError, ("tree", "(9, 9)", "(2, 4, 5, 5)")),
     "a bias of all tokens": ({"bias": tensor(9, 12)}, ValueError, ("bias", "(9, 12)", "(2, 4, 5, 7)")),
     "positions for each sequence": (
         {"rope": rope().at(numbers(5), None)}, ValueError, ("rope.positions_q", "(5,)", "(9,)"),

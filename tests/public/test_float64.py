@@ -54,6 +54,10 @@ def visible_pairs(inputs: testing.Inputs) -> np.ndarray:
         seen &= documents.q.numpy()[:, None, :, None] == documents.k.numpy()[:, None, None, :]
     if layout is not None:
         seen &= layout.blocks.numpy()[..., i // layout.block_q, j // layout.block_k]
+    if inputs.mask.tree is not None:
+        for i_new, j_new in np.ndindex(seqlen_q, seqlen_q):
+            if (j_old := j_new + seqlen_k - seqlen_q) >= 0:
+                seen[:, :, i_new, j_old] &= inputs.mask.tree.numpy()[:, :, i_new, j_new]
     if function is not None:  # of triton_functions: its arguments are one number for each head of each batch
         first = function.args[0].numpy().reshape(batch, nheads)[:, :, None, None]
         seen &= (i + 4 * j + first) % 5 != 0

@@ -67,6 +67,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prefix": {"prefix": True},
     "documents": {"documents": "packed"},
     "blocks": {"layout": 16, "seqlen_q": 34, "seqlen_k": 35},
+    "tree": {"tree": True},
     "mask function": {"mask_function": True},
     "bias": {"bias": "full"},
     "bias per head": {"bias": "per_head", "nheads_q": 2, "batch": 2},
@@ -93,7 +94,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 EVERYTHING = replace(
     TINY, batch=2, causal="bottom_right", padding="uneven", boolean="full", rope="half", rotary_dim=2,
     rope_tables="per_batch", rope_positions=True, scale=0.3, nheads_q=2, offset=1.0, head_dim_v=5, window=(3, 2),
-    prefix=True, documents="packed", layout=16, mask_function=True, bias="full", bias_inf=True, alibi=True,
+    prefix=True, documents="packed", layout=16, tree=True, mask_function=True, bias="full", bias_inf=True, alibi=True,
     relative="per_query", softcap=1.5, score_mod=True, sinks=True, dropout_p=0.2, seed=11,
 )  # fmt: skip
 

@@ -42,7 +42,7 @@ def kinds(n: int, m: int) -> dict[str, tuple[Mask, Visible]]:
     stops = lengths.tolist()
     ids_q, ids_k = torch.randint(0, 3, (B, n)), torch.randint(0, 3, (B, m), dtype=torch.int32)
     blocks, row = torch.rand(B, H, -(-n // 16), -(-m // 32)) < 0.6, torch.rand(-(-m // 16)) < 0.6
-    number = torch.arange(B)
+    number, tree, column = torch.arange(B), torch.rand(B, H, n, n) < 0.6, torch.rand(n) < 0.6
     found: dict[str, tuple[Mask, Visible]] = {
         "full": (masks.full(), lambda b, h, i, j: True),
         "causal": (masks.causal(), lambda b, h, i, j: m - 1 - j >= n - 1 - i),
@@ -83,6 +83,12 @@ def kinds(n: int, m: int) -> dict[str, tuple[Mask, Visible]]:
             lambda b, h, i, j: (i + j + b + h) % 3 != 0,
         ),
     }
+    found["tree"] = masks.tree(tree), lambda b, h, i, j: j < m - n or bool(tree[b, h, i, j - (m - n)])
+    found["tree, per key"] = masks.tree(column), lambda b, h, i, j: j < m - n or bool(column[j - (m - n)])
+    found["tree, per batch and query"] = (
+        masks.tree(tree[:, :1, :, :1]),
+        lambda b, h, i, j: j < m - n or bool(tree[b, 0, i, 0]),
+    )
     if n == m:
         found["documents, packed"] = (masks.documents(ids_q), lambda b, h, i, j: bool(ids_q[b, i] == ids_q[b, j]))
     return found
@@ -104,7 +110,7 @@ def dense(mask: Mask, n: int, m: int, **selection: Any) -> Tensor:
 
 INCOMPATIBLE = [{"prefix", "prefix, top-left"}, {"prefix, other", "prefix, top-left"}, {"blocks", "blocks, per key"}]
 INCOMPATIBLE += [{"blocks, per batch", "blocks, per key"}, {"documents", "documents, packed"}]
-TOGETHER = ("causal", "padding", "boolean", "prefix", "documents", "blocks", "function")
+TOGETHER = ("causal", "padding", "boolean", "prefix", "documents", "blocks", "tree", "function")
 
 
 @pytest.mark.parametrize(("n", "m"), SHAPES)
@@ -180,7 +186,7 @@ def test_tensors_and_where_they_are():
     some = kinds(20, 37)
     mask = functools.reduce(operator.and_, (some[name][0] for name in TOGETHER))
     assert list(mask.tensors()) == [
-        "padding(valid)", "boolean(m)", "prefix_lm(lengths)", "documents(ids_q)", "documents(ids_k)",
+        "padding(valid)", "boolean(m)", "tree(m)", "prefix_lm(lengths)", "documents(ids_q)", "documents(ids_k)",
         "block_sparse(blocks)", "function(args[0])",
     ]  # fmt: skip
     moved = mask.to("meta")
@@ -241,10 +247,10 @@ def test_masks_in_a_compiled_function(dynamic):
     """For any number of queries and keys, and any window; a mask function is made outside the graph."""
     function = masks.function(chequered, chequered_in_torch, (torch.arange(B), 3))
 
-    def call(x: Tensor, valid: Tensor, lengths: Tensor, ids: Tensor, blocks: Tensor, left: int) -> Tensor:
+    def call(x: Tensor, valid: Tensor, lengths: Tensor, ids: Tensor, blocks: Tensor, tree: Tensor, left: int) -> Tensor:
         n = x.shape[0]
         mask = masks.causal() & masks.window(left, 2, "top_left") & masks.padding(valid) & masks.prefix_lm(lengths)
-        mask = mask & masks.documents(ids) & masks.block_sparse(blocks, 16) & function
+        mask = mask & masks.documents(ids) & masks.block_sparse(blocks, 16) & masks.tree(tree) & function
         mask.check(B, H, n, n)
         return mask.dense(n, n, batch=B, nheads=H)
 
@@ -252,7 +258,7 @@ def test_masks_in_a_compiled_function(dynamic):
     for n, left in ((20, 5), (33, 7)):
         blocks = -(-n // 16)
         x = (torch.zeros(n), torch.rand(B, n) < 0.8, torch.tensor([3, 9]), torch.randint(0, 2, (B, n)))
-        arguments = (*x, torch.rand(H, blocks, blocks) < 0.7, left)
+        arguments = (*x, torch.rand(H, blocks, blocks) < 0.7, torch.rand(H, n, n) < 0.9, left)
         assert torch.equal(compiled(*arguments), call(*arguments))
 
 
@@ -318,6 +324,14 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
         (lambda: masks.padding(BOOL[0]), ValueError, r"valid: got shape \(3,\), allowed is \(batch, seqlen_k\)"),
         (lambda: masks.boolean(BOOL.float()), TypeError, r"m: got .*float32.*, allowed is .*bool"),
         (lambda: masks.boolean(BOOL[None, None, None]), ValueError, r"m: got shape \(1, 1, 1, 2, 3\), allowed"),
+        (lambda: masks.tree(BOOL.int()), TypeError, r"m: got .*int32.*, allowed is .*bool"),
+        (
+            lambda: masks.tree(BOOL[None, None, None]),
+            ValueError,
+            r"m: got shape \(1, 1, 1, 2, 3\).*seqlen_q, seqlen_q\)",
+        ),
+        (lambda: masks.tree(BOOL).check(2, 4, 2, 3), ValueError, r"tree\(m\): got shape \(2, 3\).* \(2, 4, 2, 2\)"),
+        (lambda: masks.tree(BOOL) & masks.tree(BOOL[:, :2]), ValueError, r"tree.*\(2, 3\) and \(2, 2\)"),
         (lambda: masks.causal() & BOOL, TypeError, r"unsupported operand"),
         (lambda: masks.padding(BOOL) & masks.padding(BOOL[:, :2]), ValueError, r"valid.*\(2, 3\) and \(2, 2\)"),
         (lambda: masks.boolean(BOOL) & masks.boolean(BOOL[:, :2]), ValueError, r"allowed.*\(2, 3\) and \(2, 2\)"),
@@ -334,6 +348,11 @@ def test_errors_of_masks(make, error, message):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 3), (4, 1, 3), (1, 4, 2, 1), (2, 1, 1, 3)])
 def test_shapes_that_boolean_takes(shape):
     masks.boolean(torch.ones(shape, dtype=torch.bool)).check(2, 4, 2, 3)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 2), (1, 2), (4, 1, 2), (1, 4, 2, 1), (2, 1, 1, 2), (2, 4, 2, 2)])
+def test_shapes_that_tree_takes(shape):
+    masks.tree(torch.ones(shape, dtype=torch.bool)).check(2, 4, 2, 3)
 
 
 def test_a_mask_is_neither_true_nor_false():

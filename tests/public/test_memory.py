@@ -104,7 +104,7 @@ def test_packed_sequences(dtype, behind):
     )
     case = replace(
         testing.CASES[-1], nheads_q=2, nheads_kv=1, dtype=dtype, boolean=None, layout=None, window=None, prefix=False,
-        mask_function=False, bias=None, alibi=False, relative=None,
+        tree=False, mask_function=False, bias=None, alibi=False, relative=None,
     )  # fmt: skip
     inputs = testing.make_inputs(
         replace(case, batch=1, seqlen_q=sum(lengths_q) + behind, seqlen_k=sum(lengths_k) + behind, empty_batch=False,

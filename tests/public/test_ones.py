@@ -34,7 +34,7 @@ PAIRS = Pairs(X, 1, 1, 1, 1)
 MASK = MaskArguments(
     HAS_LOWER=ON, HAS_UPPER=ON, BY_PAIR=ON, MAY_HIDE_ROWS=ON, valid_ptr=X, key_range_ptr=X, allowed=PAIRS,
     prefix_ptr=X, PREFIX_AT_END=ON, documents=DocumentArguments(X, X, X, X, 1, 1),
-    layout=LayoutArguments(X, X, X, X, X, 1, 1, 1, 1, 1, 1), function_args=(X, 1, 1.0), FUNCTION=None,
+    layout=LayoutArguments(X, X, X, X, X, 1, 1, 1, 1, 1, 1), tree=PAIRS, function_args=(X, 1, 1.0), FUNCTION=None,
 )  # fmt: skip
 SCORE = ScoreArguments(
     softcap=1.0, slopes_ptr=X, slopes_stride=1, reach=1, function_args=(1, X, 1.0), bias=PAIRS, relative=STRIDED,
@@ -46,6 +46,7 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "partials": Partials(X, X, X, X, None),
     "mask": MASK,
     "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),
+    "mask of a tree alone": MASK._replace(allowed=None, documents=None, layout=None),
     "mask of a prefix alone": MASK._replace(valid_ptr=None, key_range_ptr=None, allowed=Pairs(None, 0, 0, 0, 0)),
     "score": SCORE,
     "score without slopes, of one distance": SCORE._replace(softcap=None, slopes_ptr=None, slopes_stride=0, reach=0),

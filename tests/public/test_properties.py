@@ -86,6 +86,7 @@ def permuted(inputs: Inputs, batch: Tensor, heads_kv: Tensor) -> Inputs:
         prefix=None if prefix is None else replace(prefix, lengths=prefix.lengths[batch]),
         documents=None if documents is None else masks.Documents(documents.q[batch], documents.k[batch]),
         layout=None if layout is None else replace(layout, blocks=of_queries(layout.blocks)),
+        tree=of_queries(mask.tree),
     )
     if rope is not None:
         per_batch = {

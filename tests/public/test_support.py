@@ -127,6 +127,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"mask": masks.documents(ids(SEQLEN_Q), ids(SEQLEN_K))}),
     with_options(lambda: {"mask": ones(BATCH, 1, 1, SEQLEN_K)}),
     with_options(lambda: {"mask": masks.block_sparse(ones(1, HEADS, 1, 1), 16)}),
+    with_options(lambda: {"mask": masks.tree(ones(SEQLEN_Q, SEQLEN_Q))}),
     with_options(lambda: {"mask": mask_function()}),
     with_options(lambda: {"mask": masks.causal() & masks.window(5, 2) & masks.padding(ones(BATCH, SEQLEN_K))}),
     with_options(lambda: {"bias": normal(HEADS, 1, SEQLEN_K)}),

@@ -52,6 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"mask": masks.documents(torch.arange(TOTAL_Q)[None] // 7, torch.arange(TOTAL_K)[None] // 7)},
     "layout": {"mask": masks.causal() & masks.block_sparse(uniform(N, HEADS, 3, 3) < 0.6, 16)},
     "boolean": {"mask": masks.boolean(uniform(N, 1, LONGEST, LONGEST) < 0.6)},
+    "tree": {"mask": masks.tree(uniform(N, HEADS, LONGEST, LONGEST) < 0.6)},
+    "tree of all, causal": {"mask": masks.causal() & masks.tree(uniform(LONGEST, LONGEST) < 0.6)},
     "bias of all": {"bias": biases.tensor(normal(1, HEADS, LONGEST, LONGEST)) + biases.relative(normal(HEADS, 1, 7))},
     "bias of each": {
         "bias": biases.tensor(normal(N, 1, 1, LONGEST)) + biases.relative(normal(N, 1, LONGEST, 7)),

@@ -112,7 +112,7 @@ def kinds(problem: FuzzProblem) -> set[str]:
         "nothing visible": problem.rows == "all empty" or case.empty_batch,
         "NaN or infinity": any(value in ("nan", "inf", "-inf") for _, value, _ in problem.poison),
         "largest and lowest numbers": any(value in ("highest", "lowest") for _, value, _ in problem.poison),
-        "masked": bool(case.causal or case.padding or case.boolean),
+        "masked": bool(case.causal or case.padding or case.boolean or case.tree),
         "window or prefix": case.window is not None or case.prefix,
         "documents or blocks": case.documents is not None or case.layout is not None,
         "functions of masks or scores": case.mask_function or case.score_mod,

@@ -266,6 +266,7 @@ MASKS = {
     "prefix": lambda n: masks.prefix_lm(torch.tensor([1, n])),
     "documents": lambda n: masks.documents(torch.arange(n).expand(2, -1) // 3),
     "blocks": lambda n: masks.block_sparse(torch.tensor([[True]]), 304),
+    "tree": lambda n: masks.tree(torch.rand(4, n, n) < 0.2),
 }
 
 

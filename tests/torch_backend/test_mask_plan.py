@@ -64,6 +64,7 @@ def structures(n: int, m: int) -> dict[str, Mask]:
     found["boolean, causal"] = masks.boolean(masks.causal().dense(n, m)) & masks.window(6, 2)
     found["boolean of keys"] = masks.boolean(torch.rand(B, 1, 1, m) < 0.6) & masks.causal()
     found["boolean of one key"] = masks.boolean(torch.rand(n, 1) < 0.6)
+    found["tree, window"] = masks.tree(torch.rand(B, 1, n, n) < 0.6) & masks.window(6, None)
     found["sparse"] = masks.block_sparse(torch.rand(-(-n // 16), -(-m // 16)) < 0.5, 16)
     return found
 
