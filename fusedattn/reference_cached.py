@@ -132,6 +132,7 @@ def _mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
         prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
         documents=None if documents is None else Documents(documents.q[i : i + 1], documents.k[i : i + 1, :n_keys]),
         layout=layout,
+        tree=None if mask.tree is None else pairs_of(mask.tree, i, n_queries, n_queries),
     )
     if own.function is None:
         return own
