@@ -8,6 +8,7 @@ from fusedattn.attention import attention
 from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
 from fusedattn.kv_cache import KVCache
+from fusedattn.merge import merge
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.score_mod import ArgGradient, ScoreMod
 from fusedattn.support import not_supported_reasons
@@ -33,6 +34,7 @@ __all__ = [
     "fuse",
     "fusion_report",
     "masks",
+    "merge",
     "not_supported_reasons",
     "replace_sdpa",
     "scaled_dot_product_attention",

@@ -94,7 +94,7 @@ def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
         prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
         documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
         layout=layout,
-        tree=None if mask.tree is None else _pairs_of(mask.tree, i, lengths[0], lengths[0]),
+        tree=None if mask.tree is None else pairs_of(mask.tree, i, lengths[0], lengths[0]),
     )
 
 

@@ -69,6 +69,7 @@ FEATURES = (
     Feature("nested tensors, jagged", "`attention(nested, ...)`"),
     Feature("log-sum-exp and its gradient", "`return_lse=True`"),
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
+    Feature("partial attentions, over disjoint sets of keys, joined", "`merge(outs, lses)`"),
     Feature("bitwise reproducible gradients", "by default", torch="as torch's"),
     Feature("nondeterministic gradients, with one kernel fewer", "`deterministic=False`", torch="of no effect"),
     Feature(

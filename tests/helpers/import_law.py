@@ -17,7 +17,16 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
-    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "caches", "support"}
+    "fusedattn": {
+        "fusion",
+        "integrations.torch_functions",
+        "attention",
+        "varlen",
+        "weights",
+        "merge",
+        "caches",
+        "support",
+    }
     | VALUES,
     "fusion": {
         "integrations.modules",
@@ -66,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
     "testing": {"testing.budget", "testing.cases"},
     "weights": {"call_checks", "reference", *VALUES},
+    "merge": {"call_checks"},
     "prepare": {"call_checks", "options", "support", *VALUES},
     "backends.torch.fast_path": {"backends.torch.sdpa", "call_checks", "backends.torch.mask_plan", "support", *VALUES},
     "backends.triton.results": {"backends.triton.operands", *VALUES},
@@ -132,7 +142,7 @@ LAYERS = (
     Layer("error budget", "test cases, and the error that a function may have",
           ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
-    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "caches")),
+    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "merge", "caches")),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.sdpa", "backends.torch.mask_plan",

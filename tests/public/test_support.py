@@ -21,6 +21,7 @@ from fusedattn import (
     attention_weights,
     biases,
     masks,
+    merge,
 )
 from fusedattn.support import FEATURES
 from fusedattn.testing import triton_functions
@@ -90,6 +91,12 @@ def of_weights(backend: str) -> Tensor:
     return attention_weights(q, k, attention(q, k, v, return_lse=True, backend=backend)[1], rows=slice(1))
 
 
+def of_parts(backend: str) -> Tensor:
+    q, k, v = qkv()
+    parts = [attention(q, *x, return_lse=True, backend=backend) for x in zip(k.split(6, 2), v.split(6, 2), strict=True)]
+    return merge(*zip(*parts, strict=True))[0]
+
+
 def of_lse(backend: str) -> Tensor:
     return attention(*qkv(), return_lse=True, backend=backend)[1]
 
@@ -144,6 +151,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     of_nested,
     of_lse,
     of_weights,
+    of_parts,
     with_options(lambda: {}),
     with_options(lambda: {"deterministic": False}),
     of_compiled,
