@@ -17,17 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
-    "fusedattn": {
-        "fusion",
-        "integrations.torch_functions",
-        "attention",
-        "varlen",
-        "weights",
-        "merge",
-        "caches",
-        "support",
-    }
-    | VALUES,
+    "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "merge", "caches"}
+    | {"support", *VALUES},
     "fusion": {
         "integrations.modules",
         "integrations.torch_nn",
@@ -70,6 +61,18 @@ ALLOWED: dict[str, set[str]] = {
         "reference_varlen",
         "options",
         *VALUES,
+    },
+    "backends.triton.appending": {
+        "backends.triton.append_launching",
+        "backends.triton.ops",
+        "backends.triton.operands",
+        *VALUES,
+    },
+    "backends.triton.append_launching": {
+        "backends.triton.launching",
+        "backends.triton.results",
+        "backends.triton.operands",
+        "kernels",
     },
     "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
@@ -119,7 +122,6 @@ ALLOWED: dict[str, set[str]] = {
     "rope": set(),
     "kv_cache": {"quantization", "rope"},
     "quantization": set(),
-    "backends.triton.appending": set(),
 }
 
 
@@ -149,7 +151,8 @@ LAYERS = (
            "backends.torch.boxes", "backends.torch.eager", "backends.torch.flash")),
     Layer("triton backend", "autograd, operators, launches",
           ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",
-           "backends.triton.appending", "backends.triton.results", "backends.triton.operands")),
+           "backends.triton.appending", "backends.triton.append_launching", "backends.triton.results",
+           "backends.triton.operands")),
     Layer("correctness", "the definition of every result, in eager PyTorch",
           ("reference_cached", "reference_varlen", "reference")),
     Layer("one call", "its options, checks of its arguments, limits of the backends",

@@ -141,7 +141,8 @@ def test_rope_on_appending(name, given, backend):
     device = device_of(backend)
     rope = rope_of(name, device)
     cache = cache_in("pages of 16", 2, 40, device=device, rope=rope)
-    model, unrotated, places = Model(2), Model(2), [[], []]
+    model, unrotated = Model(2), Model(2)
+    places: list[list[int]] = [[], []]
     for counts in ([3, 1], [20, 0], [1, 30]):
         new = [tokens(n, torch.float32) for n in counts]
         for i, (k, v) in enumerate(new):

@@ -23,6 +23,7 @@ ON_DEMAND = {
     "kernels",
     "testing.triton_functions",
     "backends.triton.launching",
+    "backends.triton.append_launching",
     "integrations.transformers",
     "virtual_gpu",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedattn.backends.triton.appending import AppendTensors
 from fusedattn.backends.triton.launching import contiguous_with, on_device_of
+from fusedattn.backends.triton.operands import AppendTensors
 from fusedattn.backends.triton.results import features_of
 from fusedattn.kernels import cache_append
 from fusedattn.kernels.cached import as_bytes, cache_arguments

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from fusedattn.backends.triton import ops
+from fusedattn.backends.triton.operands import AppendTensors
 from fusedattn.kv_cache import KVCache
-
-
-class AppendTensors(NamedTuple):
-    """The tensors of a cache that are only read, and the starts of packed tokens, int32 ``(batch + 1,)``."""
-
-    lengths: Tensor
-    block_table: Tensor | None
-    rows: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    positions: Tensor | None
-    cu_seqlens: Tensor | None
 
 
 @torch.library.custom_op("fusedattn::cache_append", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))

@@ -78,6 +78,18 @@ class ConstantSizes(NamedTuple):
     rotated: int = 0
 
 
+class AppendTensors(NamedTuple):
+    """The tensors of a cache that are only read, and the starts of packed tokens, int32 ``(batch + 1,)``."""
+
+    lengths: Tensor
+    block_table: Tensor | None
+    rows: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
+    cu_seqlens: Tensor | None
+
+
 class Functions(NamedTuple):
     """Keys of users' functions in :mod:`fusedattn.functions`, and the numbers of their args; empty for none.
 
