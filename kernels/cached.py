@@ -129,7 +129,7 @@ def load_cached(
         of_features = tl.arange(0, BLOCK_D) < HEAD_DIM
         return round_to(tl.where(exists[:, None] & of_features[None, :], numbers, 0.0), dtype)
     else:
-        return decoded(codes, cache.FORMAT, dtype)
+        return decoded(codes, cache.FORMAT, scale.GIVEN, dtype)
 
 
 @triton.jit
@@ -163,26 +163,38 @@ def first_visible(cache, place):
 
 
 @triton.jit
-def decoded(codes, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of codes of 8 bits in `dtype`, which holds all of them; those of floating-point codes over 256.
+def decoded(codes, FORMAT: tl.constexpr, HAS_NAN: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of codes of 8 bits, int8, in `dtype`, which holds all of them; those of floating-point codes over 256.
 
-    The exponent of e4m3 has a bias of 7, that of float16 of 15, so a shift does most of it. The quotients of e5m2 are
-    far from the largest float16, which a rotation may increase.
+    A shift puts the bits of a floating-point code where those of a wider format are; the bias of the exponent then
+    differs, which a product makes good. Over 256, they are far from the largest float16, which a rotation may exceed.
     """
+    E5M2: tl.constexpr = FORMAT == "e5m2"
     if FORMAT == "int8":
         return round_to(codes.to(tl.float32), dtype)
-    else:
-        bits = codes.to(tl.uint16)
-        if FORMAT == "e5m2":  # the upper half of float16
-            return round_to((bits << 8).to(tl.float16, bitcast=True).to(tl.float32) * 0.00390625, dtype)
+    elif dtype == tl.float16:
+        bits = codes.to(tl.int16)  # the sign fills the upper byte
+        if E5M2:
+            numbers = (bits << 8).to(tl.float16, bitcast=True) * 0.00390625
         else:
-            half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
-            return round_to(tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32)), dtype)
+            numbers = ((bits << 7) & -0x4080).to(tl.float16, bitcast=True)
+    else:
+        bits = codes.to(tl.int32)
+        if E5M2:
+            numbers = ((bits << 21) & -0x70200000).to(tl.float32, bitcast=True) * 2.0**104
+        else:
+            numbers = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**112
+    if HAS_NAN:
+        magnitude = codes.to(tl.int32) & 0x7F
+        if E5M2:
+            numbers = tl.where(magnitude == 0x7C, numbers * float("inf"), numbers)
+        numbers = tl.where(magnitude > (0x7C if E5M2 else 0x7E), float("nan"), numbers)
+    return round_to(numbers, dtype)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Codes as the kernels take them: floating-point ones as their bits."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype.is_floating_point else x
+    """Codes as the kernels take them: floating-point ones as their bits, with a sign."""
+    return x.view(torch.int8) if x.dtype.itemsize == 1 and x.dtype.is_floating_point else x
 
 
 def cache_arguments(

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import ones
-from fusedattn import Rope, attention, attention_varlen, biases, masks
+from fusedattn import KVCache, Rope, attention, attention_varlen, biases, caches, masks
 from fusedattn.kernels import configs
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
@@ -58,6 +58,13 @@ FEATURES: dict[str, frozenset[str]] = {
         {"causal", "window", "prefix", "documents", "padding", "boolean", "mask function", "rope", "positions", "bias"}
         | {"alibi", "relative", "softcap", "score function", "sinks", "dropout", "packed"}
     ),
+    "cache": frozenset({"causal", "rope", "paged", "one query", "long cache"}),
+    "cache, rotated on reading": frozenset({"causal", "rope on reading", "paged", "one query", "long cache"}),
+    "cache of e4m3": frozenset({"causal", "rope", "paged", "e4m3", "one query", "long cache"}),
+    "cache of int8": frozenset({"causal", "rope", "paged", "int8", "one query", "long cache"}),
+    "cache of int4": frozenset({"causal", "rope", "paged", "int4", "one query", "long cache"}),
+    "cache, chunk": frozenset({"causal", "rope", "paged"}),
+    "cache of e4m3, chunk": frozenset({"causal", "rope", "paged", "e4m3"}),
     "one pass": frozenset({"one pass"}),
     "one pass, causal+rope": frozenset({"one pass", "causal", "rope"}),
     "one pass, padding": frozenset({"one pass", "causal", "padding", "rope", "positions"}),
@@ -69,6 +76,8 @@ FEATURES: dict[str, frozenset[str]] = {
 BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
 FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
+PAGE, GROUP = 16, 32
+CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,11 @@ NAMES = {
     "dq_total": "one-pass",
     "HEADS": "grouped",
     "split_keys": "split",
+    "table": "paged",
+    "lengths": "cache",
+    "GROUP": "groups",
+    "BLOCK": "one-token",
+    "FROM_START": "rotated",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
     "reciprocal": "unbounded",
@@ -158,8 +172,12 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
     """The optional arguments that a kernel got, also those in the tuples among its arguments, such as `owner`."""
     for name, value in arguments.items():
         value = getattr(value, "value", value)  # a constexpr
-        if name in ("HEADS", "split_keys"):
+        if name == "FORMAT":
+            yield from [value] if value else []
+        if name in ("HEADS", "split_keys", "GROUP"):
             value = value > (name == "HEADS")
+        if name == "BLOCK":
+            value = value == 1
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
@@ -269,6 +287,9 @@ def call(
     q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=training) for shape in (shape_q, shape_k, shape_v))
     leaves = [q, k, v]
     options: dict[str, Any] = {"mask": _mask(features, sizes), "rope": _rope(head_dim, features, sizes)}
+    if "paged" in features:
+        _call_with_cache(q, k, v, features, options)
+        return
     bias = []
     if "bias" in features:
         shape = (1, 1, 1, 1) if of_one_number else (1, nheads, sizes.seqlen_q, sizes.seqlen_k)
@@ -310,6 +331,25 @@ def call(
         torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 
 
+def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], options: dict[str, Any]) -> None:
+    """Append as many tokens as there are queries to a paged cache, and attend to it."""
+    batch, nheads_kv, seqlen_k, head_dim = k.shape
+    n_pages = -(-seqlen_k // PAGE)
+    table = torch.zeros(batch, n_pages, dtype=torch.int32)
+    dtype = next((x for name, x in CODES.items() if name in features), k.dtype)
+    n_groups = head_dim // GROUP if "int4" in features else 1
+    rope = options.pop("rope")
+    lengths = torch.full((batch,), seqlen_k - q.shape[2], dtype=torch.int32)
+    cache = KVCache.paged(
+        table, n_pages, PAGE, nheads_kv, head_dim, dtype=dtype, n_groups=n_groups, lengths=lengths,
+        rope=rope if "rope" in features else None,
+    )  # fmt: skip
+    with torch.no_grad():
+        caches.append(cache, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], backend="triton")
+        own = None if "rope" in features else rope
+        attention(q, cache=cache, rope=own, return_lse=True, backend="triton", **options)
+
+
 def _mask(features: frozenset[str], sizes: Sizes) -> Mask:
     batch, nheads, lengths = sizes.batch, sizes.nheads_q, (sizes.seqlen_q, sizes.seqlen_k)
     mask = masks.full()
@@ -341,7 +381,7 @@ def _mask(features: frozenset[str], sizes: Sizes) -> Mask:
 
 
 def _rope(head_dim: int, features: frozenset[str], sizes: Sizes) -> Rope | None:
-    if "rope" not in features:
+    if not features & {"rope", "rope on reading"}:
         return None
     rotary_dim = 2 if "one pair" in features else head_dim // 2 * 2
     positions: dict[str, Tensor] = {}
