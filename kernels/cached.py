@@ -169,26 +169,27 @@ def decoded(codes, FORMAT: tl.constexpr, HAS_NAN: tl.constexpr, dtype: tl.conste
     A shift puts the bits of a floating-point code where those of a wider format are; the bias of the exponent then
     differs, which a product makes good. Over 256, they are far from the largest float16, which a rotation may exceed.
     """
-    E5M2: tl.constexpr = FORMAT == "e5m2"
     if FORMAT == "int8":
-        return round_to(codes.to(tl.float32), dtype)
-    elif dtype == tl.float16:
-        bits = codes.to(tl.int16)  # the sign fills the upper byte
-        if E5M2:
-            numbers = (bits << 8).to(tl.float16, bitcast=True) * 0.00390625
-        else:
-            numbers = ((bits << 7) & -0x4080).to(tl.float16, bitcast=True)
+        numbers = codes.to(tl.float32)
     else:
-        bits = codes.to(tl.int32)
-        if E5M2:
-            numbers = ((bits << 21) & -0x70200000).to(tl.float32, bitcast=True) * 2.0**104
+        E5M2: tl.constexpr = FORMAT == "e5m2"
+        if dtype == tl.float16:
+            bits = codes.to(tl.int16)  # the sign fills the upper byte
+            if E5M2:
+                numbers = (bits << 8).to(tl.float16, bitcast=True) * 0.00390625
+            else:
+                numbers = ((bits << 7) & -0x4080).to(tl.float16, bitcast=True)
         else:
-            numbers = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**112
-    if HAS_NAN:
-        magnitude = codes.to(tl.int32) & 0x7F
-        if E5M2:
-            numbers = tl.where(magnitude == 0x7C, numbers * float("inf"), numbers)
-        numbers = tl.where(magnitude > (0x7C if E5M2 else 0x7E), float("nan"), numbers)
+            bits = codes.to(tl.int32)
+            if E5M2:
+                numbers = ((bits << 21) & -0x70200000).to(tl.float32, bitcast=True) * 2.0**104
+            else:
+                numbers = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**112
+        if HAS_NAN:
+            magnitude = codes.to(tl.int32) & 0x7F
+            if E5M2:
+                numbers = tl.where(magnitude == 0x7C, numbers * float("inf"), numbers)
+            numbers = tl.where(magnitude > (0x7C if E5M2 else 0x7E), float("nan"), numbers)
     return round_to(numbers, dtype)
 
 
