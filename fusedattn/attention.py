@@ -31,6 +31,7 @@ def attention(
     *,
     cache: KVCache | None = ...,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> Tensor: ...
 
@@ -43,8 +44,35 @@ def attention(
     *,
     cache: KVCache | None = ...,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention(
@@ -65,9 +93,10 @@ def attention(
     deterministic: bool = True,
     num_splits: int | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: Backend | None = None,
     **others: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Scaled-dot-product attention: ``dropout(softmax(scores, masked)) v``, differentiable.
 
     Vaswani et al., "Attention Is All You Need" (2017), eq. 1, with the rotation of Su et al. (2021), computed
@@ -117,6 +146,7 @@ def attention(
             depends neither on the batch nor on the lengths of others; so does 1. With other numbers it may depend on
             the longest length.
         return_lse: also return the log-sum-exp of each row's scores.
+        return_max: also return the largest score of each row, as QK-clip needs it (Kimi K2, 2025).
         backend: ``"triton"``, ``"torch"``, or None. None runs the Triton kernels for GPU tensors, and for CPU tensors
             if ``TRITON_INTERPRET=1`` is set (in Triton's interpreter); otherwise torch. A named backend is used or
             the call raises; it is never replaced.
@@ -126,6 +156,9 @@ def attention(
         the memory order of q (contiguous if rows of q overlap or lie more than 2^22 elements apart).
         With ``return_lse``, ``(out, lse)``: lse is a natural logarithm, float32 (float64 for float64),
         ``(batch, nheads_q, seqlen_q)``, differentiable too.
+        With ``return_max``, ``(out, largest)`` or ``(out, lse, largest)``: the largest score of the keys that a query
+        sees, as the softmax gets it (after the bias), in the shape and dtype of lse; not differentiable. Sinks do not
+        count. ``-inf`` for a query that may attend to nothing, NaN if it sees a score of NaN or ``+inf``.
 
         A query that may attend to nothing has out 0 and lse ``-inf`` (with sinks, its head's sink) and causes no
         gradient. A bias of ``-inf`` takes all weight from a key, as the mask does.
@@ -147,7 +180,7 @@ def attention(
         raise unknown_argument("attention", others)
     is_nested = are_nested(q, k, v)
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
-    plainly = plainly and cache is None and score_mod is None and sinks is None and not return_lse
+    plainly = plainly and cache is None and score_mod is None and sinks is None and not return_lse and not return_max
     plainly = plainly and type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
     if plainly and dropout_seed is None and not is_nested and k is not None and v is not None:
         answer = fast_path.attention(q, k, v, mask, backend)
@@ -155,10 +188,9 @@ def attention(
             return answer
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse, cache=cache, num_splits=num_splits,
+        deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
     )  # fmt: skip
     if is_nested:
         return nested_attention(q, k, v, options, backend)
     q, k, v, backend = prepared(q, k, v, options, backend)
-    out, lse = backends.attention(q, k, v, options, backend)
-    return (out, lse) if return_lse and lse is not None else out
+    return options.returned(*backends.attention(q, k, v, options, backend))

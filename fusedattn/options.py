@@ -75,6 +75,7 @@ class Options:
     dropout_seed: Tensor | None = None
     deterministic: bool = True
     return_lse: bool = False
+    return_max: bool = False
     packed: Packed | None = None
     first_batch: int = 0
     cache: KVCache | None = None
@@ -82,5 +83,20 @@ class Options:
 
     def of_numbers(self) -> dict[str, Any]:
         """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""
-        others = ("deterministic", "return_lse", "packed", "cache", "num_splits")
-        return {name: x for name, x in vars(self).items() if name not in others}
+        return {name: x for name, x in vars(self).items() if name not in _NOT_OF_NUMBERS}
+
+    def of_scores(self) -> dict[str, Any]:
+        """The options that decide the scores, as keyword arguments of :func:`fusedattn.reference.largest_scores`."""
+        return {name: x for name, x in self.of_numbers().items() if name not in _AFTER_SCORES}
+
+    def returned(
+        self, out: Tensor, lse: Tensor | None, largest: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """What the caller asked for: out, or a tuple of out and lse, largest or both."""
+        if self.return_max and largest is not None:
+            return (out, lse, largest) if self.return_lse and lse is not None else (out, largest)
+        return (out, lse) if self.return_lse and lse is not None else out
+
+
+_NOT_OF_NUMBERS = frozenset({"deterministic", "return_lse", "return_max", "packed", "cache", "num_splits"})
+_AFTER_SCORES = frozenset({"sinks", "dropout_p", "dropout_seed"})

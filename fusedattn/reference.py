@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn import dropout
+from fusedattn import dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
@@ -97,6 +97,50 @@ def attention(
         keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first_batch)
         kept = weights * (keep.to(weights.dtype) / (1.0 - dropout_p))
     return _weighted_sum(kept.to(q.dtype), v, visible).masked_fill(unseen, 0.0), lse, weights.to(q.dtype)
+
+
+def largest_scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    rope: Rope | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    first_batch: int = 0,
+    rows: slice | None = None,
+) -> Tensor:
+    """The largest score of each query, as the softmax sees it: scaled, and after the other steps before the mask.
+
+    Args:
+        q, k, mask, rope, bias, scale, softcap, score_mod, first_batch: as for :func:`attention`.
+        rows: which queries; all by default.
+
+    Returns:
+        float32 (float64 for float64 inputs) ``(batch, nheads_q, rows)``, without a gradient. A sink does not count.
+        ``-inf`` for a query that sees nothing; NaN for one that sees a score of NaN or ``+inf``, as out is then.
+    """
+    mask, bias = as_mask(mask), as_bias(bias)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
+    if rope is not None:
+        q, k = rope.rotate(q, k)
+    chosen = indices.select(seqlen_q, rows, q.device)
+    q, k = q[:, :, chosen], k.repeat_interleave(nheads // k.shape[1], dim=1)
+    scores = ((q @ k.mT) * scale).to(torch.promote_types(q.dtype, torch.float32))
+    scores = modified(
+        scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, rows=chosen,
+        first_batch=first_batch,
+    )  # fmt: skip
+    visible = mask.dense(
+        seqlen_q, seqlen_k, rows=chosen, batch=batch, nheads=nheads, first_batch=first_batch, device=q.device
+    )
+    if seqlen_k == 0:
+        return scores.new_full(scores.shape[:3], -math.inf)
+    largest = torch.where(visible, scores, -math.inf).amax(dim=-1)
+    return largest.masked_fill(largest == math.inf, math.nan).detach()
 
 
 def modified(

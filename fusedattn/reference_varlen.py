@@ -18,20 +18,23 @@ from fusedattn.rope import Rope
 
 
 class Attend(Protocol):
-    """A function that returns ``(out, lse)`` of one sequence; lse may be None."""
+    """A function that returns ``(out, lse, largest)`` of one sequence; the last two may be None if not asked for."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None]: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
-def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` by :func:`fusedattn.reference.attention`."""
-    return reference.attention(q, k, v, **options.of_numbers())[:2]
+def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(out, lse, largest)`` by :mod:`fusedattn.reference`; largest is None if not asked for."""
+    out, lse, _ = reference.attention(q, k, v, **options.of_numbers())
+    return out, lse, reference.largest_scores(q, k, **options.of_scores()) if options.return_max else None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Attend = by_reference
-) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows that belong to no sequence.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(out, lse, largest)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows of no sequence.
 
     Reads `options.packed`, and so waits for it, except under a compiler, which cannot read values.
     """
@@ -40,7 +43,7 @@ def attention(
     if torch.compiler.is_compiling():
         return _padded(q, k, v, options, packed)
     stops_q, stops_k = (x.tolist() for x in cu_seqlens_of(packed))
-    outs, lses = [], []
+    outs, lses, maxima = [], [], []
     for i in range(packed.n_sequences):
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
         mask = _mask_of(options.mask, i, queries, keys)
@@ -55,18 +58,18 @@ def attention(
             packed=None,
             first_batch=i,
         )
-        out, lse = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own)
+        out, lse, largest = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own)
         outs.append(out)
-        if lse is not None:
-            lses.append(lse)
+        lses += [] if lse is None else [lse]
+        maxima += [] if largest is None else [largest]
     n_rest = q.shape[2] - stops_q[-1]
     outs.append(q.new_zeros(1, q.shape[1], n_rest, v.shape[3]))
-    out = torch.cat(outs, dim=2)
-    if len(lses) < packed.n_sequences:
-        return out, None
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    lses.append(torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device))
-    return out, torch.cat(lses, dim=2)
+    rest = torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device)
+    lse, largest = (
+        None if len(parts) < packed.n_sequences else torch.cat([*parts, rest], dim=2) for parts in (lses, maxima)
+    )
+    return torch.cat(outs, dim=2), lse, largest
 
 
 def cu_seqlens_of(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -127,7 +130,7 @@ def _rope_of(rope: Rope, queries: slice, keys: slice) -> Rope:
     )
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor]:
+def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`attention` by a batch of sequences padded to the greatest possible length, which takes more memory."""
     n, longest_q, longest_k = packed.n_sequences, packed.max_seqlen_q, packed.max_seqlen_k
     stops_q, stops_k = cu_seqlens_of(packed)
@@ -169,16 +172,16 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -
         rope=rope,
     )
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse, _ = reference.attention(
-        *(of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))), **own.of_numbers()
-    )
+    q_wide, k_wide, v_wide = (of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k)))
+    out, lse, largest = by_reference(q_wide, k_wide, v_wide, own)
 
     def of_tokens(x: Tensor, rest: float) -> Tensor:
         """``(n_sequences, nheads, longest_q, ...)`` as ``(1, nheads, total_q, ...)``."""
         tokens = x.new_full((q.shape[2] + 1, x.shape[1], *x.shape[3:]), rest)
         return tokens.index_copy(0, rows_q.flatten(), x.transpose(1, 2).flatten(0, 1))[:-1].transpose(0, 1)[None]
 
-    return of_tokens(out.to(q.dtype), 0.0), of_tokens(lse, -torch.inf)
+    largest = None if largest is None else of_tokens(largest, -torch.inf)
+    return of_tokens(out.to(q.dtype), 0.0), of_tokens(lse, -torch.inf), largest
 
 
 def _rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:

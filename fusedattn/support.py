@@ -68,6 +68,7 @@ FEATURES = (
     Feature("packed sequences", "`attention_varlen(...)`"),
     Feature("nested tensors, jagged", "`attention(nested, ...)`"),
     Feature("log-sum-exp and its gradient", "`return_lse=True`"),
+    Feature("the largest score of each query, for QK-clip", "`return_max=True`"),
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
     Feature("partial attentions, over disjoint sets of keys, joined", "`merge(outs, lses)`"),
     Feature("bitwise reproducible gradients", "by default", torch="as torch's"),
@@ -108,6 +109,7 @@ def not_supported_reasons(
     deterministic: bool = True,
     num_splits: int | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: Backend | None = None,
 ) -> list[str]:
     """Every reason why ``attention`` with these arguments would raise NotImplementedError; empty if it would run.

@@ -33,6 +33,7 @@ def attention_varlen(
     *,
     cache: KVCache | None = ...,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> Tensor: ...
 
@@ -49,8 +50,43 @@ def attention_varlen(
     *,
     cache: KVCache | None = ...,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    cache: KVCache | None = ...,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -75,9 +111,10 @@ def attention_varlen(
     deterministic: bool = True,
     num_splits: int | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: Backend | None = None,
     **others: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """:func:`fusedattn.attention` of each of several packed sequences; differentiable.
 
     On a GPU `cu_seqlens_q` and `cu_seqlens_k` are neither waited for nor checked; the ``torch`` backend reads them.
@@ -99,12 +136,13 @@ def attention_varlen(
             with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
             the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
-        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, backend: as for
+        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, return_max, backend: as for
             ``attention``.
 
     Returns:
-        out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``. Queries that
-        belong to no sequence have out 0 and lse ``-inf``.
+        out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``, and with
+        ``return_max`` also the largest scores, likewise. Queries that belong to no sequence have out 0, and lse and
+        largest ``-inf``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``attention``; on a CPU also if the lengths are wrong.
@@ -113,11 +151,10 @@ def attention_varlen(
         raise call_checks.unknown_argument("attention_varlen", others)
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse, cache=cache, num_splits=num_splits,
+        deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
     )  # fmt: skip
     cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    out, lse = _packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend)
-    return (out, lse) if return_lse and lse is not None else out
+    return options.returned(*_packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend))
 
 
 def _packed_attention(
@@ -128,8 +165,8 @@ def _packed_attention(
     max_seqlens: tuple[int | None, int | None],
     options: Options,
     backend: Backend | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of :func:`attention_varlen`, from collected arguments; lse may be None if not asked for."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(out, lse, largest)`` of :func:`attention_varlen`, from collected arguments; None if not asked for."""
     cache = options.cache
     if cache is not None and (cu_seqlens[1] is not None or max_seqlens[1] is not None):
         raise ValueError("cu_seqlens_k, max_seqlen_k: got values together with cache, allowed is None")
@@ -144,8 +181,9 @@ def _packed_attention(
     longest = (n if most is None else most for n, most in zip((q.shape[2], seqlen_k), max_seqlens, strict=True))
     options.packed = Packed(*cu_seqlens, *longest)
     q, k, v, backend = prepared(q, k, v, options, backend)
-    out, lse = backends.attention(q, k, v, options, backend)
-    return out[0].transpose(0, 1), None if lse is None else lse[0]
+    out, *of_rows = backends.attention(q, k, v, options, backend)
+    lse, largest = (None if x is None else x[0] for x in of_rows)
+    return out[0].transpose(0, 1), lse, largest
 
 
 def _heads_first(name: str, x: Any) -> Tensor:
@@ -186,19 +224,20 @@ def _check_nested(q: Any, k: Any, v: Any) -> None:
 
 def nested_attention(
     q: Any, k: Any, v: Any, options: Options, backend: Backend | None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """:func:`fusedattn.attention` of nested tensors ``(batch, nheads, seqlen, head_dim)``, ragged in seqlen."""
     offsets_q, offsets_k = q.offsets(), k.offsets()
     longest_q, longest_k = _longest(q), _longest(k)
     q, k, v = (x.transpose(1, 2).values() for x in (q, k, v))
     cu_seqlens = offsets_q.to(torch.int32), offsets_k.to(torch.int32)
-    out, lse = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
+    out, *of_rows = _packed_attention(q, k, v, cu_seqlens, (longest_q, longest_k), options, backend)
 
     def nested(x: Tensor) -> Tensor:
         """``x``, ``(total, nheads, ...)``, as a nested tensor."""
         return torch.nested.nested_tensor_from_jagged(x, offsets_q, max_seqlen=longest_q).transpose(1, 2)
 
-    return (nested(out), nested(lse.transpose(0, 1))) if options.return_lse and lse is not None else nested(out)
+    lse, largest = (None if x is None else nested(x.transpose(0, 1)) for x in of_rows)
+    return options.returned(nested(out), lse, largest)
 
 
 def _longest(x: Any) -> int | None:

@@ -13,6 +13,7 @@ kernels/scores.py modifies the scores.
     sinks   (nheads_q,)                               float32, or None: a logit whose weight multiplies no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
+    largest                                           likewise, or None: the largest score of each row
     rounding_residual  like out, int8, kept for the backward of 16-bit inputs, or None
     grid    (tiles of queries * nheads_q * sequences,)
 
@@ -498,7 +499,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
     if k.dtype != q.dtype and problem.async_products and config.BLOCK_M >= 64:  # codes go through registers
         config = config.unpipelined
-    filled, partials = Results(None, None, None, None, None), None
+    filled, partials = Results(None, None, None, None, None, None), None
     if tiling.split_keys:
         dropped = problem.call.dropout.seed_ptr is not None
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)

@@ -30,10 +30,16 @@ class Sums(NamedTuple):
     acc: Any
 
 
-class Results(NamedTuple):
-    """The results of the forward; the last may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
+class OptionalRows(NamedTuple):
+    """One number for each row. A field that is None or this tuple may stand behind tuples, a mere pointer may not."""
 
-    The tuples, one of which may be None, come last: docs/decisions/0007.
+    ptr: Any
+
+
+class Results(NamedTuple):
+    """The results of the forward; the last two may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
+
+    The tuples, two of which may be None, come last: docs/decisions/0007.
     """
 
     lse: Any
@@ -41,11 +47,13 @@ class Results(NamedTuple):
     row_sum: Any
     out: Any
     rounding_residual: Any
+    largest: Any
 
     def strided(self) -> "Results":
         """Results that are tensors, as a kernel takes them."""
         residual = None if self.rounding_residual is None else strided(self.rounding_residual)
-        return Results(self.lse, self.row_max, self.row_sum, strided(self.out), residual)
+        largest = None if self.largest is None else OptionalRows(self.largest)
+        return Results(self.lse, self.row_max, self.row_sum, strided(self.out), residual, largest)
 
 
 class Partials(NamedTuple):
@@ -81,6 +89,10 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
     EXACT: tl.constexpr = row_exactness(results.out.ptr.dtype.element_ty)
     if dropout.seed_ptr is None:
         kept_l_i = l_i
+    if results.largest is not None:
+        # Without the sink. A maximum ignores NaN, a sum does not; an infinite score makes a sum of NaN too.
+        largest = tl.where(l_i == l_i, m_i * softmax_scale, float("nan"))
+        tl.store(results.largest.ptr + row_offsets(place, rows), largest, mask=rows.exist)
     if sinks_ptr is not None:
         # One more score, whose value is 0. With sinks the scores are scaled.
         sink = tl.load(sinks_ptr + rows.heads).to(dtype_of(tile.ACC))

@@ -319,6 +319,8 @@ def call(
         options["deterministic"] = False
     if "dropout" in features:
         options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
+    if "largest" in features:
+        options["return_max"] = True
     if "packed" in features:
         lengths = (sizes.seqlen_q, sizes.seqlen_k)
         cu_seqlens: list[Any] = [torch.tensor([0, n], dtype=torch.int32) for n in lengths]
@@ -328,7 +330,7 @@ def call(
     else:
         results = attention(q, k, v, return_lse=True, backend="triton", **options)
     if training:
-        torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
+        torch.autograd.grad(results[:2], leaves, [torch.zeros_like(x) for x in results[:2]])
 
 
 def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], options: dict[str, Any]) -> None:

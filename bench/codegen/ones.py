@@ -27,9 +27,11 @@ ONES: dict[str, frozenset[str]] = {
     "one head": frozenset({"causal", "rope", "one pair", "one head", "alibi", "sinks", "dropout", "one value"}),
     "one KV head": frozenset({"rope", "positions", "one KV head"}),
     "one key": frozenset({"padding", "prefix", "documents", "one key"}),
-    "one query": frozenset({"causal", "rope", "one pair", "one query", "long cache", "dropout", "one value"}),
+    "one query": frozenset(
+        {"causal", "rope", "one pair", "one query", "long cache", "dropout", "one value", "largest"}
+    ),
     "few queries": frozenset({"causal", "few queries", "sinks", "one head", "one value"}),
-    "one packed": frozenset({"causal", "window", "rope", "one pair", "packed", "one head", "one value"}),
+    "one packed": frozenset({"causal", "window", "rope", "one pair", "packed", "one head", "one value", "largest"}),
     "one block": frozenset(
         {"causal", "layout", "one block", "boolean", "tree", "of one number", "one sequence", "one value"}
     ),

@@ -6,10 +6,13 @@ from torch import Tensor
 
 from fusedattn import reference_cached, reference_varlen
 from fusedattn.backends.torch import sdpa
+from fusedattn.backends.torch.largest import largest_scores
 from fusedattn.backends.triton import autograd
 from fusedattn.kv_cache import KVCache
 from fusedattn.options import Options
 from fusedattn.support import Backend
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def append(
@@ -33,8 +36,8 @@ def append(
         reference_cached.append(cache, k, v, cu_seqlens)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of prepared arguments, differentiable; lse may be None if `options` do not ask for it.
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend) -> Results:
+    """``(out, lse, largest)`` of prepared arguments; lse and largest may be None if `options` do not ask for them.
 
     Args:
         q, k, v: ``(batch, nheads, seqlen, head_dim)``; packed sequences are a batch of 1.
@@ -44,7 +47,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backen
     if backend == "triton":
         return autograd.attention(q, k, v, options)
     if options.cache is not None:
-        return reference_cached.attention(q, options, attend=sdpa.attention)
+        return reference_cached.attention(q, options, attend=_by_torch)
     if options.packed is not None:
-        return reference_varlen.attention(q, k, v, options, attend=sdpa.attention)
-    return sdpa.attention(q, k, v, options)
+        return reference_varlen.attention(q, k, v, options, attend=_by_torch)
+    return _by_torch(q, k, v, options)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """:func:`attention` of the ``torch`` backend, not packed."""
+    out, lse = sdpa.attention(q, k, v, options)
+    return out, lse, largest_scores(q, k, options) if options.return_max else None

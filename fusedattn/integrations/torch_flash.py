@@ -289,7 +289,7 @@ def _backward(
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
     constants = constants_of(options, keep_residual=True)
-    out, _, *kept = ops.forward((*inputs, *_OTHERS), constants)
+    out, _, *kept, _ = ops.forward((*inputs, *_OTHERS), constants)
     dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
     assert dq is not None
     assert dk is not None

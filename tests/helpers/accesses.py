@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 RESULTS = {"results.out.ptr", "results.lse", "results.row_max", "results.row_sum", "results.rounding_residual.ptr"}
+RESULTS |= {"results.largest.ptr"}
 # Outputs that a split without keys does not write.
 UNLESS_NOTHING = {"partials.weighted", "partials.rounded_sum", "partials.kept_sum"}
 

@@ -147,7 +147,9 @@ def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: A
         return noted
 
     with (
-        patch.object(results, "of_forward", of(results.of_forward, "out", "lse", "row_max", "row_sum", "residual")),
+        patch.object(
+            results, "of_forward", of(results.of_forward, "out", "lse", "row_max", "row_sum", "residual", "largest")
+        ),
         patch.object(results, "of_backward", of(results.of_backward, "dq", "dk", "dv")),
     ):
         returned = attention(x.q, x.k, x.v, **(x.options | options), return_lse=True, backend="triton")
@@ -155,7 +157,7 @@ def launched(launches: Launches, inputs: Inputs, *, backward: bool, **options: A
             for address, name in list(launches.names.items()):  # tensors of the forward may have moved
                 if name.startswith("scratch"):
                     del launches.names[address]
-            torch.autograd.grad(returned, list(leaves.values()), (inputs.dout, inputs.dlse))
+            torch.autograd.grad(returned[:2], list(leaves.values()), (inputs.dout, inputs.dlse))
     return list(launches.found)
 
 
@@ -265,6 +267,8 @@ def of_other_kinds(launches: Launches) -> None:
     _told("dout elsewhere", partial(compare, launches, first, elsewhere, backward=True))
     _told("dout elsewhere", partial(compare, launches, elsewhere, then, backward=True))
     _told("order of sums", partial(compare, launches, first, then, backward=True, deterministic=False))
+    for backward in (False, True):
+        _told("largest", partial(compare, launches, first, then, backward=backward, like=False, return_max=True))
 
 
 def _shifted(x: Tensor) -> Tensor:

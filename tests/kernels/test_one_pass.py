@@ -309,7 +309,7 @@ def test_opcheck(needs):
     options = Options(masks.causal(), scale=0.5, deterministic=False)
     flat = constants_of(options, keep_residual=True).flat()
     nothing = (None,) * 5
-    out, lse, *saved = attention_fwd(q, k, v, *nothing, *flat)
+    out, lse, *saved, _ = attention_fwd(q, k, v, *nothing, *flat)
     call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *nothing, out, *saved, [*needs, *(False,) * 5])
     torch.library.opcheck(attention_bwd, (*call, *flat))
 

@@ -135,7 +135,7 @@ def test_opcheck_forward(kind, requires_grad):
 )
 def test_opcheck_backward(kind, dlse, needs):
     arguments = op_arguments(kind)
-    out, lse, *saved = attention_fwd(*arguments)
+    out, lse, *saved, _ = attention_fwd(*arguments)
     needed = [*needs, *(x is not None for x in arguments[3:N_DIFFERENTIABLE])]
     dout = torch.randn(1, device=DEVICE).expand_as(out) if kind == "expanded" else torch.randn_like(out)
     inputs, constants = arguments[:N_DIFFERENTIABLE], arguments[N_DIFFERENTIABLE:]

@@ -233,14 +233,14 @@ def last_of(batch: int) -> Iterator[None]:
 
 def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, Tensor]:
     """All results of the two ops."""
-    options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, packed=packed)
+    options = Options(inputs.mask, inputs.rope, inputs.bias, 0.25, packed=packed, return_max=True)
     constants = constants_of(options, keep_residual=True).flat()
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
     slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
     x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
-    names = ("out", "lse", "row_max", "row_sum", "rounding_residual")
+    names = ("out", "lse", "row_max", "row_sum", "rounding_residual", "largest")
     got = dict(zip(names, attention_fwd(*x, *constants), strict=True))
-    out, _, *rows = got.values()
+    out, _, *rows, _ = got.values()
     needed = [True, True, added is not None, relative is not None, False, False, False]
     gradients = attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
     got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative"), gradients, strict=False))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.dropout import DropoutArguments
-from fusedattn.kernels.epilogue import Partials, Results
+from fusedattn.kernels.epilogue import OptionalRows, Partials, Results
 from fusedattn.kernels.exact_sum import ExactSums
 from fusedattn.kernels.masking import DocumentArguments, LayoutArguments, MaskArguments
 from fusedattn.kernels.pairs import Pairs
@@ -41,8 +41,12 @@ SCORE = ScoreArguments(
     FUNCTION=None, DERIVATIVE=None, MODIFIED=ON, UNBOUNDED=ON,
 )  # fmt: skip
 TUPLES: dict[str, tuple[Any, ...]] = {
-    "results": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=STRIDED),
-    "results without a residual": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=None),
+    "results": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=STRIDED, largest=None),
+    "results without a residual": Results(X, X, X, out=STRIDED, rounding_residual=None, largest=None),
+    "results with the largest scores": Results(
+        X, X, X, out=STRIDED, rounding_residual=STRIDED, largest=OptionalRows(X)
+    ),
+    "results with these alone": Results(X, X, X, out=STRIDED, rounding_residual=None, largest=OptionalRows(X)),
     "partials": Partials(X, X, X, X, None),
     "mask": MASK,
     "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),

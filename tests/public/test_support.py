@@ -101,6 +101,11 @@ def of_lse(backend: str) -> Tensor:
     return attention(*qkv(), return_lse=True, backend=backend)[1]
 
 
+def of_largest(backend: str) -> Tensor:
+    out, largest = attention(*qkv(), return_max=True, backend=backend)
+    return out * largest[..., None]
+
+
 def of_second_order(backend: str) -> Tensor:
     q, k, v = qkv()
     if backend == "torch":  # not every kernel of torch for CPUs has second derivatives
@@ -150,6 +155,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     of_packed,
     of_nested,
     of_lse,
+    of_largest,
     of_weights,
     of_parts,
     with_options(lambda: {}),

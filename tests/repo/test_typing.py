@@ -23,6 +23,8 @@ mask = masks.causal() & masks.padding(torch.ones(1, 5, dtype=torch.bool))
 reveal_type(mask)
 reveal_type(attention(q, q, q, mask=mask, rope=Rope.from_theta(16, 8), bias=biases.alibi(torch.ones(2))))
 reveal_type(attention(q, q, q, return_lse=True))
+reveal_type(attention(q, q, q, return_max=True))
+reveal_type(attention(q, q, q, return_lse=True, return_max=True))
 out, lse = attention(q, q, q, return_lse=True)
 reveal_type(attention_weights(q, q, lse))
 x, stops = q[0].transpose(0, 1), torch.tensor([0, 5], dtype=torch.int32)
@@ -45,6 +47,8 @@ REVEALED = (
     "fusedattn.masks.Mask",
     "torch._tensor.Tensor",
     "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
+    "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
+    "tuple[torch._tensor.Tensor, torch._tensor.Tensor, torch._tensor.Tensor]",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",

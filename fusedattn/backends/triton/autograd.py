@@ -50,13 +50,15 @@ class DirectAttention(_Differentiable):
     """For calls outside any transform: torch's support for transforms takes longer than a short call."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         *inputs, constants, ctx.eager = args
-        out, lse, row_max, row_sum, rounding_residual = ops.forward(inputs, constants)
+        out, lse, row_max, row_sum, rounding_residual, largest = ops.forward(inputs, constants)
         of_constants, ctx.numbers = constants.split()
         ctx.save_for_backward(*inputs, out, row_max, row_sum, rounding_residual, *of_constants)
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, largest
 
 
 class Attention(_Differentiable):
@@ -71,17 +73,17 @@ class Attention(_Differentiable):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, constants, ctx.eager = inputs
-        out, _, row_max, row_sum, rounding_residual = output
+        out, _, row_max, row_sum, rounding_residual, largest = output
         of_constants, ctx.numbers = constants.split()
         ctx.save_for_backward(*tensors, out, row_max, row_sum, rounding_residual, *of_constants)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)
+        ctx.mark_non_differentiable(row_max, row_sum, rounding_residual, largest)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         inputs = ctx.saved_tensors[: ops.N_DIFFERENTIABLE]
-        return (*_jvp_by_vjp(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None)
+        return (*_jvp_by_vjp(ctx.eager, inputs, tangents[: ops.N_DIFFERENTIABLE]), None, None, None, None)
 
 
 # Torch binds the arguments of every call to the signature, and computes the signature each time unless it finds one.
@@ -184,8 +186,8 @@ def _vmap_by_loop(function: Callable[..., Any], n: int, in_dims: Sequence[Any], 
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` by the Triton kernels, differentiable."""
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(out, lse, largest)`` by the Triton kernels, out and lse differentiable; largest may be None."""
     bias, sinks = options.bias, options.sinks
     added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
     relative = None if bias is None or bias.relative is None else four_dimensional(bias.relative)
@@ -204,11 +206,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
                 "attention: got forward-mode differentiation inside torch.compile, allowed there with backend 'triton' "
                 "is reverse mode; move the call out of the compiled code, or use backend='torch'"
             )
-        out, lse, *_ = ops.attention_fwd(*inputs, *constants.flat())
-        return out, lse
+        out, lse, *_, largest = ops.attention_fwd(*inputs, *constants.flat())
+        return out, lse, largest if options.return_max else None
     if not needs_gradient and not ops.transforming():
-        out, lse, *_ = ops.forward(inputs, constants)
-        return out, lse
+        out, lse, *_, largest = ops.forward(inputs, constants)
+        return out, lse, largest if options.return_max else None
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
         added, relative, sinks, slopes, learned = others
@@ -217,12 +219,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         if score_mod is not None and learned is not None:
             score_mod = score_mod.with_learned(learned)
         changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
+        changed.return_max = False  # it has no derivative
         if changed.packed is None:
-            return reference_varlen.by_reference(q, k, v, changed)
-        out, lse = reference_varlen.attention(q, k, v, changed)
+            return reference_varlen.by_reference(q, k, v, changed)[:2]
+        out, lse, _ = reference_varlen.attention(q, k, v, changed)
         assert lse is not None
         return out, lse
 
     function = Attention if ops.transforming() else DirectAttention
-    out, lse, *_ = function.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
-    return out, lse
+    out, lse, *_, largest = function.apply(*inputs, constants, eager)  # type: ignore[no-untyped-call]
+    return out, lse, largest if options.return_max else None

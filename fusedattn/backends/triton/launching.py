@@ -215,12 +215,10 @@ def _score(
     )
 
 
-def forward(
-    inputs: Sequence[Tensor | None], constants: Constants
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(out, lse, row_max, row_sum, rounding_residual)``; the arguments and results are those of the operator.
+def forward(inputs: Sequence[Tensor | None], constants: Constants) -> results.ForwardResults:
+    """``(out, lse, row_max, row_sum, rounding_residual, largest)``; the arguments and results are the operator's.
 
-    rounding_residual is None if it is not kept.
+    rounding_residual is None if it is not kept, largest if it is not asked for.
     """
     q, _, v, *_ = inputs
     assert q is not None
@@ -243,8 +241,8 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
         k, v = as_bytes(k), as_bytes(v)
     if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
         k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
-    out, lse, row_max, row_sum, rounding_residual = found
-    attention_fwd.launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual), problem)
+    out, lse, row_max, row_sum, rounding_residual, largest = found
+    attention_fwd.launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual, largest), problem)
 
 
 def backward(

@@ -59,7 +59,8 @@ class ConstantSizes(NamedTuple):
     """Integers. The bounds are those of :class:`fusedattn.kernels.mask_arguments.BandBounds`, +-NO_BOUND for none.
 
     `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
-    -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already.
+    -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already. `return_max` is 1 if the
+    forward returns largest scores.
     """
 
     lower_start: int = -NO_BOUND
@@ -76,6 +77,7 @@ class ConstantSizes(NamedTuple):
     num_splits: int = 0
     n_sinks: int = -1
     rotated: int = 0
+    return_max: int = 0
 
 
 class AppendTensors(NamedTuple):
@@ -199,8 +201,9 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
-            mask.bands, interleaved, options.deterministic, options.scale, options.softcap or 0.0, keep_residual
-        )
+            mask.bands, interleaved, options.deterministic, options.scale, options.softcap or 0.0, keep_residual,
+            options.return_max,
+        )  # fmt: skip
         if rope is None:
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
@@ -222,7 +225,7 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
         **({} if cache is None else {name: getattr(cache, name) for name in OF_CACHE}),
     )
-    sizes = _sizes_of(mask.bands, options.deterministic)._replace(
+    sizes = _sizes_of(mask.bands, options.deterministic, options.return_max)._replace(
         prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
         block_q=16 if mask.layout is None else mask.layout.block_q,
         block_k=16 if mask.layout is None else mask.layout.block_k,
@@ -255,14 +258,20 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
 
 @lru_cache(maxsize=256)
 def _of_numbers(
-    bands: frozenset[Band], interleaved: bool, deterministic: bool, scale: float, softcap: float, keep_residual: bool
+    bands: frozenset[Band],
+    interleaved: bool,
+    deterministic: bool,
+    scale: float,
+    softcap: float,
+    keep_residual: bool,
+    return_max: bool,
 ) -> Constants:
     """The constants of a call without constant tensors: the same object for the same numbers."""
-    sizes = _sizes_of(bands, deterministic)._replace(interleaved=int(interleaved))
+    sizes = _sizes_of(bands, deterministic, return_max)._replace(interleaved=int(interleaved))
     return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_residual)
 
 
-def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
+def _sizes_of(bands: frozenset[Band], deterministic: bool, return_max: bool) -> ConstantSizes:
     """Sizes with (lower, upper) of the bands that count from the first key, and of those that count from the last."""
     lower = {"top_left": -NO_BOUND, "bottom_right": -NO_BOUND}
     upper = {"top_left": NO_BOUND, "bottom_right": NO_BOUND}
@@ -272,4 +281,4 @@ def _sizes_of(bands: frozenset[Band], deterministic: bool) -> ConstantSizes:
         if band.right is not None:
             upper[band.align] = min(upper[band.align], band.right)
     bounds = lower["top_left"], upper["top_left"], lower["bottom_right"], upper["bottom_right"]
-    return ConstantSizes(*bounds, deterministic=int(deterministic))
+    return ConstantSizes(*bounds, deterministic=int(deterministic), return_max=int(return_max))

@@ -34,10 +34,11 @@ def attention_fwd(
     softcap: float,
     dropout_p: float,
     keep_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(out, lse, row_max, row_sum, rounding_residual)`` by the Triton kernels; the last three are for the backward.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(out, lse, row_max, row_sum, rounding_residual, largest)`` by the Triton kernels.
 
-    rounding_residual is empty unless `keep_residual` is True and the inputs have 16 bits. `bias` and `relative` have
+    row_max, row_sum and rounding_residual are for the backward. rounding_residual is empty unless `keep_residual` is
+    True and the inputs have 16 bits; largest is empty unless it is asked for in `sizes`. `bias` and `relative` have
     four dimensions, `slopes` two, and `learned`, the args of the score function with a gradient, one; `sinks` are
     float32 or float64. :meth:`Constants.flat` makes the arguments from `tensors` on.
     """
@@ -46,14 +47,23 @@ def attention_fwd(
     from fusedattn.backends.triton import launching
 
     constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_residual)
-    *found, rounding_residual = launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants)
-    return (*found, q.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual)  # type: ignore[return-value]
+    return _or_empty(launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants))
 
 
 @attention_fwd.register_fake
 def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *found, rounding_residual = results.of_forward(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :]))
-    return (*found, q.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual)
+    return _or_empty(results.of_forward(q, v, Constants.of(*others[N_DIFFERENTIABLE - 3 :])))
+
+
+def _or_empty(found: results.ForwardResults) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of a forward, with empty tensors for those that are None: an operator returns tensors."""
+    *of_rows, rounding_residual, largest = found
+    lse = of_rows[1]
+    return (  # type: ignore[return-value]
+        *of_rows,
+        lse.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual,
+        lse.new_empty(0) if largest is None else largest,
+    )
 
 
 @torch.library.custom_op("fusedattn::attention_bwd", mutates_args=())
@@ -146,9 +156,7 @@ def is_observed(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def forward(
-    inputs: Sequence[Tensor | None], constants: Constants
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def forward(inputs: Sequence[Tensor | None], constants: Constants) -> results.ForwardResults:
     """The results of `attention_fwd`; calls the operator only if something observes it."""
     if is_observed(inputs):
         return attention_fwd(*inputs, *constants.flat())
@@ -192,10 +200,10 @@ def where_needed(found: Sequence[Tensor | None], needed: Sequence[bool]) -> list
 
 # The op alone is differentiable too, for compilers, which call it directly.
 def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, _, row_max, row_sum, rounding_residual = output
+    out, _, row_max, row_sum, rounding_residual, largest = output
     tensors, *ctx.numbers = inputs[N_DIFFERENTIABLE:]
     ctx.save_for_backward(*inputs[:N_DIFFERENTIABLE], out, row_max, row_sum, rounding_residual, *tensors)
-    ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)
+    ctx.mark_non_differentiable(row_max, row_sum, rounding_residual, largest)
     ctx.set_materialize_grads(False)
 
 

@@ -35,20 +35,29 @@ def features_of(x: Tensor) -> int:
     return x.shape[3] * (2 if x.dtype == torch.uint8 else 1)
 
 
-def of_forward(q: Tensor, v: Tensor, constants: Constants) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(out, lse, row_max, row_sum, rounding_residual); the last is None unless it is asked for, in 16 bits."""
+ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def of_forward(q: Tensor, v: Tensor, constants: Constants) -> ForwardResults:
+    """(out, lse, row_max, row_sum, rounding_residual, largest).
+
+    rounding_residual is None unless it is asked for, in 16 bits; largest is None unless it is asked for.
+    """
     batch, nheads, seqlen, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, features_of(v))
     rounding_residual = None
     if constants.keep_residual and q.dtype.itemsize == 2:
         rounding_residual = torch.empty_like(out, dtype=torch.int8)
+    largest = torch.empty_like(lse) if constants.sizes.return_max else None
     if constants.tensors.cu_seqlens_q is not None:  # rows behind the last sequence see nothing
         out.zero_()
         lse.fill_(-torch.inf)
         row_max.fill_(torch.inf)
         row_sum.fill_(1.0)
-    return out, lse, row_max, row_sum, rounding_residual
+        if largest is not None:
+            largest.fill_(-torch.inf)
+    return out, lse, row_max, row_sum, rounding_residual, largest
 
 
 def of_backward(
