@@ -10,6 +10,7 @@ from tests.mutation.suites import (
     FINITE,
     IN_PLACE,
     LARGE,
+    LARGEST,
     MASK_FUNCTION,
     PACKED,
     PREFIX,
@@ -56,8 +57,21 @@ FLASH_CPU, EAGER = "fusedattn/backends/torch/flash.py", "fusedattn/backends/torc
 FEATURES = "tests/public/test_gradcheck.py -k of_a_feature"
 QUEUED = "tests/public/test_gradcheck.py -k 'of_a_feature and positions'"
 
+LARGEST_SCORES = "fusedattn/backends/torch/largest.py"
+OPTIONS, ATTENTION = "fusedattn/options.py", "fusedattn/attention.py"
+
 # fmt: off
 OPERATION = (
+    Fault(RESULTS, "            largest.fill_(-torch.inf)\n", "            pass\n", "largest: rows behind packed sequences", LARGEST),
+    Fault(OPERANDS, "return_max=int(return_max))", "return_max=0)", "largest: never asked for", LARGEST),
+    Fault(AUTOGRAD, "            ctx.mark_non_differentiable(largest)\n", "            pass\n", "largest: seems differentiable", LARGEST),
+    Fault(OPS, "ctx.mark_non_differentiable(row_max, row_sum, rounding_residual, largest)", "ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)", "largest: seems differentiable under a compiler", LARGEST),
+    Fault(OPTIONS, "return (out, lse, largest) if self.return_lse and lse is not None else (out, largest)", "return (out, largest, lse) if self.return_lse and lse is not None else (out, largest)", "largest: before lse", LARGEST),
+    Fault(LARGEST_SCORES, "slice(start, min(start + size, seqlen_q))", "slice(0, min(start + size, seqlen_q) - start)", "largest: the first queries for all", LARGEST),
+    Fault(LARGEST_SCORES, "max(LEAST_ROWS, SCORES // max(1, batch * nheads * k.shape[2]))", "max(LEAST_ROWS, seqlen_q)", "largest: all scores at once", LARGEST),
+    Fault(LARGEST_SCORES, "k.repeat_interleave(nheads // k.shape[1], dim=1)", "k.repeat(1, nheads // k.shape[1], 1, 1)", "largest: wrong KV head", LARGEST),
+    Fault(ATTENTION, "and not (return_lse or return_max)", "and not return_lse", "largest: taken for a plain call", LARGEST),
+    Fault(REFERENCE_VARLEN, "maxima += [] if largest is None else [largest]", "maxima += [] if largest is None else [largest * 0.0]", "largest: packed sequences joined wrongly", LARGEST),
     Fault(FAST_PATH, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, v)", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
     Fault(FAST_PATH, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, q)", "plain calls: a hidden NaN of a value", PLAIN_CALLS),
     Fault(FAST_PATH, '!= "torch" or _intercepted():', '!= "torch":', "plain calls under autocast and in vmap", PLAIN_CALLS),

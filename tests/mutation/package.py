@@ -1,7 +1,7 @@
 """Faults in ``fusedattn/``: what the operation means, and the budget that judges it."""
 
 from tests.mutation.fault import Fault
-from tests.mutation.suites import FINITE
+from tests.mutation.suites import FINITE, LARGEST
 
 MASK_PARTS = "fusedattn/mask_parts.py"
 MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
@@ -71,6 +71,9 @@ MEANING = (
     Fault(REFERENCE, "_softmax(scores.masked_fill(unseen, 0.0), unseen, sinks)", "_softmax(scores, unseen, sinks)", "reference: gradients of a row of scores of -inf", EAGER),
     Fault(REFERENCE, "visible).masked_fill(unseen, 0.0)", "visible).masked_fill(blind, 0.0)", "reference: a row of scores of -inf sees a NaN value", EAGER),
     Fault(REFERENCE, "        scores = scores.masked_fill(~visible, 0.0)  # the", "        pass  # the", "reference: softcap of a hidden NaN", EAGER),
+    Fault(REFERENCE, "return largest.masked_fill(largest == math.inf, math.nan).detach()", "return largest.detach()", "reference: an infinite score is the largest", LARGEST),
+    Fault(REFERENCE, "return largest.masked_fill(largest == math.inf, math.nan).detach()", "return largest.masked_fill(largest == math.inf, math.nan)", "reference: the largest score has a tangent", LARGEST),
+    Fault(REFERENCE, "scores = ((q @ k.mT) * scale)", "scores = (q @ k.mT)", "reference: the largest score is not scaled", LARGEST),
     Fault(REFERENCE, "scores = softcap * torch.tanh", "scores = torch.tanh", "reference: softcap without its height", ORACLE),
     Fault(REFERENCE, "torch.where(unseen[..., 0], sink[..., 0], logsumexp(scores))", "logsumexp(scores)", "reference: a sink beside rows that see nothing", EAGER),
     Fault(REFERENCE, "return torch.where(large, largest[..., 0] + shifted.exp().sum(dim=-1).log(), lse)", "return lse", "reference: the gradient of lse by its value", FINITE),

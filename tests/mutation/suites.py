@@ -65,6 +65,7 @@ BROADCAST_BIAS = "tests/public/test_biases.py -k broadcast_bias"
 ALIBI = budget("ALiBi", "everything")
 RELATIVE = budget("relative", "everything")
 SINKS = budget("sinks")
+LARGEST = "tests/public/test_max.py -k 'not budget'"
 DROPPED = budget("dropout")
 
 MODEL_MASKS = "tests/integrations/test_transformers_masks.py"
