@@ -193,4 +193,5 @@ def attention(
     if is_nested:
         return nested_attention(q, k, v, options, backend)
     q, k, v, backend = prepared(q, k, v, options, backend)
-    return options.returned(*backends.attention(q, k, v, options, backend))
+    found = backends.attention(q, k, v, options, backend)
+    return options.returned(*found) if return_lse or return_max else found[0]
