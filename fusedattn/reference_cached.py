@@ -10,12 +10,12 @@ from torch import Tensor
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Documents, Layout, Mask, Prefix
 from fusedattn.options import Options
-from fusedattn.reference_varlen import Attend, bias_of, by_reference, pairs_of
+from fusedattn.reference_varlen import Attend, Results, bias_of, by_reference, pairs_of
 from fusedattn.rope import Rope, apply_rope
 
 
-def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of queries ``(batch, nheads_q, seqlen_q, head_dim)``, or packed ones in a batch of 1.
+def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> Results:
+    """``(out, lse, largest)`` of queries ``(batch, nheads_q, seqlen_q, head_dim)``, or packed ones in a batch of 1.
 
     Reads the lengths of the sequences, and so waits for them.
     """
@@ -27,7 +27,7 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
     keys, values, visible = cache.dense()
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     wide = q.dtype if cache.format is None else lse_dtype  # codes times scales may exceed float16
-    outs, lses = [], []
+    outs, lses, maxima = [], [], []
     for i in range(cache.batch):
         rows = slice(0, q.shape[2]) if stops is None else slice(stops[i], stops[i + 1])
         own_q = q[i : i + 1] if stops is None else q[:, :, rows]
@@ -47,18 +47,20 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
             first_batch=i,
         )
         k, v = (x[i : i + 1, :, : kept[i]].to(wide) for x in (keys, values))
-        out, lse = attend(own_q.to(wide), k, v, own)
+        out, lse, largest = attend(own_q.to(wide), k, v, own)
         outs.append(out.to(q.dtype))
-        if lse is not None:
-            lses.append(lse)
-    if stops is None:
-        if not outs:
-            return q.new_empty(*q.shape[:3], cache.head_dim_v), q.new_empty(q.shape[:3], dtype=lse_dtype)
-        return torch.cat(outs), torch.cat(lses) if lses else None
-    n_rest = n_packed - stops[-1]
-    outs.append(q.new_zeros(1, q.shape[1], n_rest, cache.head_dim_v))
-    lses.append(torch.full((1, q.shape[1], n_rest), -torch.inf, dtype=lse_dtype, device=q.device))
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if options.return_lse else None
+        lses += [] if lse is None else [lse]
+        maxima += [] if largest is None else [largest]
+    dim = 0 if stops is None else 2
+    n_rest = 0 if stops is None else n_packed - stops[-1]
+    first = 0 if stops is None else 1  # of the empty parts, without which there may be none
+    outs.append(q.new_zeros(first, q.shape[1], q.shape[2] if stops is None else n_rest, cache.head_dim_v))
+    rest = torch.full(outs[-1].shape[:3], -torch.inf, dtype=lse_dtype, device=q.device)
+    lse, largest = (
+        torch.cat([*parts, rest], dim) if asked else None
+        for parts, asked in ((lses, options.return_lse), (maxima, options.return_max))
+    )
+    return torch.cat(outs, dim), lse, largest
 
 
 def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -16,13 +16,13 @@ from fusedattn.masks import Documents, Layout, Mask, Prefix
 from fusedattn.options import Options, Packed
 from fusedattn.rope import Rope
 
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, largest
+
 
 class Attend(Protocol):
     """A function that returns ``(out, lse, largest)`` of one sequence; the last two may be None if not asked for."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results: ...
 
 
 def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -31,9 +31,7 @@ def by_reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Ten
     return out, lse, reference.largest_scores(q, k, **options.of_scores()) if options.return_max else None
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Attend = by_reference
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Attend = by_reference) -> Results:
     """``(out, lse, largest)`` of sequences packed into a batch of 1; 0 and ``-inf`` for rows of no sequence.
 
     Reads `options.packed`, and so waits for it, except under a compiler, which cannot read values.

@@ -164,7 +164,7 @@ def first_visible(cache, place):
 
 @triton.jit
 def decoded(codes, FORMAT: tl.constexpr, HAS_NAN: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of codes of 8 bits, int8, in `dtype`, which holds all of them; those of floating-point codes over 256.
+    """The numbers of int8 codes of 8 bits in `dtype`, which holds all of them; those of floating-point codes over 256.
 
     A shift puts the bits of a floating-point code where those of a wider format are; the bias of the exponent then
     differs, which a product makes good. Over 256, they are far from the largest float16, which a rotation may exceed.
