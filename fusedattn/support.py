@@ -23,6 +23,7 @@ from fusedattn.score_mod import ScoreMod
 Backend = Literal["triton", "torch"]
 
 MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_WITHOUT_GRADIENTS = 576  # of q and k
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def reasons_of(
     else:
         needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         head_dim_v = v.shape[-1] if cache is None else cache.head_dim_v
-        reasons += _triton_reasons(q, max(q.shape[-1], head_dim_v), needs_gradient)
+        reasons += _triton_reasons(q, q.shape[-1], head_dim_v, needs_gradient)
     return reasons
 
 
@@ -159,10 +160,15 @@ def _require_grad(args: tuple[Any, ...]) -> list[int]:
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]:
+def _triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bool) -> list[str]:
     reasons = []
-    if head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton'")
+    most = MAX_HEAD_DIM if needs_gradient else MAX_HEAD_DIM_WITHOUT_GRADIENTS
+    for name, got, highest in (("q and k", head_dim, most), ("v", head_dim_v, MAX_HEAD_DIM)):
+        if got > highest:
+            reasons.append(
+                f"head_dim: got {got} of {name}, allowed are 1 .. {highest} with backend 'triton'"
+                + (" and gradients" if got <= MAX_HEAD_DIM_WITHOUT_GRADIENTS and name != "v" else "")
+            )
     if not HAS_TRITON:
         return [
             *reasons,
@@ -194,8 +200,10 @@ def _triton_reasons(q: Tensor, head_dim: int, needs_gradient: bool) -> list[str]
         arch = devices.arch_of(q.device)
     except NotImplementedError as error:
         return [*reasons, str(error)]
-    if needs_gradient and not configs.has_backward(arch, head_dim, q.dtype):
-        reasons.append(f"head_dim: got {head_dim}, allowed are 1 .. 256 with gradients in {q.dtype} on {arch}")
+    if needs_gradient and not configs.has_backward(arch, max(head_dim, head_dim_v), q.dtype):
+        reasons.append(
+            f"head_dim: got {max(head_dim, head_dim_v)}, allowed are 1 .. 256 with gradients in {q.dtype} on {arch}"
+        )
     return reasons
 
 

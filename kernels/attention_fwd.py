@@ -30,6 +30,7 @@ import triton.language as tl
 
 from fusedattn.kernels import combine, launcher
 from fusedattn.kernels.cached import first_visible, load_cached, load_factors
+from fusedattn.kernels.configs import MAX_HEAD_DIM
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
 from fusedattn.kernels.grid import tiling_of
@@ -48,6 +49,7 @@ from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import (
     bits_of,
+    block_d,
     dot,
     dot_add,
     dtype_of,
@@ -87,6 +89,7 @@ class Walk(NamedTuple):
     """
 
     q_tile: Any
+    q_tail: Any
     k: Any
     v: Any
     head_kv: Any
@@ -188,9 +191,11 @@ def _load_keys(walk, start_n, readable, call, rotation_k, n_positions, BLOCK: tl
 
 
 @triton.jit
-def _load_values(walk, start_n, readable, call, BLOCK: tl.constexpr, tile):
-    """The values of BLOCK keys, as in _load_keys."""
-    if call.cache is not None:
+def _load_values(walk, k_tile, start_n, readable, call, BLOCK: tl.constexpr, tile):
+    """The values of BLOCK keys, as in _load_keys, or these keys themselves."""
+    if tile.SHARES_V:
+        return k_tile
+    elif call.cache is not None:
         keys = start_n + tl.arange(0, BLOCK)
         if readable is None:
             readable = keys < walk.place.seqlen_k
@@ -205,9 +210,29 @@ def _load_values(walk, start_n, readable, call, BLOCK: tl.constexpr, tile):
 
 
 @triton.jit
-def _products(walk, k_tile, keys, call, tile):
-    """Products of the queries and a tile of `keys`, ``(1, BLOCK)``."""
+def _tail_products(walk, start_n, readable, call, BLOCK: tl.constexpr, tile):
+    """The part of the products that the features behind the first HEAD_DIM add, ``(BLOCK_M, BLOCK)``."""
+    WIDTH: tl.constexpr = walk.q_tail.shape[1]
+    END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
+    if call.cache is not None:
+        keys = start_n + tl.arange(0, BLOCK)
+        if readable is None:
+            readable = keys < walk.place.seqlen_k
+        k_tail = load_cached(
+            walk.k, call.cache.k_scale, call.cache, walk.place, walk.head_kv, keys, readable, END, WIDTH,
+            walk.q_tile.dtype, tile.HEAD_DIM,
+        )  # fmt: skip
+    else:
+        k_tail = load_tile(walk.k, start_n, readable, END, BLOCK, WIDTH, tile.HEAD_DIM)
+    return dot(walk.q_tail, tl.trans(k_tail), dtype_of(tile.ACC), tile.PRECISION)
+
+
+@triton.jit
+def _products(walk, k_tile, start_n, readable, keys, call, tile):
+    """Products of the queries and a tile of `keys`, ``(1, BLOCK)``, from `start_n` on."""
     products = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
+    if tile.TAIL > 0:
+        products += _tail_products(walk, start_n, readable, call, k_tile.shape[0], tile)
     if call.cache is not None:
         of_keys = tl.reshape(keys, (k_tile.shape[0],))
         readable = of_keys < walk.place.seqlen_k
@@ -242,10 +267,10 @@ def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
 
 @triton.jit
 def _full_products(walk, start_n, call, rotation_k, n_positions, tile):
-    """(products, block) of the queries and the keys of the full block at `start_n`."""
+    """(products, block, k_tile) of the queries and the keys of the full block at `start_n`."""
     block = Block(walk.start_m, start_n, walk.queries, (start_n + walk.offs_n)[None, :])
     k_tile = _load_keys(walk, start_n, None, call, rotation_k, n_positions, tile.BLOCK_N, tile)
-    return _products(walk, k_tile, block.keys, call, tile), block
+    return _products(walk, k_tile, start_n, None, block.keys, call, tile), block, k_tile
 
 
 @triton.jit
@@ -259,9 +284,9 @@ def _full_scores(products, walk, block, call, scale, tile):
 def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
     """Add all full blocks to the sums."""
     for start_n in range(walk.first_full, walk.stop_full, tile.BLOCK_N):
-        products, block = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        products, block, k_tile = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
-        v_tile = _load_values(walk, start_n, None, call, tile.BLOCK_N, tile)
+        v_tile = _load_values(walk, k_tile, start_n, None, call, tile.BLOCK_N, tile)
         sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
     return sums
 
@@ -274,20 +299,20 @@ def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: 
     while these scores become weights. The first scores and the last product overlap with nothing.
     """
     DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
-    products, block = _full_products(walk, walk.first_full, call, rotation_k, numbers.n_positions, tile)
+    products, block, k_tile = _full_products(walk, walk.first_full, call, rotation_k, numbers.n_positions, tile)
     scores = _full_scores(products, walk, block, call, numbers.scale, tile)
     p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
     p = bits_of(round_to(p, DTYPE))
     for start_n in range(walk.first_full + tile.BLOCK_N, walk.stop_full, tile.BLOCK_N):
-        products, block = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        v_tile = _load_values(walk, start_n - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
+        products, block, k_tile = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        v_tile = _load_values(walk, k_tile, start_n - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
         sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
         scores = _full_scores(products, walk, block, call, numbers.scale, tile)
         p, alpha, sums = online_softmax(
             sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT
         )
         p = bits_of(round_to(p, DTYPE))
-    v_tile = _load_values(walk, walk.stop_full - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
+    v_tile = _load_values(walk, k_tile, walk.stop_full - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
     return add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
 
 
@@ -308,11 +333,11 @@ def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.con
     for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        scores = _products(walk, k_tile, block.keys, call, tile)
+        scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         scores = tl.where(pairs, scores, float("-inf"))
-        v_tile = _load_values(walk, start_n, key_visible, call, tile.BOUNDARY, tile)
+        v_tile = _load_values(walk, k_tile, start_n, key_visible, call, tile.BOUNDARY, tile)
         sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
     return sums
 
@@ -329,10 +354,10 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
     for i in tl.range(0, walk.blocks.n_full + walk.blocks.n_boundary, num_stages=1, disable_licm=True):
         start_n = any_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        v_tile = _load_values(walk, start_n, key_visible, call, tile.BOUNDARY, tile)
+        v_tile = _load_values(walk, k_tile, start_n, key_visible, call, tile.BOUNDARY, tile)
         v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
-        scores = _products(walk, k_tile, block.keys, call, tile)
+        scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
@@ -378,6 +403,11 @@ def _attend(
             OF_QUERIES=True, TRANSPOSE=False, HEADS=tile.HEADS,
         )  # fmt: skip
     q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
+    q_tail = None
+    if tile.TAIL > 0:
+        END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
+        WIDTH: tl.constexpr = block_d(tile.TAIL)
+        q_tail = load_rows(inputs.q, place, rows, END, tile.BLOCK_M, WIDTH, tile.HEADS, tile.HEAD_DIM)
 
     sums = empty_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
     bounds = _bounds(call, place, numbers)
@@ -388,7 +418,7 @@ def _attend(
     first_full = blocks.start + blocks.n_left * tile.BOUNDARY
     stop_full = first_full + blocks.n_full * tile.BOUNDARY
     walk = Walk(
-        q_tile, k, v, head_kv, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
+        q_tile, q_tail, k, v, head_kv, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
         bounds, blocks, first_full, stop_full,
     )  # fmt: skip
     if PIPELINED:
@@ -511,13 +541,16 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         rotation_q = None
     n_programs, n_tile_ids = programs_of(config, tiling.n_programs, q.device)
     rotation_k = problem.rotation_k if problem.rotates_in_place else None
+    # Values that are the first features of the keys are read once, unless keys are rotated after they are read.
+    is_view = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    shares_v = is_view and q.shape[3] > results.out.shape[3] == MAX_HEAD_DIM and rotation_k is None
     constants = constants_of(
         attention_fwd,
         q,
         results.out,
         problem,
         config,
-        config.boundary_of_keys | {"HEADS": tiling.heads},
+        config.boundary_of_keys | {"HEADS": tiling.heads, "SHARES_V": shares_v},
         PIPELINED=config.style == "pipelined",
     )
     launcher.launch(

@@ -97,17 +97,20 @@ def place_in_cache(cache, place, tokens, exist):
 
 @triton.jit
 def load_cached(
-    x, scale, cache, place, head_kv, keys, readable, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr
-):
-    """`keys` of a :class:`Strided`, keys or values, as numbers of `dtype`, ``(BLOCK, BLOCK_D)``; 0 if not `readable`.
+    x, scale, cache, place, head_kv, keys, readable, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    dtype: tl.constexpr, FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """BLOCK_D features, from FIRST on, of `keys` of a :class:`Strided`, keys or values, as numbers of `dtype`.
 
-    Numbers of codes still lack their factor, which load_factors returns, except for that of a group of features.
+    The tile is ``(BLOCK, BLOCK_D)``; keys that are not `readable` are 0. FIRST is a multiple of BLOCK_D. Numbers of
+    codes still lack their factor, which load_factors returns, except for that of a group of features.
     """
     row, slots, exists = slots_of(cache, place, keys, readable)
     head_ptr = x.ptr + tl.cast(head_kv, tl.int64) * x.stride_h
     ptrs = head_ptr + (tl.cast(row, tl.int64) * x.stride_b + slots.to(tl.int64) * x.stride_s)
     PER_ELEMENT: tl.constexpr = 2 if cache.FORMAT == "int4" else 1
     offs = tl.arange(0, BLOCK_D // PER_ELEMENT)
+    offs += FIRST // PER_ELEMENT
     mask = exists[:, None]
     if HEAD_DIM % BLOCK_D != 0:
         mask = mask & (offs < HEAD_DIM // PER_ELEMENT)[None, :]
@@ -126,7 +129,7 @@ def load_cached(
             numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]
             numbers = tl.reshape(numbers, (keys.shape[0], BLOCK_D))
         # Features beyond the last have codes of 0, which are not 0 here.
-        of_features = tl.arange(0, BLOCK_D) < HEAD_DIM
+        of_features = FIRST + tl.arange(0, BLOCK_D) < HEAD_DIM
         return round_to(tl.where(exists[:, None] & of_features[None, :], numbers, 0.0), dtype)
     else:
         return decoded(codes, cache.FORMAT, scale.GIVEN, dtype)

@@ -81,14 +81,17 @@ def _row_pointers(x, place, rows, BLOCK_M: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    x, place, rows, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr
+    x, place, rows, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, first=0
 ):
-    """The rows of a :class:`Strided`, ``(BLOCK_M, BLOCK_D)``; those that do not exist are 0."""
+    """BLOCK_D features from `first` of the rows of a :class:`Strided`, ``(BLOCK_M, BLOCK_D)``.
+
+    Rows that do not exist are 0. `first` is as in load_tile.
+    """
     if HEADS == 1:
         x_head = head_of(x, place.batch, rows.head, place.first_q)
-        return load_tile(x_head, rows.start, rows.exist, HEAD_DIM, BLOCK_M, BLOCK_D)
+        return load_tile(x_head, rows.start, rows.exist, HEAD_DIM, BLOCK_M, BLOCK_D, first)
     else:
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        offs_d = first + tl.arange(0, BLOCK_D)[None, :]
         ptrs = _row_pointers(x, place, rows, BLOCK_M, HEADS)[:, None] + offs_d
         return tl.load(ptrs, mask=rows.exist[:, None] & (offs_d < HEAD_DIM), other=0.0)
 

@@ -62,6 +62,7 @@ class Tile(NamedTuple):
 
     BLOCK_M queries and BLOCK_N keys; BLOCK_D and BLOCK_DV are head_dim and head_dim_v rounded up for tl.dot. ACC names
     the dtype of sums, which `dtype_of` gives; PRECISION is that of float32 products, EXACT as in kernels/softmax.py.
+    TAIL features, beyond the HEAD_DIM, are multiplied apart. SHARES_V: values are the first features of the keys.
     Boundary blocks have BOUNDARY keys (or queries) and BOUNDARY_STAGES pipeline stages. HEADS heads share a tile
     (kernels/grouped_heads.py).
     """
@@ -78,3 +79,5 @@ class Tile(NamedTuple):
     BOUNDARY: Any = tl.constexpr(0)
     BOUNDARY_STAGES: Any = tl.constexpr(1)
     HEADS: Any = tl.constexpr(1)
+    TAIL: Any = tl.constexpr(0)
+    SHARES_V: Any = tl.constexpr(False)

@@ -302,6 +302,7 @@ def strided(x: torch.Tensor) -> Strided:
     return Strided(x, *x.stride()[:3])
 
 
+@triton.constexpr_function
 def block_d(head_dim: int) -> int:
     """Width of a tile that holds head_dim features: a power of two, and at least the 16 that tl.dot needs."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedattn.kernels.configs import FewQueries, KernelConfigs, TileConfig
+from fusedattn.kernels.configs import MAX_HEAD_DIM, FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
 from fusedattn.kernels.launcher import KernelConstants
 from fusedattn.kernels.mask_arguments import BandBounds
@@ -140,10 +140,10 @@ def constants_of(
 
     `of_tile` has fields of its :class:`Tile` that not all kernels have, `parameters` its other constexpr parameters.
     """
-    head_dim, head_dim_v, dtype = q.shape[3], v.shape[3], q.dtype
+    head_dim, head_dim_v, dtype = min(q.shape[3], MAX_HEAD_DIM), v.shape[3], q.dtype
     exact = exactness(dtype, problem.precision, problem.call.score.UNBOUNDED.value)
     key = (
-        *(kernel.fn, head_dim, head_dim_v, dtype, problem.precision, exact),
+        *(kernel.fn, q.shape[3], head_dim_v, dtype, problem.precision, exact),
         *config.in_order,
         *of_tile.values(),
         *parameters.values(),
@@ -160,6 +160,7 @@ def constants_of(
             "ACC": accumulator(dtype).name,
             "PRECISION": problem.precision,
             "EXACT": exact,
+            **({"TAIL": q.shape[3] - head_dim} if q.shape[3] > head_dim else {}),
             **of_tile,
         }
         found = _constants[key] = KernelConstants(

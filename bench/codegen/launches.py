@@ -12,7 +12,7 @@ import io
 import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +63,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "cache of e4m3": frozenset({"causal", "rope", "paged", "e4m3", "one query", "long cache"}),
     "cache of int8": frozenset({"causal", "rope", "paged", "int8", "one query", "long cache"}),
     "cache of int4": frozenset({"causal", "rope", "paged", "int4", "one query", "long cache"}),
+    "latent": frozenset({"causal", "paged", "latent", "one query", "long cache"}),
     "cache, chunk": frozenset({"causal", "rope", "paged"}),
     "cache of e4m3, chunk": frozenset({"causal", "rope", "paged", "e4m3"}),
     "one pass": frozenset({"one pass"}),
@@ -77,6 +78,7 @@ BATCH, NHEADS_Q, NHEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 8, 2, 256, 264
 FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
 PAGE, GROUP = 16, 32
+KEYS, VALUES, LATENT_HEADS = 576, 512, 128  # multi-head latent attention, as DeepSeek V3 has it
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
@@ -280,6 +282,8 @@ def call(
 ) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
     sizes = sizes or Sizes.of(features)
+    if "latent" in features:
+        head_dim, sizes = KEYS, replace(sizes, nheads_q=LATENT_HEADS, nheads_kv=1)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
     shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
     shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)
@@ -342,6 +346,13 @@ def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], 
     n_groups = head_dim // GROUP if "int4" in features else 1
     rope = options.pop("rope")
     lengths = torch.full((batch,), seqlen_k - q.shape[2], dtype=torch.int32)
+    if "latent" in features:
+        memory = torch.zeros(n_pages, 1, PAGE, head_dim, dtype=k.dtype)
+        cache = KVCache(memory, memory[..., :VALUES], lengths, block_table=table)
+        with torch.no_grad():
+            caches.append(cache, k[:, :1, : q.shape[2]], backend="triton")
+            attention(q, cache=cache, return_lse=True, backend="triton", **options)
+        return
     cache = KVCache.paged(
         table, n_pages, PAGE, nheads_kv, head_dim, dtype=dtype, n_groups=n_groups, lengths=lengths,
         rope=rope if "rope" in features else None,

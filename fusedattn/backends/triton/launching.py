@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -136,10 +137,12 @@ def problem_of(
     by_pair = by_pair or bool(constants.functions.mask)
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
-    head_dim = max(q.shape[3], results.features_of(v))
+    head_dim = min(max(q.shape[3], results.features_of(v)), configs.MAX_HEAD_DIM)
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     few_queries = None
+    if q.shape[3] > configs.MAX_HEAD_DIM:
+        tiles = replace(tiles, fwd=tiles.fwd.gathered)
     if tensors.layout is None:
         few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work)
     else:
