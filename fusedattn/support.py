@@ -163,11 +163,11 @@ def _require_grad(args: tuple[Any, ...]) -> list[int]:
 def _triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bool) -> list[str]:
     reasons = []
     most = MAX_HEAD_DIM if needs_gradient else MAX_HEAD_DIM_WITHOUT_GRADIENTS
-    for name, got, highest in (("q and k", head_dim, most), ("v", head_dim_v, MAX_HEAD_DIM)):
+    for got, highest in ((head_dim, most), (head_dim_v, MAX_HEAD_DIM)):
         if got > highest:
             reasons.append(
-                f"head_dim: got {got} of {name}, allowed are 1 .. {highest} with backend 'triton'"
-                + (" and gradients" if got <= MAX_HEAD_DIM_WITHOUT_GRADIENTS and name != "v" else "")
+                f"head_dim: got {got}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton', and for q and k without "
+                f"gradients 1 .. {MAX_HEAD_DIM_WITHOUT_GRADIENTS}"
             )
     if not HAS_TRITON:
         return [
