@@ -241,7 +241,8 @@ def check_append(
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.dtype not in DTYPES:
-            raise TypeError(f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, allowed are {DTYPES}")
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}: got {kind}, allowed are {', '.join(map(str, DTYPES))}")
         if cache.format is None and x.dtype != cache.k.dtype:
             raise TypeError(f"{name}: got {x.dtype}, allowed is that of the cache, {cache.k.dtype}")
         if x.dtype != k.dtype or x.device != cache.k.device:
