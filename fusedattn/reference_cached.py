@@ -33,13 +33,13 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
         own_q = q[i : i + 1] if stops is None else q[:, :, rows]
         rope = options.rope
         if cache.rope is not None:
-            own_q = _rotated(own_q, cache.rope, i, rows, lengths[i])
+            own_q = rotated(own_q, cache.rope, i, rows, lengths[i])
         elif rope is not None:
             rope = _rope_of(rope, i, rows, kept[i])
         seen = Mask(valid=visible[i : i + 1, : kept[i]])
         own = replace(
             options,
-            mask=_mask_of(options.mask, i, own_q, kept[i]) & seen,
+            mask=mask_of(options.mask, i, own_q, kept[i]) & seen,
             bias=None if options.bias is None else bias_of(options.bias, i, own_q.shape[2], kept[i]),
             rope=rope,
             packed=None,
@@ -95,7 +95,7 @@ def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bo
         rope.check_positions()
 
 
-def _rotated(q: Tensor, rope: Rope, i: int, rows: slice, length: int) -> Tensor:
+def rotated(q: Tensor, rope: Rope, i: int, rows: slice, length: int) -> Tensor:
     """Queries of sequence `i`, rotated as the keys of a cache were."""
     own = _rope_of(rope, i, rows, length)
     positions = own.positions_q
@@ -121,7 +121,7 @@ def _rope_of(rope: Rope, i: int, rows: slice, n_keys: int) -> Rope:
     )
 
 
-def _mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
+def mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
     """The mask of sequence `i`, whose lengths those of the tensors may exceed."""
     n_queries, layout, documents, prefix = q.shape[2], mask.layout, mask.documents, mask.prefix
     if layout is not None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedattn import reference_cached, reference_varlen
-from fusedattn.backends.torch import sdpa
-from fusedattn.backends.torch.largest import largest_scores
+from fusedattn.backends.torch import cached, largest
 from fusedattn.backends.triton import autograd
 from fusedattn.kv_cache import KVCache
 from fusedattn.options import Options
+from fusedattn.reference_varlen import Results
 from fusedattn.support import Backend
-
-Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def append(
@@ -47,13 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backen
     if backend == "triton":
         return autograd.attention(q, k, v, options)
     if options.cache is not None:
-        return reference_cached.attention(q, options, attend=_by_torch)
+        return cached.attention(q, options)
     if options.packed is not None:
-        return reference_varlen.attention(q, k, v, options, attend=_by_torch)
-    return _by_torch(q, k, v, options)
-
-
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """:func:`attention` of the ``torch`` backend, not packed."""
-    out, lse = sdpa.attention(q, k, v, options)
-    return out, lse, largest_scores(q, k, options) if options.return_max else None
+        return reference_varlen.attention(q, k, v, options, attend=largest.attention)
+    return largest.attention(q, k, v, options)

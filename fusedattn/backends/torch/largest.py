@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from fusedattn import reference
+from fusedattn.backends.torch import sdpa
 from fusedattn.backends.torch.eager import LEAST_ROWS, SCORES
 from fusedattn.options import Options
+from fusedattn.reference_varlen import Results
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """``(out, lse, largest)`` of sequences that are neither packed nor in a cache; None if not asked for."""
+    out, lse = sdpa.attention(q, k, v, options)
+    return out, lse, largest_scores(q, k, options) if options.return_max else None
 
 
 def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:

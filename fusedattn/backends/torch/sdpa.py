@@ -53,7 +53,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     for value in (bias, options.score_mod):
         given += [] if value is None else value.tensors().values()
     readable = reference.is_readable(*given, *mask.tensors().values())
-    can_plan = readable and q.device.type == "cpu" and not _is_transformed(*given)
+    can_plan = readable and q.device.type == "cpu" and not is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
         return _by_reference(q, k, v, options)
     if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # 0 * NaN is NaN
@@ -255,7 +255,7 @@ def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
     return reference.large_rows(largest) is not None
 
 
-def _is_transformed(*tensors: Tensor) -> bool:
+def is_transformed(*tensors: Tensor) -> bool:
     """Whether forward-mode or torch.func derivatives may be asked for, which a plan does not support."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return forward_ad._current_level >= 0 or any(map(wrapped, tensors))
