@@ -84,7 +84,7 @@ def prepared(
         call_checks.check_deterministic(options.deterministic)
     chosen = known or backend or default_backend(q.device)
     if known is None or mask.function is not None or score_mod is not None:
-        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache)
+        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache, options.bias, options.sinks)
         if reasons:
             raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     if known is None and kind is not None:

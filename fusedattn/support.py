@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedattn.biases import Bias
+from fusedattn.biases import Bias, as_bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
@@ -121,7 +121,8 @@ def not_supported_reasons(
         k, v = cache.k, cache.v
     assert k is not None
     assert v is not None
-    return reasons_of(q, k, v, as_mask(mask), score_mod, backend or default_backend(q.device), cache)
+    chosen = backend or default_backend(q.device)
+    return reasons_of(q, k, v, as_mask(mask), score_mod, chosen, cache, as_bias(bias), sinks)
 
 
 def reasons_of(
@@ -132,11 +133,15 @@ def reasons_of(
     score_mod: ScoreMod | None,
     backend: Backend,
     cache: KVCache | None = None,
+    bias: Bias | None = None,
+    sinks: Tensor | None = None,
 ) -> list[str]:
     """:func:`not_supported_reasons`, from the arguments that decide; with a cache, k and v are its memory."""
     reasons: list[str] = []
-    if cache is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
+    if cache is not None and torch.is_grad_enabled():
+        parts = (x for part in (bias, score_mod) if part is not None for x in part.tensors().values())
+        if _require_grad((q, k, v, sinks, *parts)):
+            reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
     if mask.function is not None and _require_grad(mask.function.args):
         reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
     if score_mod is not None and backend == "triton":

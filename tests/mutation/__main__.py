@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutation import (
+    caches,
     decode,
     integrations,
     kernels,
@@ -57,7 +58,8 @@ RESULTS = ROOT / "docs/results/mutants.json"
 RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
-    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, integrations,
+    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
+    integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",

@@ -206,6 +206,30 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
     assert (lse[2] == -torch.inf).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n_groups", "source"),
+    [
+        *((torch.uint8, n_groups, torch.float32) for n_groups in (1, 2, DIM // 2, DIM)),
+        *((dtype, 1, torch.float64) for dtype in CODES),
+        (torch.uint8, 2, torch.float64),
+    ],
+    ids=lambda x: str(x).rpartition(".")[2],
+)
+@backends
+def test_attention_to_groups(dtype, n_groups, source, backend):
+    """Also groups of one feature; in float64 the numbers are still those of the cache, products in float32."""
+    device = device_of(backend)
+    cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
+    k, v = torch.randn(2, HEADS, 19, DIM), torch.randn(2, HEADS, 19, DIM)
+    caches.append(cache, k.to(device), v.to(device), backend=backend)
+    q = torch.randn(2, HEADS_Q, 1, DIM).to(source)
+    out, lse = attention(q.to(device), cache=cache, return_lse=True, backend=backend)
+    for i in range(2):
+        rows = slice(i, i + 1)
+        own = [x.float() if source == torch.float64 else x for x in decoded(cache, i, 19)]
+        assert_results(out[rows], lse[rows], q[rows], *own, f"sequence {i}")
+
+
 @codes
 @backends
 def test_numbers_that_are_not_finite(dtype, backend):

@@ -299,6 +299,14 @@ ATTENDED: dict[str, Case] = {
     ),
     "splits of a float": (lambda c: {"num_splits": 1.0}, TypeError, "num_splits: got float"),
     "no splits": (lambda c: {"num_splits": 0}, ValueError, "num_splits: got 0"),
+    "sinks that are learned": (
+        lambda c: {"sinks": torch.zeros(4, requires_grad=True)}, NotImplementedError,
+        "attention cannot run on backend 'torch': cache",
+    ),
+    "a bias that is learned": (
+        lambda c: {"bias": torch.zeros(2, 8, requires_grad=True)}, NotImplementedError,
+        "attention cannot run on backend 'torch': cache",
+    ),
     "q that is learned": (
         lambda c: {"q": Q.clone().requires_grad_()}, NotImplementedError,
         "attention cannot run on backend 'torch': cache",

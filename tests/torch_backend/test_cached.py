@@ -123,6 +123,17 @@ def test_numbers_that_are_not_finite_go_the_other_way(of, poison, softcap):
                 attention(q, cache=cache, softcap=softcap)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_autocast(dtype):
+    """The products of wide numbers stay wide."""
+    cache, q = filled("pages of 16", dtype), torch.randn(3, HEADS_Q, 1, DIM, dtype=torch.bfloat16)
+    expected = attention(q, cache=cache, softcap=2.0, return_lse=True)
+    with torch.autocast("cpu"):
+        actual = attention(q.float(), cache=cache, softcap=2.0, return_lse=True)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("of", ["k", "v"])
 @pytest.mark.parametrize("lengths", [[1, 2, 3], [40, 1, 30]])

@@ -1,9 +1,9 @@
 """Attention of a few queries to a cache on a CPU, which reads the cache where it lies.
 
-The query heads that share a KV head are rows of one head, so that each key is read once. Torch's kernel computes one
-tile of keys after the other, and their results are merged; codes, and what the kernel cannot do, take two products with
-the scores written out in between. Neither hides numbers that are not finite from those who should not see them, nor
-shows all of them: if a result is not finite, or might have been, the call is computed in the other way.
+The query heads that share a KV head are rows of one head, so that each key is read once. Torch's kernel computes the
+results of one tile of keys after the other, which are then merged; codes, and steps that the kernel does not have, take
+two products with the scores written out in between. Both are right for finite numbers only: if a result shows that a
+key or value was not finite, the whole call is computed from a copy of the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def attention(q: Tensor, options: Options) -> reference_varlen.Results:
     """The results of :func:`fusedattn.reference_cached.attention`; lse and largest are None if not asked for."""
     if _is_short(q, options):
-        results = _in_place(q, options)
+        with torch.autocast("cpu", enabled=False):
+            results = _in_place(q, options)
         if results is not None:
             return results[0], results[1] if options.return_lse else None, None
     return reference_cached.attention(q, options, attend=largest.attention)
@@ -49,8 +50,8 @@ def _is_short(q: Tensor, options: Options) -> bool:
     if q.device.type != "cpu" or not reference.is_readable(*given) or sdpa.is_transformed(*given):
         return False
     longest = q.shape[2] if packed is None else int(packed.cu_seqlens_q.diff().max()) if cache.batch else 0
-    has_sinks = options.sinks is not None and not (options.sinks < math.inf).all()
-    return longest <= MOST_QUERIES and not has_sinks and bool(q.isfinite().all())
+    is_bounded = options.sinks is None or bool((options.sinks < math.inf).all())
+    return longest <= MOST_QUERIES and is_bounded and bool(q.isfinite().all())
 
 
 def _in_place(q: Tensor, options: Options) -> Results | None:
@@ -70,13 +71,8 @@ def _in_place(q: Tensor, options: Options) -> Results | None:
         if queries.numel() == 0 or own.kept == 0:
             continue
         if cache.rope is not None:
-            numbers = range(own.batches.start, own.batches.stop)
-            parts = queries.split(1)
-            rotated = (
-                reference_cached.rotated(part, cache.rope, j, at[2], own.length)
-                for part, j in zip(parts, numbers, strict=True)
-            )
-            queries = torch.cat(list(rotated))
+            parts = enumerate(queries.split(1), start=i)
+            queries = torch.cat([reference_cached.rotated(x, cache.rope, j, at[2], own.length) for j, x in parts])
         results = _of_sequences(queries, options, own)
         if results is None:
             return None
@@ -136,23 +132,14 @@ class _Problem(NamedTuple):
 
 def _of_sequences(q: Tensor, options: Options, own: Sequences) -> Results | None:
     """Without sinks, in float32 or float64; None if this way might be wrong."""
-    cache, i = own.cache, own.batches.start
+    cache, i, wide = own.cache, own.batches.start, torch.promote_types(q.dtype, torch.float32)
     n_queries, n_keys = q.shape[2], own.kept
-    bias = options.bias
-    problem = _Problem(
-        q,
-        own,
-        reference_cached.mask_of(options.mask, i, q, n_keys),
-        None
-        if bias is None
-        else bias_of(bias, i, n_queries, n_keys).dense(
-            n_queries, n_keys, dtype=torch.promote_types(q.dtype, torch.float32)
-        ),
-        options,
-    )
+    bias = None
+    if options.bias is not None:
+        bias = bias_of(options.bias, i, n_queries, n_keys).dense(n_queries, n_keys, dtype=wide)
+    problem = _Problem(q, own, reference_cached.mask_of(options.mask, i, q, n_keys), bias, options)
     ranges = problem.ranges()
     if not ranges:
-        wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_zeros(1, dtype=wide), q.new_full((1,), -math.inf, dtype=wide)
     has_kernel = cache.format is None and options.softcap is None and cache.head_dim == cache.head_dim_v
     if has_kernel and not (rows_overlap(cache.k) or rows_overlap(cache.v)):
