@@ -6,7 +6,10 @@ Integer arithmetic on the bits of float32 does it, so that every GPU, and the in
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.accurate_math import quotient
+from fusedattn.kernels.accurate_math import divide
+
+# The smallest normal number: a smaller scale counts as 0, because it may have no finite reciprocal.
+_SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.constexpr_function
@@ -23,7 +26,8 @@ def _float_codes(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
     rounded = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
-    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    LEAST: tl.constexpr = (127 - BIAS) << MANTISSA
+    normal = tl.maximum(rounded >> DROPPED, LEAST) - LEAST
     # Below the smallest normal number codes are multiples of one unit: those of a float32 whose last bit is that unit.
     MAGIC: tl.constexpr = (127 + 1 - BIAS + DROPPED) << 23
     shifted = magnitude.to(tl.float32, bitcast=True) + tl.full(x.shape, MAGIC, tl.uint32).to(tl.float32, bitcast=True)
@@ -34,21 +38,25 @@ def _float_codes(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def scales_of(x, FORMAT: tl.constexpr):
-    """The scale of each last dimension of ``x``, float32; NaN unless all of it is finite."""
+    """The scale of each last dimension of ``x``, float32: 0 if it is no normal number, NaN unless ``x`` is finite."""
     last: tl.constexpr = len(x.shape) - 1
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), last) != 0
     largest = tl.max(tl.abs(x), last)
-    return tl.where(finite, quotient(largest, tl.full(largest.shape, largest_code(FORMAT), tl.float32)), float("nan"))
+    scale = divide(largest, tl.full(largest.shape, largest_code(FORMAT), tl.float32))
+    return tl.where(finite, tl.where(scale < _SMALLEST_SCALE, 0.0, scale), float("nan"))
 
 
 @triton.jit
 def encoded(x, scale, FORMAT: tl.constexpr):
     """The codes of ``x``, float32, for scales that broadcast to it: uint32, or int32 for int8.
 
-    Codes of a scale that is 0 or NaN are 0. A NaN stays one in the formats that have it, and is 0 in the others.
+    Codes of a scale that is NaN, or below the smallest normal number, are 0. A NaN stays one in the formats that have
+    it, and is 0 in the others.
     """
     LARGEST: tl.constexpr = largest_code(FORMAT)
-    x = tl.where(scale > 0.0, x * quotient(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    is_scale = scale >= _SMALLEST_SCALE
+    factor = divide(tl.full(scale.shape, 1.0, tl.float32), tl.where(is_scale, scale, 1.0))
+    x = tl.where(is_scale, x * factor, 0.0)
     # A comparison keeps NaN.
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     if FORMAT == "e4m3":
