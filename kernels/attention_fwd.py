@@ -152,12 +152,18 @@ def add_values(sums, alpha, p, v_tile, tile, HAS_RESIDUAL: tl.constexpr, LAST: t
 def _add_coded(acc, p, factors, v_tile, tile):
     """Add the product of weights and the values of codes, ``p * factors @ v_tile``, to acc.
 
-    Weights are rounded relative to the largest factor: in float16 their product with a small one would lose digits.
+    Weights are rounded relative to the largest of their row: float16 would lose those of small factors, and others
+    beside a key of a large factor that the row does not see.
     """
-    largest = tl.max(tl.where(tl.abs(factors) < float("inf"), tl.abs(factors), 0.0), 0)
-    unit = tl.where(largest > 0.0, largest, 1.0)
-    weights = round_to(p * (factors / unit)[None, :], v_tile.dtype)
-    return acc + dot(weights, v_tile, dtype_of(tile.ACC), tile.PRECISION) * unit
+    weights = p * factors[None, :]
+    if v_tile.dtype == tl.float16:
+        sizes = tl.abs(weights)
+        largest = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1)
+        unit = tl.maximum(largest, 1.1754943508222875e-38)  # whose reciprocal is finite
+        weights = round_to(weights * (1.0 / unit)[:, None], v_tile.dtype)
+        return acc + dot(weights, v_tile, dtype_of(tile.ACC), tile.PRECISION) * unit[:, None]
+    else:
+        return dot_add(round_to(weights, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
 
 
 @triton.jit

@@ -68,6 +68,15 @@ def tensors_in(arguments: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def outputs_of(kernel: str, arguments: dict[str, Any]) -> set[str]:
+    """The outputs of a launch: a cache may have scales that are given, which are only read."""
+    found = OUTPUTS[kernel]
+    if kernel == "cache_append":
+        scales = {name: getattr(arguments["cache"], name) for name in ("k_scale", "v_scale")}
+        found = found - {f"cache.{name}.ptr" for name, x in scales.items() if x is not None and x.GIVEN.value}
+    return found
+
+
 def _has_rows_behind(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
     """Whether packed tensors are longer than all sequences heads_in_l2, so that no program writes their end."""
     stops = {name.rsplit(".", 1)[-1]: x for name, x in tensors.items() if name.endswith(("cu_q_ptr", "cu_k_ptr"))}
@@ -148,9 +157,9 @@ class Accesses:
         self.kernel = kernel
         self.launched.append(kernel)
         tensors = tensors_in(arguments)
-        rows_behind = _has_rows_behind(arguments, tensors)
+        rows_behind, outputs = _has_rows_behind(arguments, tensors), outputs_of(kernel, arguments)
         self.arguments = [
-            Argument(name, x, name in OUTPUTS[kernel], rows_behind or (kernel, name) in WRITTEN_IN_PART)
+            Argument(name, x, name in outputs, rows_behind or (kernel, name) in WRITTEN_IN_PART)
             for name, x in tensors.items()
         ]
 

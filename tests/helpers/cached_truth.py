@@ -1,4 +1,4 @@
-"""Attention to a cache by eager PyTorch: the truth in float64, and the error that eager PyTorch has in another dtype."""
+"""Attention to a cache by eager PyTorch: the truth in float64, and the error that it has in another dtype."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def assert_cached(
     assert_ratios(bad, what)
 
 
-def _terms(
-    wide: testing.Inputs, cache: KVCache, truth: dict[str, Tensor], packed: Packed | None
-) -> dict[str, Tensor]:
+def _terms(wide: testing.Inputs, cache: KVCache, truth: dict[str, Tensor], packed: Packed | None) -> dict[str, Tensor]:
     """The sums of the absolute terms of out and lse, or a bound, times one more than the largest terms of a score."""
     numbers = numbers_of(cache, torch.float64)
     scale = wide.q.shape[3] ** -0.5 if wide.scale is None else abs(wide.scale)
