@@ -233,7 +233,7 @@ def check_append(
     """Raise an error unless k and v can be appended to the cache; whether it has room is not checked."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: got {type(cache).__name__}, allowed is a fusedattn.KVCache")
-    if (v is None) != cache.shares_memory:
+    if not torch.compiler.is_compiling() and (v is None) != cache.shares_memory:  # a compiler knows no addresses
         got = "None" if v is None else "a tensor"
         raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
     first = (cache.batch, cache.k.shape[1]) if cu_seqlens is None else ()
@@ -372,6 +372,16 @@ def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
         raise ValueError(f"dropout_seed: got shape {tuple(seed.shape)}, allowed is (1,)")
     if seed.device != q.device:
         raise ValueError(f"dropout_seed: got device {seed.device}, allowed is the device of q, {q.device}")
+
+
+def check_scale(scale: float) -> None:
+    """Raise TypeError or ValueError unless ``scale`` is a finite number."""
+    check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+
+
+def check_softcap(softcap: float) -> None:
+    """Raise TypeError or ValueError unless ``softcap`` is a positive number."""
+    check_number("softcap", softcap, sys.float_info.min, sys.float_info.max, "a positive number")
 
 
 def check_number(name: str, x: float, lowest: float, highest: float, allowed: str) -> None:

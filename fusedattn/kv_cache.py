@@ -228,7 +228,8 @@ class KVCache:
     def shares_memory(self) -> bool:
         """Whether values are the first features of the keys."""
         k, v = self.k, self.v
-        return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and k.numel() > 0
+        same_start = torch._C._is_alias_of(v, k) and v.storage_offset() == k.storage_offset()  # type: ignore[attr-defined]
+        return same_start and v.stride() == k.stride()
 
     def kept(self) -> Tensor:
         """The tokens of each sequence that the cache holds, int32 ``(batch,)``."""
@@ -307,11 +308,14 @@ class KVCache:
             positions = tokens if positions is None else positions
             k = apply_rope(k.to(wide), self.rope.cos, self.rope.sin, positions, interleaved=self.rope.interleaved)
         rows, slots = self.place(tokens.where(exists, 0))
-        at = rows[exists], slice(None), slots[exists]
+        everywhere = counts is None and not self.overwrites
+        chosen = slice(None) if everywhere else exists  # a compiler cannot follow the number of those chosen
+        at = rows[chosen].flatten(), slice(None), slots[chosen].flatten()
         for x, cached, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if x is None:
                 continue
-            own = x.transpose(1, 2)[exists]  # (tokens, nheads_kv, head_dim)
+            own = x.transpose(1, 2)
+            own = own.flatten(0, 1) if everywhere else own[exists]  # (tokens, nheads_kv, head_dim)
             if scale is None:
                 cached[at] = own.to(cached.dtype)
             elif scale.dim() == 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Hashable
 
 import torch
@@ -25,7 +24,7 @@ def scale_of(scale: float | None, q: Tensor) -> float:
     if scale is None:
         has_features = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0  # any other q is refused later
         return 1.0 / math.sqrt(q.shape[-1]) if has_features else 1.0
-    call_checks.check_number("scale", scale, -sys.float_info.max, sys.float_info.max, "any finite number")
+    call_checks.check_scale(scale)
     return float(scale)
 
 
@@ -71,9 +70,7 @@ def prepared(
     if options.sinks is not None:
         call_checks.check_sinks(options.sinks, q)
     if options.softcap is not None:
-        call_checks.check_number(
-            "softcap", options.softcap, sys.float_info.min, sys.float_info.max, "a positive number"
-        )
+        call_checks.check_softcap(options.softcap)
         options.softcap = float(options.softcap)
     if options.dropout_p != 0.0 or type(options.dropout_p) is not float:
         call_checks.check_dropout_p(options.dropout_p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,25 +11,37 @@ from torch import Tensor
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Documents, Layout, Mask, Prefix
 from fusedattn.options import Options
-from fusedattn.reference_varlen import Attend, Results, bias_of, by_reference, pairs_of
+from fusedattn.reference_varlen import (
+    Attend,
+    Results,
+    bias_of,
+    by_reference,
+    of_heads,
+    of_positions,
+    of_tokens,
+    padded_attention,
+    pairs_of,
+    rows_of,
+)
 from fusedattn.rope import Rope, apply_rope
 
 
 def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> Results:
     """``(out, lse, largest)`` of queries ``(batch, nheads_q, seqlen_q, head_dim)``, or packed ones in a batch of 1.
 
-    Reads the lengths of the sequences, and so waits for them.
+    Reads the lengths of the sequences, and so waits for them, except under a compiler, which cannot read values.
     """
     cache, packed = options.cache, options.packed
     assert cache is not None
+    if torch.compiler.is_compiling():
+        return _padded(q, cache, options)
     stops = None if packed is None else packed.cu_seqlens_q.tolist()
     n_packed = q.shape[2]
     lengths, kept = cache.lengths.tolist(), cache.kept().tolist()
-    keys, values, visible = cache.dense()
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     wide = q.dtype if cache.format is None else lse_dtype  # codes times scales may exceed float16
     outs, lses, maxima = [], [], []
-    for i in range(cache.batch):
+    for i, (k, v, seen) in enumerate(_sequences(cache, kept)):
         rows = slice(0, q.shape[2]) if stops is None else slice(stops[i], stops[i + 1])
         own_q = q[i : i + 1] if stops is None else q[:, :, rows]
         rope = options.rope
@@ -36,7 +49,6 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
             own_q = rotated(own_q, cache.rope, i, rows, lengths[i])
         elif rope is not None:
             rope = _rope_of(rope, i, rows, kept[i])
-        seen = Mask(valid=visible[i : i + 1, : kept[i]])
         own = replace(
             options,
             mask=mask_of(options.mask, i, own_q, kept[i]) & seen,
@@ -46,8 +58,7 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
             cache=None,
             first_batch=i,
         )
-        k, v = (x[i : i + 1, :, : kept[i]].to(wide) for x in (keys, values))
-        out, lse, largest = attend(own_q.to(wide), k, v, own)
+        out, lse, largest = attend(own_q.to(wide), k.to(wide), v.to(wide), own)
         outs.append(out.to(q.dtype))
         lses += [] if lse is None else [lse]
         maxima += [] if largest is None else [largest]
@@ -61,6 +72,25 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
         for parts, asked in ((lses, options.return_lse), (maxima, options.return_max))
     )
     return torch.cat(outs, dim), lse, largest
+
+
+def _sequences(cache: KVCache, kept: list[int]) -> Iterator[tuple[Tensor, Tensor, Mask]]:
+    """Keys and values of each sequence, ``(1, nheads_kv, its tokens, head_dim)``, and which are visible.
+
+    They are views of the cache if it has no pages, codes or overwritten tokens.
+    """
+    if cache.block_table is None and cache.format is None and not cache.overwrites:
+        keys, values = cache.k, cache.v
+        rows = range(cache.batch) if cache.rows is None else cache.rows.tolist()
+    else:
+        keys, values, _ = cache.dense()
+        rows = range(cache.batch)
+    for i, (row, n) in enumerate(zip(rows, kept, strict=True)):
+        seen = Mask()
+        if cache.left_padding is not None:
+            first = cache.left_padding[i] - (cache.lengths[i] - n)
+            seen = Mask(valid=(torch.arange(n, device=keys.device) >= first)[None])
+        yield keys[row : row + 1, :, :n], values[row : row + 1, :, :n], seen
 
 
 def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None) -> None:
@@ -93,6 +123,35 @@ def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bo
         rope = rope.at(None, rope.positions_k)
         rope.check_lengths(0, int(longer.lengths.max()))
         rope.check_positions()
+
+
+def _padded(q: Tensor, cache: KVCache, options: Options) -> Results:
+    """:func:`attention` of all sequences at once, to as many keys as the cache has room for."""
+    packed, rope, of_cache = options.packed, options.rope, cache.rope
+    lengths = torch.full_like(cache.lengths, q.shape[2]) if packed is None else packed.cu_seqlens_q.diff()
+    rows, own_q = None, q
+    if packed is not None:
+        rows = rows_of(packed.cu_seqlens_q, packed.max_seqlen_q, q.shape[2])
+        own_q = of_heads(q, rows)
+        rope, of_cache = (
+            None if x is None else x.at(of_positions(x.positions_q, rows), x.positions_k) for x in (rope, of_cache)
+        )
+    number = torch.arange(own_q.shape[2], device=q.device)
+    there = number < lengths[:, None]
+    if of_cache is not None:
+        at = of_cache.positions_q
+        at = (cache.lengths - lengths)[:, None] + number if at is None else at
+        at = torch.where(there, at, 0)  # others would be NaN
+        own_q = apply_rope(own_q, of_cache.cos, of_cache.sin, at, interleaved=of_cache.interleaved)
+    keys, values, visible = cache.dense()
+    wide = torch.promote_types(q.dtype, keys.dtype)
+    own = replace(options, rope=rope, packed=None, cache=None)
+    out, lse, largest = padded_attention(own_q.to(wide), keys, values, own, (lengths, cache.kept()), (there, visible))
+    out = out.to(q.dtype)
+    if rows is None:
+        return out, lse, largest
+    lse, largest = (None if x is None else of_tokens(x, rows, q.shape[2], -torch.inf) for x in (lse, largest))
+    return of_tokens(out, rows, q.shape[2], 0.0), lse, largest
 
 
 def rotated(q: Tensor, rope: Rope, i: int, rows: slice, length: int) -> Tensor:

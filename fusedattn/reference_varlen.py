@@ -128,38 +128,47 @@ def _rope_of(rope: Rope, queries: slice, keys: slice) -> Rope:
     )
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
+def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -> Results:
     """:func:`attention` by a batch of sequences padded to the greatest possible length, which takes more memory."""
-    n, longest_q, longest_k = packed.n_sequences, packed.max_seqlen_q, packed.max_seqlen_k
     stops_q, stops_k = cu_seqlens_of(packed)
-    lengths = stops_q.diff(), stops_k.diff()
-    rows_q, rows_k = _rows(stops_q, longest_q, q.shape[2]), _rows(stops_k, longest_k, k.shape[2])
-    there_q, there_k = rows_q < q.shape[2], rows_k < k.shape[2]
-
-    def of_sequences(x: Tensor, rows: Tensor) -> Tensor:
-        """``(1, total, ...)`` as ``(n_sequences, longest, ...)``, with 0 where there is no row."""
-        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1))[0, rows]
-
-    def of_heads(x: Tensor, rows: Tensor) -> Tensor:
-        return of_sequences(x.transpose(1, 2), rows).transpose(1, 2)
-
-    mask, bias, rope = options.mask, options.bias, options.rope
-    documents = mask.documents
+    rows_q = rows_of(stops_q, packed.max_seqlen_q, q.shape[2])
+    rows_k = rows_of(stops_k, packed.max_seqlen_k, k.shape[2])
+    valid, documents, rope = options.mask.valid, options.mask.documents, options.rope
     if documents is not None:
         documents = Documents(of_sequences(documents.q, rows_q), of_sequences(documents.k, rows_k))
-    visible = replace(
-        mask, valid=None if mask.valid is None else of_sequences(mask.valid, rows_k), documents=documents
-    ).dense(longest_q, longest_k, batch=n, nheads=q.shape[1], lengths=lengths, device=q.device)
+    valid = None if valid is None else of_sequences(valid, rows_k)
+    if rope is not None:
+        rope = rope.at(of_positions(rope.positions_q, rows_q), of_positions(rope.positions_k, rows_k))
+    own = replace(options, mask=replace(options.mask, valid=valid, documents=documents), rope=rope)
+    own_q, own_k, own_v = of_heads(q, rows_q), of_heads(k, rows_k), of_heads(v, rows_k)
+    there = rows_q < q.shape[2], rows_k < k.shape[2]
+    out, lse, largest = padded_attention(own_q, own_k, own_v, own, (stops_q.diff(), stops_k.diff()), there)
+    lse, largest = (None if x is None else of_tokens(x, rows_q, q.shape[2], -torch.inf) for x in (lse, largest))
+    return of_tokens(out, rows_q, q.shape[2], 0.0), lse, largest
+
+
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]
+) -> Results:
+    """``(out, lse, largest)`` of a batch of sequences of different lengths, padded at their end.
+
+    Args:
+        q, k, v: ``(batch, nheads, longest, head_dim)``.
+        options: as for :func:`fusedattn.reference.attention`, with lengths that none exceeds.
+        lengths: of queries and of keys, int ``(batch,)``.
+        there: which queries and keys are no padding, bool ``(batch, longest)``.
+    """
+    batch, nheads, longest_q, _ = q.shape
+    longest_k, (there_q, there_k) = k.shape[2], there
+    bias, rope, wide = options.bias, options.rope, torch.promote_types(q.dtype, torch.float32)
+    visible = options.mask.dense(longest_q, longest_k, batch=batch, nheads=nheads, lengths=lengths, device=q.device)
     if bias is not None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        bias = Bias(bias.dense(longest_q, longest_k, lengths=lengths, dtype=dtype))
+        bias = Bias(bias.dense(longest_q, longest_k, lengths=lengths, dtype=wide))
     if rope is not None:
         at_q, at_k = rope.positions_q, rope.positions_k
         from_end = torch.arange(longest_q, device=q.device) + (lengths[1] - lengths[0])[:, None]
-        at_q = from_end if at_q is None else of_sequences(torch.atleast_2d(at_q), rows_q)
-        at_k = (
-            torch.arange(longest_k, device=q.device) if at_k is None else of_sequences(torch.atleast_2d(at_k), rows_k)
-        )
+        at_q = from_end if at_q is None else at_q
+        at_k = torch.arange(longest_k, device=q.device) if at_k is None else at_k
         # Positions outside the tables would turn padding into NaN.
         sees = there_q & (lengths[1] > 0)[:, None]
         rope = rope.at(torch.where(sees, at_q, 0), torch.where(there_k, at_k, 0))
@@ -169,20 +178,32 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed) -
         bias=bias,
         rope=rope,
     )
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_wide, k_wide, v_wide = (of_heads(x.to(wide), rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k)))
-    out, lse, largest = by_reference(q_wide, k_wide, v_wide, own)
-
-    def of_tokens(x: Tensor, rest: float) -> Tensor:
-        """``(n_sequences, nheads, longest_q, ...)`` as ``(1, nheads, total_q, ...)``."""
-        tokens = x.new_full((q.shape[2] + 1, x.shape[1], *x.shape[3:]), rest)
-        return tokens.index_copy(0, rows_q.flatten(), x.transpose(1, 2).flatten(0, 1))[:-1].transpose(0, 1)[None]
-
-    largest = None if largest is None else of_tokens(largest, -torch.inf)
-    return of_tokens(out.to(q.dtype), 0.0), of_tokens(lse, -torch.inf), largest
+    out, lse, largest = by_reference(q.to(wide), k.to(wide), v.to(wide), own)
+    return out.to(q.dtype), lse, largest
 
 
-def _rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:
+def rows_of(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:
     """Where the tokens of each sequence stand, int64 ``(n_sequences, longest)``; `total` behind its last."""
     rows = cu_seqlens[:-1, None].long() + torch.arange(longest, device=cu_seqlens.device)
     return torch.where(rows < cu_seqlens[1:, None], rows, total)
+
+
+def of_sequences(x: Tensor, rows: Tensor) -> Tensor:
+    """``(1, total, ...)`` as ``(n_sequences, longest, ...)``, with 0 where there is no row."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1))[0, rows]
+
+
+def of_heads(x: Tensor, rows: Tensor) -> Tensor:
+    """``(1, nheads, total, head_dim)`` as ``(n_sequences, nheads, longest, head_dim)``, likewise."""
+    return of_sequences(x.transpose(1, 2), rows).transpose(1, 2)
+
+
+def of_positions(positions: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Positions of packed tokens as ``(n_sequences, longest)``."""
+    return None if positions is None else of_sequences(torch.atleast_2d(positions), rows)
+
+
+def of_tokens(x: Tensor, rows: Tensor, total: int, rest: float) -> Tensor:
+    """``(n_sequences, nheads, longest, ...)`` as ``(1, nheads, total, ...)``; `rest` for tokens of no sequence."""
+    tokens = x.new_full((total + 1, x.shape[1], *x.shape[3:]), rest)
+    return tokens.index_copy(0, rows.flatten(), x.transpose(1, 2).flatten(0, 1))[:-1].transpose(0, 1)[None]

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.torch_nn": {"attention", "varlen", "weights", "call_checks", "support", *VALUES},
     "integrations.torch_functions": {"attention", "prepare", "call_checks", "support", *VALUES},
     "integrations.modules": {"attention", "support", "transformer", *VALUES},
-    "integrations.flash_attn": {"attention", "varlen", "weights", "call_checks", *VALUES},
+    "integrations.flash_attn": {"attention", "varlen", "weights", "caches", "call_checks", *VALUES},
     "attention": {
         "varlen",
         "backends",

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import testing
-from fusedattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache, kvcache, kvcache_checks, paging
-from fusedattn.integrations.flash_attn.layers import rotary
+from fusedattn import caches, prepare, testing
+from fusedattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from tests.conftest import BACKENDS, DEVICE, assert_ratios
 from tests.helpers.flash_attn_truth import NoWait, attend, place_of, rotate
 
@@ -92,7 +91,7 @@ def assert_as_in_truth(
     q = torch.randn(BATCH, n_queries, HEADS, DIM, **place)
     k_cache, v_cache = torch.randn(2, 3, CAPACITY, KV_HEADS, DIM, **place)
     k, v = (None, None) if n_new is None else torch.randn(2, BATCH, n_new, KV_HEADS, DIM, **place)
-    tables = torch.randn(2, CAPACITY + 4, 3, **place) if rope else (None, None)
+    tables = torch.randn(2, CAPACITY + 4, 3, device=device) if rope else (None, None)
 
     expected = truth(
         *(x if x is None else x.double() for x in (q, k_cache, v_cache, k, v)),
@@ -165,13 +164,13 @@ def test_budget_in_16_bits(dtype):
     assert_ratios({name: testing.compare(found[i], expected[i], eager[i]) for i, name in enumerate(("out", "lse"))})
 
 
-def caches(**place: Any) -> tuple[Tensor, Tensor, Tensor]:
+def q_and_caches(**place: Any) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(BATCH, 1, HEADS, DIM, **place)
     return q, *torch.randn(2, BATCH, CAPACITY, KV_HEADS, DIM, **place)
 
 
 def test_without_lse(place):
-    q, k_cache, v_cache = caches(**place)
+    q, k_cache, v_cache = q_and_caches(**place)
     q = q.expand(-1, 3, -1, -1).clone()
     for options in ({}, {"softcap": 0.5}):
         options["cache_seqlens"] = int32(LENGTHS, place["device"])
@@ -184,7 +183,7 @@ def test_without_lse(place):
 
 def test_a_page_behind_the_last_is_not_looked_up(place):
     """Also if the sequence fills its last page."""
-    q, *kept = caches(**place)
+    q, *kept = q_and_caches(**place)
     pages = [x.unflatten(1, (-1, PAGE)).flatten(0, 1) for x in kept]
     table = int32([[0, -(10**6), 10**6, 0], [4, 5, 10**6, -(10**6)]], place["device"])
     lengths = int32([PAGE, 2 * PAGE], place["device"])
@@ -220,7 +219,7 @@ def test_caches_of_any_strides(place):
 
 def test_has_no_gradients():
     """As in flash_attn, even if inputs require them; leaves are written to as well."""
-    q, k_cache, v_cache = (x.requires_grad_() for x in caches(device=DEVICE))
+    q, k_cache, v_cache = (x.requires_grad_() for x in q_and_caches(device=DEVICE))
     new = torch.randn(BATCH, 1, KV_HEADS, DIM, device=DEVICE, requires_grad=True)
     out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3, return_softmax_lse=True)
     assert not out.requires_grad
@@ -251,7 +250,9 @@ TABLES, FILLED = torch.zeros(6, 4, device=DEVICE), int32([1, 2], DEVICE)
         ({"rotary_cos": TABLES}, ValueError, "rotary_cos, rotary_sin: got one of them"),
         ({"rotary_cos": TABLES, "rotary_sin": TABLES}, ValueError, "rotary_cos: got a tensor without k"),
         ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 5, "rotary_cos": TABLES[:5], "rotary_sin": TABLES[:5]},
-         ValueError, r"seqlen_offsets: got 5 .*allowed are positions 0 \.\. 4"),
+         ValueError, "rotary_cos: got 5 rows, allowed are 6 and more, for tokens at positions up to 5"),
+        ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 1, "rotary_cos": TABLES[:, :0], "rotary_sin": TABLES},
+         ValueError, "cos, sin: got shapes"),
         ({"cache_seqlens": 7}, ValueError, r"cache_seqlens: got 7 \.\. 7, allowed are 0 \.\. 6"),
         ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1"),
         ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 6}, ValueError, r"cache_seqlens: got 6 .*allowed are 0 \.\. 5"),
@@ -285,14 +286,29 @@ def test_errors(options, error, match):
         ({"cache_seqlens": int32([-1, 2], "cpu")}, r"cache_seqlens: got -1 \.\. 2"),
         ({"cache_batch_idx": int32([0, 3], "cpu")}, r"cache_batch_idx: got 0 \.\. 3, allowed are 0 \.\. 2"),
         ({"block_table": int32([[0], [3]], "cpu")}, r"block_table: got pages 0 \.\. 3, allowed are 0 \.\. 2"),
-        ({"rotary_cos": TABLES[:2], "rotary_sin": TABLES[:2]}, r"seqlen_offsets: got positions 1 \.\. 2"),
+        ({"cache_batch_idx": int32([1, 1], "cpu")}, r"cache_batch_idx: got \[1, 1\], allowed are different rows"),
+        ({"rotary_cos": TABLES[:2], "rotary_sin": TABLES[:2]}, "rotary_cos: got 2 rows, allowed are 3 and more"),
+        (
+            {"rotary_cos": TABLES[:3], "rotary_sin": TABLES[:3], "q": Q.expand(-1, 2, -1, -1), "causal": True},
+            "rotary_cos: got 3 rows, allowed are 4 and more",
+        ),
+        ({"softmax_scale": math.inf}, "scale: got inf"),
+        ({"softcap": math.nan}, "softcap: got nan"),
     ],
 )
 def test_nothing_is_written_beside_an_error(options, match):
-    cache = torch.zeros(3, 6, 2, 8)
+    cache = torch.zeros(2, 3, 6, 2, 8)
     arguments = {"q": Q, "k": NEW_KEY + 1, "v": NEW_KEY + 1, "cache_seqlens": int32([1, 2], "cpu"), **options}
     with pytest.raises(ValueError, match=match):
-        flash_attn_with_kvcache(k_cache=cache, v_cache=cache, **arguments)
+        flash_attn_with_kvcache(k_cache=cache[0], v_cache=cache[1], **arguments)
+    assert (cache == 0).all()
+
+
+def test_both_caches_in_the_same_memory():
+    """Keys would be overwritten by values."""
+    cache = torch.zeros(3, 6, 2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="v: got a tensor, allowed is None if values are features of the keys"):
+        flash_attn_with_kvcache(Q, cache, cache, NEW_KEY + 1, NEW_KEY + 1, cache_seqlens=FILLED)
     assert (cache == 0).all()
 
 
@@ -307,18 +323,21 @@ WAITLESS: list[dict[str, Any]] = [
 waitless = pytest.mark.parametrize("options", WAITLESS, ids=lambda options: "-".join(options))
 
 
-def in_a_cache(options: dict[str, Any]) -> Any:
-    q, new = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
-    return flash_attn_with_kvcache(q, CACHE.clone(), CACHE.clone(), new, new, TABLES, TABLES, FILLED, **options)
+def in_a_cache(options: dict[str, Any], device: str = DEVICE) -> Any:
+    q, new = torch.zeros(2, 3, 4, 8, device=device), torch.zeros(2, 3, 2, 8, device=device)
+    k_cache, v_cache, tables, filled = (x.clone().to(device) for x in (CACHE, CACHE, TABLES, FILLED))
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    return flash_attn_with_kvcache(q, k_cache, v_cache, new, new, tables, tables, filled, **options)
 
 
 @waitless
 def test_nothing_waits(options, monkeypatch):
-    for module in (kvcache_checks, paging, rotary):
-        monkeypatch.setattr(module, "can_read", lambda x: False)  # as on a GPU
-    monkeypatch.setattr(kvcache, "attention", lambda q, *_, **options: q)
+    """Tensors of the meta device have no values to wait for."""
+    for module in (caches, prepare):
+        monkeypatch.setattr(module, "default_backend", lambda device: "triton")
+    monkeypatch.setattr(prepare, "reasons_of", lambda *_: [])
     with NoWait():
-        in_a_cache(options)
+        assert in_a_cache(options, "meta").shape == (2, 3, 4, 8)
 
 
 def test_waiting_is_seen():

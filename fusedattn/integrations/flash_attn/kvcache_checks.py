@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedattn import call_checks
 from fusedattn.integrations.flash_attn.arguments import can_read, check_shape
+from fusedattn.integrations.flash_attn.layers.rotary import check_tables
 
 
 def check_tensors(
@@ -54,6 +55,14 @@ def check_tensors(
             raise TypeError(f"{name}: got {x.dtype} on {x.device}, allowed is {cache.dtype} on {cache.device}")
 
 
+def check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
+    """Raise TypeError or ValueError unless these are numbers that :func:`fusedattn.attention` takes."""
+    if softmax_scale is not None:
+        call_checks.check_scale(softmax_scale)
+    if softcap is not None:
+        call_checks.check_softcap(softcap)
+
+
 def check_places(
     batch: int,
     capacity: int,
@@ -81,8 +90,30 @@ def check_places(
     _check_range("cache_seqlens", cache_seqlens, capacity - n_new)
     if cache_batch_idx is not None and rows is not None:
         _check_range("cache_batch_idx", cache_batch_idx, rows - 1)
+        if n_new and can_read(cache_batch_idx) and cache_batch_idx.unique().numel() < batch:
+            raise ValueError(
+                f"cache_batch_idx: got {cache_batch_idx.tolist()}, allowed are different rows where k is written"
+            )
     elif rows is not None and batch > rows:
         raise ValueError(f"k_cache: got {rows} rows, allowed are batch = {batch} and more")
+
+
+def check_rotation(q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: int | Tensor, n_tokens: int) -> None:
+    """Raise TypeError or ValueError unless the tables fit q and have rows for `n_tokens` from cache_seqlens on.
+
+    On a GPU values are not checked.
+    """
+    check_tables(cos, sin, q)
+    first = cache_seqlens
+    if isinstance(first, Tensor):
+        if not can_read(first) or first.numel() == 0:
+            return
+        first = int(first.max())
+    if first + n_tokens > cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: got {cos.shape[0]} rows, allowed are {first + n_tokens} and more, for tokens at positions up "
+            f"to {first + n_tokens - 1}"
+        )
 
 
 def _check_range(name: str, x: int | Tensor, highest: int) -> None:

@@ -32,26 +32,12 @@ def check_pages(block_table: Tensor, lengths: Tensor | int, cache: Tensor) -> No
     """Raise ValueError if one of the first `lengths` tokens, an int or ``(batch,)``, has no page; not on a GPU."""
     if not can_read(block_table):
         return
-    used = block_table.masked_select(_starts(block_table, cache) < _by_row(lengths))
+    starts = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
+    used = block_table.masked_select(starts < (lengths[:, None] if isinstance(lengths, Tensor) else lengths))
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < cache.shape[0]:
         raise ValueError(
             f"block_table: got pages {int(used.min())} .. {int(used.max())}, allowed are 0 .. {cache.shape[0] - 1}"
         )
-
-
-def slots(block_table: Tensor, page_size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Page, and row of the page, of each position; positions int64 ``(batch, n)``, results likewise."""
-    return block_table.long().gather(1, positions // page_size), positions % page_size
-
-
-def padded(cache: Tensor, block_table: Tensor, lengths: Tensor | int) -> Tensor:
-    """A copy of the pages in order, ``(batch, max_num_blocks_per_seq * page_size, nheads, head_dim)``.
-
-    Behind the first `lengths` tokens, an int or ``(batch,)``, its values are undefined.
-    """
-    unused = _starts(block_table, cache) >= _by_row(lengths)
-    # Entries of the table for unused pages need not be valid pages.
-    return cache[block_table.long().masked_fill(unused, 0)].flatten(1, 2)
 
 
 def packed(k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -73,12 +59,3 @@ def packed(k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens: Tensor, longes
     page = block_table.long()[sequence, position // page_size].masked_fill(~inside, 0)
     row = position % page_size
     return k[page, row], v[page, row]
-
-
-def _starts(block_table: Tensor, cache: Tensor) -> Tensor:
-    """The position of the first token of each page."""
-    return torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
-
-
-def _by_row(lengths: Tensor | int) -> Tensor | int:
-    return lengths[:, None] if isinstance(lengths, Tensor) else lengths

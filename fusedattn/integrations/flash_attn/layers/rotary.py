@@ -144,7 +144,7 @@ def _rotated(
 ) -> Tensor:
     dimensions = "(batch, seqlen, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
     check_shape(name, x, dimensions)
-    _check_tables(cos, sin, x)
+    check_tables(cos, sin, x)
     if cu_seqlens is not None and (max_seqlen is None or cu_seqlens.dim() != 1):
         raise ValueError(
             f"cu_seqlens, max_seqlen: got shape {tuple(cu_seqlens.shape)} and {max_seqlen}, allowed are (batch + 1,) "
@@ -169,7 +169,8 @@ def _rotated(
     return rotated if inside is None else torch.where(inside[:, None, None], rotated, x)
 
 
-def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+def check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    """Raise TypeError or ValueError unless these are tables that rotate heads like those of x, on its device."""
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, Tensor) or not table.is_floating_point():
             got = table.dtype if isinstance(table, Tensor) else type(table).__name__
