@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedattn.attention import attention
+from fusedattn.caches import append
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.support import Backend
@@ -28,9 +30,12 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        cache: KVCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(output, weights)``, or ``(output, None)`` without ``need_weights``."""
+        """``(output, weights)``, or ``(output, None)`` without ``need_weights``; with a cache, :meth:`cached`."""
+        if cache is not None:
+            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
         if need_weights:
             return super().forward(q, k, v, mask, rope=rope)
         if q.dim() == k.dim() == v.dim() == 3:  # one head, without a dimension for it
@@ -47,6 +52,31 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             rope=rope,
             scale=self.scale,
             dropout_p=dropout_p,
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+        return out, None
+
+    def cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        mask: Mask | Tensor | None = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the reference does: one kernel stores the tokens, and one attends to the cache."""
+        if need_weights:
+            return super().cached(q, k, v, cache, mask)
+        append(cache, k, v, counted=True, backend=self.backend)
+        out = attention(
+            q,
+            cache=cache,
+            mask=mask,
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
             deterministic=self.deterministic,
             backend=self.backend,
         )

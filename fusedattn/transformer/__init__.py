@@ -11,7 +11,7 @@ from fusedattn.transformer.attention import (
     scaled_dot_product_attention,
 )
 from fusedattn.transformer.blocks import DecoderLayer, EncoderLayer, Residual, TransformerBlock
-from fusedattn.transformer.cache import KVCache, LayerCache
+from fusedattn.transformer.cache import ModelCache
 from fusedattn.transformer.embedding import TokenEmbedding
 from fusedattn.transformer.encoder_decoder import (
     Decoder,
@@ -34,9 +34,8 @@ __all__ = [
     "EncoderLayer",
     "FeedForward",
     "GPTModel",
-    "KVCache",
-    "LayerCache",
     "LearnedPositionalEncoding",
+    "ModelCache",
     "MultiHeadAttention",
     "PositionalEncoding",
     "Residual",

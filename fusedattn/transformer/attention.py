@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
-from fusedattn.rope import Rope
-from fusedattn.transformer.cache import LayerCache
+from fusedattn.rope import Rope, apply_rope
 from fusedattn.transformer.positions import RotaryPositionalEmbedding
 
 
@@ -115,9 +115,12 @@ class ScaledDotProductAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        cache: KVCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(output, weights)``, or ``(output, None)`` without ``need_weights``."""
+        """``(output, weights)``, or ``(output, None)`` without ``need_weights``; with a cache, :meth:`cached`."""
+        if cache is not None:
+            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
         output, weights = scaled_dot_product_attention(
             q,
             k,
@@ -128,6 +131,56 @@ class ScaledDotProductAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
         )
         return output, weights if need_weights else None
+
+    def cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        mask: Mask | Tensor | None = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store the keys and values of the newest tokens, and attend from these tokens to all of their sequence.
+
+        Args:
+            q, k, v: ``(batch, heads or kv_heads, n, head_dim)``, of the last n tokens of each sequence, not rotated.
+            cache: its lengths count the n tokens already. Its rope rotates q and k.
+            mask: as in :func:`scaled_dot_product_attention`, with the capacity of the cache for ``seqlen_k``. It counts
+                from the end of each sequence: causal masks let the last query see the last key.
+
+        Returns:
+            As :meth:`forward`, with weights of ``(batch, heads, n, capacity)``: 0 behind the last token.
+
+        Raises:
+            ValueError: the shapes do not fit, or the cache has no place for a token.
+            TypeError: the dtype is not that of the cache, which does not hold codes.
+            NotImplementedError: k or v would need a gradient.
+        """
+        _check_cached(q, k, v, cache)
+        n, rope = q.shape[2], cache.rope
+        cache.check_values(n)
+        cache.write(k, v, positions=None if rope is None else rope.positions_k)
+        if rope is not None:
+            positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)
+            positions = positions if rope.positions_q is None else rope.positions_q
+            q = apply_rope(q, rope.cos, rope.sin, positions, interleaved=rope.interleaved)
+        keys, values, exists = cache.dense()
+        mask = as_mask(mask)
+        mask.check(cache.batch, q.shape[1], n, cache.capacity)
+        lengths = torch.full_like(cache.lengths, n), cache.kept()
+        seen = mask.dense(n, cache.capacity, batch=cache.batch, nheads=q.shape[1], lengths=lengths, device=q.device)
+        wide = torch.promote_types(q.dtype, keys.dtype)
+        output, weights = scaled_dot_product_attention(
+            q.to(wide),
+            keys.to(wide),
+            values.to(wide),
+            seen & exists[:, None, None],
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return output.to(v.dtype), weights.to(v.dtype) if need_weights else None
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout_p}, scale={self.scale}"
@@ -191,7 +244,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         need_weights: bool = False,
-        cache: LayerCache | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from ``query`` to ``key``.
 
@@ -200,10 +253,12 @@ class MultiHeadAttention(nn.Module):
             key: ``(batch, seqlen_k, d_model)``; by default ``query``.
             value: like ``key``; by default ``key``.
             mask: a Mask, or bool broadcastable to ``(batch, n_heads, seqlen_q, seqlen_k)``, True =
-                attend. With a cache, ``seqlen_k`` counts the cached keys too.
+                attend. With a cache, ``seqlen_k`` is its capacity, and a Mask counts from the end of
+                each sequence.
             need_weights: also return the weights.
-            cache: the new keys and values are appended to it; the queries, which stand at its end,
-                attend to all keys in it.
+            cache: holds the keys and values of earlier tokens, rotated by ``rope``. Those of
+                ``query``, the newest tokens, are stored in it; its lengths count them already. Each
+                query attends to all keys of its sequence.
 
         Returns:
             ``(batch, seqlen_q, d_model)``, with ``need_weights`` a pair of that and the weights
@@ -211,7 +266,8 @@ class MultiHeadAttention(nn.Module):
             nothing, its heads are 0 and its output is the bias of ``out_proj``.
 
         Raises:
-            ValueError: an input is not ``(batch, seqlen, d_model)``, or the shapes do not fit.
+            ValueError: an input is not ``(batch, seqlen, d_model)``, the shapes do not fit, or the
+                cache is full or does not rotate keys as this layer does.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -220,10 +276,12 @@ class MultiHeadAttention(nn.Module):
         q = self.q_proj(query).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        rope = None if self.rope is None else self.rope.tables()
-        heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)
+        if cache is None:
+            rope = None if self.rope is None else self.rope.tables()
+            heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)
+        else:
+            _check_rope(cache, self.rope)
+            heads, weights = self.attention(q, k, v, mask, cache=cache, need_weights=need_weights)
         output = self.out_proj(heads.transpose(1, 2).flatten(-2))
         return (output, weights) if need_weights else output
 
@@ -307,6 +365,29 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"k, v: {got}, allowed are numbers of heads that divide q's")
+
+
+def _check_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> None:
+    _check_shapes(q, k, v)
+    sizes = (cache.batch, cache.k.shape[1], q.shape[2])
+    allowed = (*sizes, cache.head_dim), (*sizes, cache.head_dim_v)
+    if (tuple(k.shape), tuple(v.shape)) != allowed:
+        raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, allowed are {allowed[0]}, {allowed[1]}")
+    if cache.format is None and not q.dtype == k.dtype == v.dtype == cache.k.dtype:
+        raise TypeError(f"q, k, v: got {q.dtype}, {k.dtype}, {v.dtype}, allowed is that of the cache, {cache.k.dtype}")
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise NotImplementedError("k, v: got requires_grad=True, allowed with a cache is torch.no_grad()")
+
+
+def _check_rope(cache: KVCache, rope: RotaryPositionalEmbedding | None) -> None:
+    """Raise ValueError unless a cache rotates keys as a layer with this `rope` does."""
+    got = None if cache.rope is None else (cache.rope.rotary_dim, cache.rope.interleaved)
+    allowed = None if rope is None else (rope.rotary_dim, rope.interleaved)
+    if got != allowed:
+        raise ValueError(
+            f"cache: got rope with (rotary_dim, interleaved) {got}, allowed is that of the layer, {allowed}; "
+            "make the cache with rope=layer.rope.tables()"
+        )
 
 
 def _check_input(x: Tensor, name: str, d_model: int) -> None:

@@ -1,80 +1,86 @@
-"""The key/value cache of incremental decoding (Shazeer, "Fast Transformer Decoding", 2019)."""
+"""The caches of all layers of a model, for incremental decoding (Shazeer, "Fast Transformer Decoding", 2019)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from fusedattn.kv_cache import KVCache
 
-class LayerCache:
-    """Keys and values, before rotation, of the tokens that one attention layer has seen.
 
-    The first :meth:`append` allocates the memory, ``(batch, n_kv_heads, max_len, head_dim)``, with
-    the batch, heads, dtype and device of its keys and values. A cache is meant for
-    ``torch.no_grad()``: autograd refuses a backward through memory that was written again.
+class ModelCache:
+    """One :class:`fusedattn.KVCache` per layer; all of them share one tensor of lengths.
 
     Args:
-        max_len: the capacity in tokens.
-    """
-
-    def __init__(self, max_len: int) -> None:
-        self.max_len = max_len
-        self.length = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens; return those of all tokens so far.
-
-        Args:
-            k, v: ``(batch, n_kv_heads, seqlen, head_dim)``.
-
-        Returns:
-            Views ``(batch, n_kv_heads, length, head_dim)`` of the cache, in the order of arrival.
-
-        Raises:
-            ValueError: the cache is full, or batch, heads or head_dim changed between two calls.
-            TypeError: the dtype changed between two calls.
-        """
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate(k), self._allocate(v)
-        start, end = self.length, self.length + k.shape[2]
-        if end > self.max_len:
-            raise ValueError(
-                f"cache: got {k.shape[2]} tokens after {self.length}, allowed are max_len = {self.max_len} in all"
-            )
-        for name, new, stored in (("k", k, self.keys), ("v", v, self.values)):
-            want = (*stored.shape[:2], end - start, stored.shape[3])
-            if tuple(new.shape) != want:
-                raise ValueError(f"{name}: got shape {tuple(new.shape)}, allowed is {want}")
-            if new.dtype != stored.dtype:
-                raise TypeError(f"{name}: got {new.dtype}, allowed is the cache's {stored.dtype}")
-        self.keys[:, :, start:end] = k
-        self.values[:, :, start:end] = v
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _allocate(self, x: Tensor) -> Tensor:
-        batch, heads, _, head_dim = x.shape
-        return x.new_empty(batch, heads, self.max_len, head_dim)
-
-
-class KVCache:
-    """One :class:`LayerCache` per layer of a model.
-
-    Args:
-        n_layers: the number of layers of the model.
-        max_len: the capacity in tokens.
+        layers: the caches, from the first layer to the last. Layers usually share their block table too.
 
     Raises:
-        ValueError: either is not positive.
+        ValueError: there is no layer, or two layers have different tensors `lengths`.
     """
 
-    def __init__(self, n_layers: int, max_len: int) -> None:
-        if n_layers < 1 or max_len < 1:
-            raise ValueError(f"n_layers, max_len: got {n_layers}, {max_len}, allowed are positive numbers")
-        self.layers = [LayerCache(max_len) for _ in range(n_layers)]
+    def __init__(self, layers: Sequence[KVCache]) -> None:
+        if not layers:
+            raise ValueError("layers: got none, allowed are 1 and more")
+        for i, layer in enumerate(layers):
+            if layer.lengths is not layers[0].lengths:
+                raise ValueError(f"layers: got other lengths in layer {i}, allowed is the tensor of layer 0")
+        self.layers = tuple(layers)
 
     @property
-    def length(self) -> int:
-        """The number of tokens in the cache."""
-        return self.layers[0].length
+    def lengths(self) -> Tensor:
+        """The tokens of each sequence, int32 ``(batch,)``."""
+        return self.layers[0].lengths
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.layers[0].batch
+
+    @property
+    def capacity(self) -> int:
+        """The tokens of one sequence that the first layer has room for."""
+        return self.layers[0].capacity
+
+    @property
+    def longest(self) -> int | None:
+        """The length of the longest sequence, if lengths are on a CPU; None elsewhere, where reading them waits."""
+        if self.lengths.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        return max(self.lengths.tolist(), default=0)
+
+    def sequences(self, start: int, stop: int) -> ModelCache:
+        """The sequences ``start .. stop - 1`` alone, in the same memory and with the same lengths.
+
+        A prompt can so be added to one sequence of a batch.
+        """
+        own = slice(start, stop)
+        lengths = self.lengths[own]
+        return ModelCache([_part(layer, own, lengths) for layer in self.layers])
+
+    def check_room(self, n: int) -> None:
+        """Raise ValueError unless each sequence has room for `n` more tokens; on a CPU only."""
+        if self.longest is not None:
+            longer = self.lengths + n
+            for layer in self.layers:
+                replace(layer, lengths=longer).check_values(n)
+
+
+def _part(layer: KVCache, own: slice, lengths: Tensor) -> KVCache:
+    """Some sequences of a cache, which lie in rows of their own unless a table says where."""
+
+    def part(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[own]
+
+    layer = replace(
+        layer,
+        lengths=lengths,
+        block_table=part(layer.block_table),
+        rows=part(layer.rows),
+        left_padding=part(layer.left_padding),
+    )
+    if layer.block_table is not None or layer.rows is not None:
+        return layer
+    return replace(layer, k=layer.k[own], v=layer.v[own], k_scale=part(layer.k_scale), v_scale=part(layer.v_scale))

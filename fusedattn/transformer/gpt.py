@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedattn import masks
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
-from fusedattn.transformer.attention import checked_head_dim
+from fusedattn.transformer.attention import MultiHeadAttention, checked_head_dim
 from fusedattn.transformer.blocks import TransformerBlock
-from fusedattn.transformer.cache import KVCache
+from fusedattn.transformer.cache import ModelCache
 from fusedattn.transformer.embedding import TokenEmbedding, token_mask
 from fusedattn.transformer.positions import (
     LearnedPositionalEncoding,
@@ -86,38 +89,94 @@ class GPTModel(nn.Module):
         self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
         self._init_weights()
 
-    def forward(self, ids: Tensor, mask: Mask | Tensor | None = None, *, cache: KVCache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Mask | Tensor | None = None, *, cache: ModelCache | None = None) -> Tensor:
         """Logits ``(batch, seqlen, vocab_size)`` of the next token after each of ``ids``.
 
         Args:
             ids: ``(batch, seqlen)``.
             mask: besides the causal mask: a Mask; bool ``(batch, seqlen)``, True = a real token;
                 or bool broadcastable to ``(batch, n_heads, seqlen, seqlen)``, True = attend. With a
-                cache, keys are those of the cached tokens and then those of ``ids``.
-            cache: from :meth:`make_cache`; ``ids`` continue its tokens and are added to it.
+                cache, keys are all tokens of a sequence, and their number in these shapes is the
+                capacity of the cache.
+            cache: from :meth:`make_cache` or :meth:`make_paged_cache`. ``ids`` continue each of its
+                sequences, at positions of its own, and are added to it.
 
         Raises:
-            ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache with a
-                different number of layers.
+            ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache that is
+                full or has another batch or number of layers. If lengths are on a GPU they are not
+                read: logits of a sequence that is too long are NaN.
+            NotImplementedError: a cache, and parameters that need gradients.
         """
         x = self.embedding(ids)
         batch, seqlen = ids.shape
-        past = 0 if cache is None else cache.length
-        if past + seqlen > self.max_len:
+        past = 0 if cache is None else cache.longest
+        if past is not None and past + seqlen > self.max_len:
             raise ValueError(f"ids: got {seqlen} tokens after {past}, allowed are max_len = {self.max_len}")
-        if cache is not None and len(cache.layers) != len(self.blocks):
-            raise ValueError(f"cache: got {len(cache.layers)} layers, allowed are {len(self.blocks)}")
+        if cache is not None:
+            self._check_cache(cache, batch)
+            cache.check_room(seqlen)
         if self.positions is not None:
-            x = self.positions(x, past)
+            x = self.positions(x, 0 if cache is None else cache.lengths)
         x = self.dropout(x)
-        visible = masks.causal() & token_mask(mask, batch, past + seqlen)
-        for i, block in enumerate(self.blocks):
-            x = block(x, visible, cache=None if cache is None else cache.layers[i])
+        if cache is None:
+            x = self._hidden(x, token_mask(mask, batch, seqlen))
+        else:
+            visible = token_mask(mask, batch, cache.capacity)
+            cache.lengths.add_(seqlen)
+            try:
+                x = self._hidden(x, visible, cache.layers)
+            except Exception:
+                cache.lengths.sub_(seqlen)
+                raise
         return F.linear(self.norm(x), self.embedding.weight)
 
-    def make_cache(self, max_len: int | None = None) -> KVCache:
-        """An empty cache for ``max_len`` tokens; by default for the ``max_len`` of the model."""
-        return KVCache(len(self.blocks), self.max_len if max_len is None else max_len)
+    def make_cache(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        n_groups: int = 1,
+        left_padding: Tensor | None = None,
+    ) -> ModelCache:
+        """An empty cache, contiguous in every layer, on the device of the model.
+
+        Args:
+            batch: the number of sequences.
+            capacity: the tokens that each has room for; by default the ``max_len`` of the model.
+            dtype: of the numbers or codes of keys and values; by default that of the projections.
+            n_groups, left_padding: as in :meth:`fusedattn.KVCache.contiguous`.
+        """
+        contiguous = functools.partial(
+            KVCache.contiguous,
+            batch,
+            capacity=self.max_len if capacity is None else capacity,
+            n_groups=n_groups,
+            left_padding=left_padding,
+            device=self.embedding.weight.device,
+        )
+        return self._cache(contiguous, batch, dtype)
+
+    def make_paged_cache(
+        self,
+        block_table: Tensor,
+        n_pages: int,
+        page_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        n_groups: int = 1,
+        left_padding: Tensor | None = None,
+    ) -> ModelCache:
+        """An empty cache of ``n_pages`` pages of ``page_size`` tokens in every layer.
+
+        Args:
+            block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in all layers.
+            dtype, n_groups, left_padding: as in :meth:`make_cache`.
+        """
+        paged = functools.partial(
+            KVCache.paged, block_table, n_pages, page_size, n_groups=n_groups, left_padding=left_padding
+        )
+        return self._cache(paged, block_table.shape[0], dtype)
 
     @torch.no_grad()
     def generate(
@@ -128,6 +187,7 @@ class GPTModel(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         use_cache: bool = True,
+        cache: ModelCache | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continue ``ids`` token by token, in evaluation mode and without gradients.
@@ -139,41 +199,81 @@ class GPTModel(nn.Module):
                 likeliest.
             top_k: draw from the ``top_k`` likeliest tokens only (Fan et al., 2018).
             use_cache: keep keys and values instead of recomputing them for each token.
+            cache: where to keep them; by default in a new one from :meth:`make_cache`. ``ids``
+                continue its sequences. In the end it holds all tokens but the last.
             generator: the source of randomness, on the device of the model.
 
         Returns:
             ``(batch, seqlen + max_new_tokens)``, beginning with ``ids``.
 
         Raises:
-            ValueError: the result would be longer than ``max_len``, the prompt is empty, a number
-                is negative, or ``top_k`` is outside ``1 .. vocab_size``.
+            ValueError: the result would be longer than ``max_len`` or than the cache, the prompt is
+                empty, a number is negative, or ``top_k`` is outside ``1 .. vocab_size``.
         """
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, allowed is (batch, seqlen) with seqlen >= 1")
-        total = ids.shape[1] + max_new_tokens
-        if max_new_tokens < 0 or total > self.max_len:
-            raise ValueError(
-                f"max_new_tokens: got {max_new_tokens}, allowed are 0 .. "
-                f"max_len - seqlen = {self.max_len - ids.shape[1]}"
-            )
+        batch, seqlen = ids.shape
+        total = seqlen + max_new_tokens
+        room = self.max_len - seqlen - (0 if cache is None else cache.longest or 0)
+        if not 0 <= max_new_tokens <= room:
+            raise ValueError(f"max_new_tokens: got {max_new_tokens}, allowed are 0 .. max_len - seqlen = {room}")
         if not 0.0 <= temperature < math.inf:
             raise ValueError(f"temperature: got {temperature}, allowed are numbers >= 0")
         if top_k is not None and not 1 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k: got {top_k}, allowed are 1 .. vocab_size = {self.vocab_size}")
-        tokens = ids.clone()
-        cache = self.make_cache(total) if use_cache else None
+        if cache is not None:
+            if not use_cache:
+                raise ValueError("cache: got one with use_cache=False, allowed is None")
+            self._check_cache(cache, batch)
+            cache.check_room(total - 1 if max_new_tokens else 0)
+        elif use_cache:
+            cache = self.make_cache(batch, total)
+        tokens = torch.cat((ids, ids.new_empty(batch, max_new_tokens)), dim=1)
+        new = ids
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            for _ in range(max_new_tokens):
-                new = tokens if cache is None else tokens[:, cache.length :]
+            for end in range(seqlen, total):
                 logits = self(new, cache=cache)[:, -1]
-                chosen = _choose(logits, temperature, top_k, generator)
-                tokens = torch.cat((tokens, chosen.to(tokens.dtype)), dim=1)
+                tokens[:, end] = _choose(logits, temperature, top_k, generator)
+                new = tokens[:, : end + 1] if cache is None else tokens[:, end : end + 1]
         finally:
             for module in training:
                 module.training = True
         return tokens
+
+    def _hidden(self, x: Tensor, mask: Mask, caches: tuple[KVCache, ...] | None = None) -> Tensor:
+        visible = masks.causal() & mask
+        for i, block in enumerate(self.blocks):
+            x = block(x, visible, cache=None if caches is None else caches[i])
+        return x
+
+    def _cache(self, make: Callable[..., KVCache], batch: int, dtype: torch.dtype | None) -> ModelCache:
+        """The caches of all layers, each made by ``make``."""
+        weight = self.embedding.weight
+        lengths = torch.zeros(batch, dtype=torch.int32, device=weight.device)
+        if dtype is None:
+            casts = weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type)
+            dtype = torch.get_autocast_dtype(weight.device.type) if casts else weight.dtype
+        layers: list[MultiHeadAttention] = [block.self_attention for block in self.blocks]  # type: ignore[misc]
+        return ModelCache(
+            [
+                make(
+                    nheads_kv=layer.n_kv_heads,
+                    head_dim=layer.head_dim,
+                    dtype=dtype,
+                    rope=None if layer.rope is None else layer.rope.tables(),
+                    lengths=lengths,
+                )
+                for layer in layers
+            ]
+        )
+
+    def _check_cache(self, cache: ModelCache, batch: int) -> None:
+        if len(cache.layers) != len(self.blocks):
+            raise ValueError(f"cache: got {len(cache.layers)} layers, allowed are {len(self.blocks)}")
+        if cache.batch != batch:
+            raise ValueError(f"cache: got {cache.batch} sequences, allowed is the batch of ids, {batch}")
 
     def _init_weights(self) -> None:
         for module in self.modules():
@@ -187,9 +287,9 @@ class GPTModel(nn.Module):
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """The next token of each row: logits ``(batch, vocab_size)`` to ids ``(batch, 1)``."""
+    """The next token of each row: logits ``(batch, vocab_size)`` to ids ``(batch,)``."""
     if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
+        return logits.argmax(dim=-1)
     likeliest, ids = logits.float().topk(logits.shape[-1] if top_k is None else top_k)
     chosen = torch.multinomial((likeliest / temperature).softmax(dim=-1), 1, generator=generator)
-    return ids.gather(-1, chosen)
+    return ids.gather(-1, chosen)[:, 0]

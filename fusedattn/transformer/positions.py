@@ -36,8 +36,12 @@ class PositionalEncoding(nn.Module):
         self.register_buffer("table", table, persistent=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
         """``x``, ``(batch, seqlen, d_model)``, plus rows ``offset .. offset + seqlen - 1``.
+
+        Args:
+            offset: an int, or int ``(batch,)``: one for each sequence. On a GPU such a tensor is not
+                read; a position outside ``0 .. max_len - 1`` gives NaN there.
 
         Raises:
             ValueError: a position outside ``0 .. max_len - 1``, or an ``x`` of another width.
@@ -59,8 +63,12 @@ class LearnedPositionalEncoding(nn.Module):
         self.embedding = nn.Embedding(max_len, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
         """``x``, ``(batch, seqlen, d_model)``, plus rows ``offset .. offset + seqlen - 1``.
+
+        Args:
+            offset: an int, or int ``(batch,)``: one for each sequence. On a GPU such a tensor is not
+                read; a position outside ``0 .. max_len - 1`` gives NaN there.
 
         Raises:
             ValueError: a position outside ``0 .. max_len - 1``, or an ``x`` of another width.
@@ -140,12 +148,30 @@ class RotaryPositionalEmbedding(nn.Module):
         return self
 
 
-def _rows(table: Tensor, x: Tensor, offset: int) -> Tensor:
+def _rows(table: Tensor, x: Tensor, offset: int | Tensor) -> Tensor:
     """Rows ``offset .. offset + seqlen - 1`` of ``table``, in the dtype of ``x``."""
     max_len, d_model = table.shape
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x: got shape {tuple(x.shape)}, allowed is (batch, seqlen, d_model = {d_model})")
-    end = offset + x.shape[1]
-    if offset < 0 or end > max_len:
-        raise ValueError(f"x: got positions {offset} .. {end - 1}, allowed are 0 .. max_len - 1 = {max_len - 1}")
-    return table[offset:end].to(x.dtype)
+    if isinstance(offset, Tensor):
+        return _rows_of_sequences(table, x, offset)
+    _check_positions(offset, offset + x.shape[1], max_len)
+    return table[offset : offset + x.shape[1]].to(x.dtype)
+
+
+def _rows_of_sequences(table: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Rows that start at another offset in each sequence, ``(batch, seqlen, d_model)``."""
+    max_len, seqlen = table.shape[0], x.shape[1]
+    if tuple(offsets.shape) != (x.shape[0],):
+        raise ValueError(f"offset: got shape {tuple(offsets.shape)}, allowed is (batch,) = {(x.shape[0],)}")
+    if offsets.device.type == "cpu" and offsets.numel() and not torch.compiler.is_compiling():
+        _check_positions(int(offsets.min()), int(offsets.max()) + seqlen, max_len)
+    positions = offsets[:, None] + torch.arange(seqlen, device=offsets.device)
+    inside = (positions >= 0) & (positions < max_len)
+    rows = table[positions.clamp(0, max_len - 1)].to(x.dtype)
+    return rows.masked_fill(~inside[..., None], torch.nan)
+
+
+def _check_positions(start: int, end: int, max_len: int) -> None:
+    if start < 0 or end > max_len:
+        raise ValueError(f"x: got positions {start} .. {end - 1}, allowed are 0 .. max_len - 1 = {max_len - 1}")

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.transformers": {"attention", "weights", "support", *VALUES},
     "integrations.torch_nn": {"attention", "varlen", "weights", "call_checks", "support", *VALUES},
     "integrations.torch_functions": {"attention", "prepare", "call_checks", "support", *VALUES},
-    "integrations.modules": {"attention", "support", "transformer", *VALUES},
+    "integrations.modules": {"attention", "caches", "support", "transformer", *VALUES},
     "integrations.flash_attn": {"attention", "varlen", "weights", "caches", "call_checks", *VALUES},
     "attention": {
         "varlen",

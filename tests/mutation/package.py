@@ -9,6 +9,7 @@ INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fused
 MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
 TESTING, BLOCKS = "fusedattn/testing/budget.py", "fusedattn/transformer/attention.py"
 MERGE = "fusedattn/merge.py"
+GPT, LAYERS, POSITIONS = (f"fusedattn/transformer/{name}.py" for name in ("gpt", "cache", "positions"))
 CHECKS, SUPPORT, SCORE_MOD = "fusedattn/call_checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
 FUNCTIONS = "fusedattn/functions.py"
 
@@ -21,6 +22,7 @@ ORACLE = "tests/public/test_float64.py"
 BUDGET = "tests/public/test_testing.py"
 FUSING = "tests/transformer/test_modules.py"
 TRANSFORMER = "tests/transformer/test_transformer_attention.py"
+CACHED = "tests/transformer/test_gpt_cache.py"
 PARTS = "tests/public/test_merge.py -k 'not budget'"
 
 # fmt: off
@@ -87,11 +89,23 @@ MEANING = (
 )
 
 OTHERS = (
-    Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING),
+    Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING, nth=0),
+    Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped with a cache", CACHED, nth=1),
     Fault(MODULES, "            mask=mask,\n            rope=rope,\n            scale", "            mask=None,\n            rope=rope,\n            scale", "fuse: mask dropped", FUSING),
-    Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off", FUSING),
+    Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off", FUSING, nth=0),
+    Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off with a cache", CACHED, nth=1),
     Fault(FUSION, 'if "forward" in module.__dict__', 'if "forwards" in module.__dict__', "fuse: a replaced forward is lost", FUSING),
-    Fault(MODULES, "            backend=self.backend,\n", "", "fuse: backend ignored", FUSING),
+    Fault(MODULES, "            backend=self.backend,\n", "", "fuse: backend ignored", FUSING, nth=0),
+    Fault(MODULES, "            backend=self.backend,\n", "", "fuse: backend ignored with a cache", CACHED, nth=1),
+    Fault(MODULES, "counted=True", "counted=False", "fuse: every layer counts the new tokens", CACHED),
+    Fault(BLOCKS, "torch.full_like(cache.lengths, n), cache.kept()", "torch.full_like(cache.lengths, n), cache.lengths", "reference Transformer: a ring by the tokens that it dropped", CACHED),
+    Fault(BLOCKS, "seen & exists[:, None, None]", "seen", "reference Transformer: slots behind the last token are seen", CACHED),
+    Fault(BLOCKS, "(cache.lengths - n)[:, None] + torch.arange(n", "(cache.lengths - n)[:1, None] + torch.arange(n", "reference Transformer: queries rotated as in the first sequence", CACHED),
+    Fault(BLOCKS, "    if got != allowed:\n", "    if got is None and allowed:\n", "reference Transformer: a cache that rotates otherwise", CACHED),
+    Fault(POSITIONS, ".masked_fill(~inside[..., None], torch.nan)", "", "reference Transformer: a position outside the table", CACHED),
+    Fault(GPT, "self.positions(x, 0 if cache is None else cache.lengths)", "self.positions(x, 0 if cache is None else cache.lengths[:1].expand(batch))", "reference Transformer: positions of the first sequence", CACHED),
+    Fault(GPT, "                cache.lengths.sub_(seqlen)\n", "", "reference Transformer: tokens counted that no layer has", CACHED),
+    Fault(LAYERS, "layer.k[own]", "layer.k[: lengths.shape[0]]", "reference Transformer: a part of a cache in the first rows", CACHED),
     Fault(BLOCKS, "k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))", "k, v = (x.repeat(1, heads // kv_heads, 1, 1) for x in (k, v))", "reference Transformer: wrong KV head", TRANSFORMER),
     Fault(BLOCKS, "scores.softmax(dim=-1).masked_fill(hidden, 0.0)", "scores.softmax(dim=-1)", "reference Transformer: rows that see nothing", TRANSFORMER),
     Fault(CHECKS, "if nheads_kv == 0 or nheads_q % nheads_kv:", "if nheads_kv == 0:", "heads that do not divide are not refused", ERRORS),

@@ -393,7 +393,7 @@ def test_generate(positions, use_cache):
 def test_a_cache_filled_in_pieces():
     model = fuse(GPTModel(VOCAB, WIDTH, HEADS, 1, max_len=16, positions="rotary").to(DEVICE), backend="triton")
     tokens = ids().to(DEVICE)
-    cache = model.make_cache()
+    cache = model.make_cache(BATCH)
     with torch.no_grad():
         pieces = [model(piece, cache=cache) for piece in tokens.split([4, 1, 3, 1], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-5, rtol=1e-5)

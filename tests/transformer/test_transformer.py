@@ -19,8 +19,6 @@ from fusedattn.transformer import (
     EncoderLayer,
     FeedForward,
     GPTModel,
-    KVCache,
-    LayerCache,
     LearnedPositionalEncoding,
     MultiHeadAttention,
     PositionalEncoding,
@@ -260,46 +258,11 @@ def test_decoder_layer_equals_torch(norm):
         (lambda: Residual(D, norm="both"), "norm"),
         (lambda: TransformerBlock(WIDTH, H, activation="tanh"), "activation"),
         (lambda: TransformerBlock(WIDTH, H, dropout=1.5), "dropout"),
-        (lambda: KVCache(0, 4), "positive"),
-        (lambda: KVCache(2, 0), "positive"),
     ],
 )
 def test_parts_reject(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_layer_cache():
-    cache = LayerCache(5)
-    k, v = torch.randn(B, 2, 5, D), torch.randn(B, 2, 5, D)
-    cache.append(k[:, :, :2], v[:, :, :2])
-    assert cache.keys is not None
-    storage = cache.keys.data_ptr()
-    all_k, all_v = cache.append(k[:, :, 2:], v[:, :, 2:])
-    assert torch.equal(all_k, k)
-    assert torch.equal(all_v, v)
-    assert all_k.data_ptr() == storage  # a view, allocated once
-    assert cache.keys.shape == (B, 2, 5, D)
-    with pytest.raises(ValueError, match="max_len"):
-        cache.append(k[:, :, :1], v[:, :, :1])
-    assert cache.length == 5
-
-
-@pytest.mark.parametrize(
-    ("k", "v", "error"),
-    [
-        (torch.zeros(B + 1, 2, 1, D), torch.zeros(B, 2, 1, D), ValueError),
-        (torch.zeros(B, 2, 1, D), torch.zeros(B, 1, 1, D), ValueError),
-        (torch.zeros(B, 2, 1, D), torch.zeros(B, 2, 2, D), ValueError),
-        (torch.zeros(B, 2, 1, D), torch.zeros(B, 2, 1, D).half(), TypeError),
-    ],
-)
-def test_layer_cache_rejects(k, v, error):
-    cache = LayerCache(5)
-    cache.append(torch.zeros(B, 2, 2, D), torch.zeros(B, 2, 2, D))
-    with pytest.raises(error, match="allowed"):
-        cache.append(k, v)
-    assert cache.length == 2
 
 
 def test_token_embedding():

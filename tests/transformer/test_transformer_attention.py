@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from fusedattn import masks
 from fusedattn.rope import Rope
 from fusedattn.transformer import (
-    LayerCache,
     MultiHeadAttention,
     RotaryPositionalEmbedding,
     ScaledDotProductAttention,
@@ -203,8 +202,8 @@ def test_multi_head_attention_hands_views_and_rope_to_its_attention():
     seen: dict[str, Any] = {}
 
     class Spy(ScaledDotProductAttention):
-        def forward(self, q, k, v, mask=None, *, rope=None, need_weights=True):
-            seen.update(q=q, k=k, v=v, mask=mask, rope=rope, need_weights=need_weights)
+        def forward(self, q, k, v, mask=None, *, rope=None, cache=None, need_weights=True):
+            seen.update(q=q, k=k, v=v, mask=mask, rope=rope, cache=cache, need_weights=need_weights)
             return super().forward(q, k, v, mask, rope=rope, need_weights=need_weights)
 
     rope = RotaryPositionalEmbedding(D, 32)
@@ -220,25 +219,12 @@ def test_multi_head_attention_hands_views_and_rope_to_its_attention():
     assert seen["mask"] is mask
     assert seen["rope"].cos is rope.cos
     assert seen["need_weights"] is False
+    assert seen["cache"] is None
     q, k = (complex_rotation(seen[name], torch.arange(L)) for name in "qk")
     want = F.scaled_dot_product_attention(q, k, seen["v"], is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, module.out_proj(want.permute(0, 2, 1, 3).reshape(B, L, WIDTH)))
     module(x, need_weights=True)
     assert seen["need_weights"] is True
-
-
-@pytest.mark.parametrize("rotary_dim", [None, D, 4])
-def test_multi_head_attention_with_cache_equals_without(rotary_dim):
-    rope = None if rotary_dim is None else RotaryPositionalEmbedding(rotary_dim, S)
-    module = MultiHeadAttention(WIDTH, H, n_kv_heads=2, rope=rope)
-    x = torch.randn(B, S, WIDTH)
-    cache = LayerCache(S)
-    with torch.no_grad():
-        want = module(x, mask=masks.causal())
-        chunks = x.split([3, 1, 1, 2], dim=1)
-        got = torch.cat([module(c, mask=masks.causal(), cache=cache) for c in chunks], dim=1)
-    torch.testing.assert_close(got, want)
-    assert cache.length == S
 
 
 def test_multi_head_attention_blind_query_gives_the_output_bias():
