@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measuring.timing import SetUp, Timed
 from bench.work.attention import CHECKED_LENGTHS
 from bench.work.work import OWN, Contestant, Work
-from fusedattn import fuse
+from fusedattn import KVCache, apply_rope, fuse, masks
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.testing.cases import Case
@@ -38,9 +38,12 @@ class TorchAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        cache: KVCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         mask = as_mask(mask)
+        if cache is not None:
+            return self._cached(q, k, v, mask, cache), None
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         if need_weights or not mask.only_bands or mask.band(seqlen_q, seqlen_k) != (None, seqlen_k - seqlen_q):
             raise NotImplementedError("mask, need_weights: allowed is a causal mask alone, without weights")
@@ -52,6 +55,22 @@ class TorchAttention(ScaledDotProductAttention):
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return out, None
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, cache: KVCache) -> Tensor:
+        """Causal attention to a contiguous cache, whose unused slots a mask hides, as in a static cache."""
+        seqlen_q, rope = q.shape[2], cache.rope
+        is_causal = mask.only_bands and mask.bands == masks.causal().bands
+        if not is_causal or cache.block_table is not None or cache.format is not None or cache.overwrites:
+            raise NotImplementedError("mask, cache: allowed are a causal mask alone and a contiguous cache of numbers")
+        tokens = (cache.lengths - seqlen_q)[:, None] + torch.arange(seqlen_q, device=q.device)
+        if rope is not None:
+            q, k = (apply_rope(x, rope.cos, rope.sin, tokens, interleaved=rope.interleaved) for x in (q, k))
+        rows = torch.arange(cache.batch, device=q.device)[:, None]
+        for memory, new in ((cache.k, k), (cache.v, v)):
+            memory[rows, :, tokens] = new.transpose(1, 2)
+        seen = torch.arange(cache.capacity, device=q.device) <= tokens[:, None, :, None]
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, cache.k, cache.v, seen, scale=self.scale, enable_gqa=grouped)
 
 
 class CudnnAttention(TorchAttention):
