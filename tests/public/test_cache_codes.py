@@ -246,14 +246,15 @@ def test_numbers_that_are_not_finite(dtype, backend):
     assert out.isnan().any(dim=-1)[0].tolist() == [[False, True, True]] * 2 + [[True] * 3] * 2
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["one query", "many queries"])
 @backends
-def test_numbers_beyond_float16(backend):
+def test_numbers_beyond_float16(many, backend):
     """A code times its scale may be infinite in float16; the weights and scores are not."""
     device = device_of(backend)
     cache = cache_in("contiguous", 1, 4, dtype=torch.int8, device=device)
     k, v = tokens(4, torch.float32, (1,))
     caches.append(cache, 1e5 * k.to(device), v.to(device), backend=backend)
-    q = 1e-4 * torch.randn(1, HEADS_Q, 1, DIM, device=device).half()
+    q = 1e-4 * torch.randn(1, HEADS_Q, 40 if many else 1, DIM, device=device).half()
     out, lse = attention(q, cache=cache, return_lse=True, backend=backend)
     k, v = decoded(cache, 0, 4)
     scores = q.cpu().double() @ k.repeat_interleave(2, 1).mT / 4

@@ -98,6 +98,10 @@ def test_left_padding(layout, ring, backend):
     caches.append(cache, k.to(cache.k.device), v.to(cache.k.device), backend=backend)
     for steps in ([20] * 4, [3, 1, 4, 2], *([[10] * 4, [1] * 4] if ring else [])):
         append(cache, model, steps, backend, torch.float32)
+        visible = cache.dense()[2]
+        for i in range(4):
+            shown = [t >= padding[i] for t in model.kept(i)]
+            assert visible[i].tolist() == shown + [False] * (32 - len(shown))
 
         def valid(i: int, n: int, bands: masks.Mask) -> dict[str, Any]:
             shown = torch.tensor([[t >= padding[i] for t in model.kept(i)]])
