@@ -78,7 +78,10 @@ FEATURES = (
         "`torch.compile(fullgraph=True)`, `torch.export`, AOTInductor, autocast, checkpointing, FSDP2", "as they are"
     ),
     Feature("double backward, `torch.func.jvp`, `vmap`, `hessian`", "as they are, by eager formulas", torch="torch's"),
-    Feature("paged and quantised caches, fp8", "", "not yet", "no"),
+    Feature("caches, contiguous or paged, for sequences of uneven lengths, without gradients", "`cache=KVCache(...)`"),
+    Feature("quantised caches: e4m3, e5m2, int8, int4", "`cache=`, `k_scale`, `v_scale`"),
+    Feature("caches that overwrite old tokens, with sinks", "`KVCache(..., overwrites=True, n_sinks=...)`"),
+    Feature("keys of up to 576 features, such as latent ones, without gradients", "`head_dim`", torch="any"),
 )
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 import fusedattn.support as support
 from bench import support as page
 from fusedattn import (
+    KVCache,
     Rope,
     ScoreMod,
     attention,
     attention_varlen,
     attention_weights,
     biases,
+    caches,
     masks,
     merge,
 )
@@ -124,6 +126,20 @@ def of_other_values(backend: str) -> Tensor:
     return attention(q, k, normal(BATCH, 2, SEQLEN_K, 24), backend=backend)
 
 
+def of_cache(backend: str, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    cache = KVCache.contiguous(BATCH, 2, 2 * SEQLEN_K, HEAD_DIM, dtype=dtype, device=DEVICE, **options)
+    for _ in range(3 if cache.overwrites else 1):
+        caches.append(
+            cache, normal(BATCH, 2, SEQLEN_K, HEAD_DIM), normal(BATCH, 2, SEQLEN_K, HEAD_DIM), backend=backend
+        )
+    return attention(normal(BATCH, HEADS, SEQLEN_Q, HEAD_DIM), cache=cache, backend=backend)
+
+
+def of_latent_keys(backend: str) -> Tensor:
+    k = normal(BATCH, 1, SEQLEN_K, 576)
+    return attention(normal(BATCH, HEADS, SEQLEN_Q, 576), k, k[..., :512], backend=backend)
+
+
 # The rows of the table, in its order, up to the first "no".
 CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {}),
@@ -162,7 +178,14 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"deterministic": False}),
     of_compiled,
     of_second_order,
+    of_cache,
+    lambda backend: of_cache(backend, torch.float8_e4m3fn),
+    lambda backend: of_cache(backend, overwrites=True, n_sinks=4),
+    of_latent_keys,
 )
+
+
+N_WITH_GRADIENTS = len(CALLS) - 4  # the last ones are for inference
 
 
 def test_the_table_is_that_of_the_package():
@@ -179,9 +202,11 @@ def test_the_table_is_that_of_the_package():
 def test_supported_features_run(row, backend):
     if FEATURES[row].name == "float64" and backend == "triton" and not INTERPRETING:
         pytest.skip("a GPU has no float64 kernels")
-    out = CALLS[row](backend)
+    with torch.set_grad_enabled(row < N_WITH_GRADIENTS):
+        out = CALLS[row](backend)
     assert out.isfinite().all()
-    out.float().square().sum().backward()
+    if row < N_WITH_GRADIENTS:
+        out.float().square().sum().backward()
 
 
 @pytest.mark.parametrize(
