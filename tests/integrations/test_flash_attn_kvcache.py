@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import caches, prepare, testing
@@ -150,6 +151,143 @@ def test_rotation(options, lengths_as, interleaved, place):
     """All queries have the same position unless a mask orders them."""
     options = {"rope": True, "interleaved": interleaved, "options": options, "leftpad": True}
     assert_as_in_truth(place, "first rows", 4, 4, lengths_as, **options)
+
+
+class Long(NamedTuple):
+    """A longer cache: seqlen_k tokens of room, in pages of `page` tokens, in rows, or the first rows."""
+
+    seqlen_q: int
+    seqlen_k: int
+    heads: tuple[int, int]
+    page: int | None = None
+    rows: bool = False
+    new: int | None = None
+    rotary: float = 0.0
+    interleaved: bool = True
+    leftpad: bool = False
+    num_splits: int = 0
+    options: Any = ()  # as of a dict
+    slopes: bool = False
+
+
+CAUSAL, LOCAL = {"causal": True}, {"window_size": (50, 20)}
+# After the cases of FlashAttention's own test of this function.
+LONG = {
+    "one query, new keys": Long(1, 128, (6, 3), new=1, num_splits=1, options=CAUSAL),
+    "one query, splits": Long(1, 800, (6, 1), num_splits=3),
+    "pages of 256, rotated pairs": Long(3, 512, (6, 3), 256, new=3, rotary=1.0, options=CAUSAL),
+    "pages of 16, half rotated": Long(3, 339, (3, 3), 16, new=5, rotary=0.5, interleaved=False, options=LOCAL),
+    "pages of 17, splits, slopes": Long(1, 203, (6, 1), 17, new=1, num_splits=3, options=CAUSAL, slopes=True),
+    "rows, padding": Long(1, 800, (6, 3), rows=True, new=1, rotary=1.0, leftpad=True, num_splits=3, options=CAUSAL),
+    "rows, many queries": Long(64, 339, (6, 1), rows=True, new=64, options=LOCAL, slopes=True),
+    "many queries, one position": Long(64, 128, (6, 3), new=3, rotary=0.5),
+    "many queries in pages": Long(64, 203, (3, 3), 16, new=64, rotary=1.0, interleaved=False, options=CAUSAL),
+    "padding in pages, splits": Long(3, 512, (6, 3), 17, leftpad=True, num_splits=3, options=LOCAL),
+}
+
+
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_long_caches(case, place):
+    """Longer than a block of keys; memory behind the last token, and in pages of no sequence, is NaN."""
+    head_dim, (heads, kv_heads), device = 16, case.heads, place["device"]
+    n_new = case.new or 0
+    lengths = [case.seqlen_k - n_new, max(case.seqlen_q, case.seqlen_k // 3)]
+    rows, pads = [2, 0] if case.rows else [0, 1], [7, 30] if case.leftpad else [0, 0]
+    options = dict(case.options)
+    if case.slopes:
+        options["alibi_slopes"] = torch.rand(heads).to(**place)
+    q = torch.randn(BATCH, case.seqlen_q, heads, head_dim, **place)
+    k_cache, v_cache = torch.randn(2, 3, case.seqlen_k, kv_heads, head_dim, **place)
+    k, v = (None, None) if case.new is None else torch.randn(2, BATCH, n_new, kv_heads, head_dim, **place)
+    half = int(case.rotary * head_dim) // 2
+    tables = torch.rand(2, case.seqlen_k + case.seqlen_q, half, device=device) if half else (None, None)
+    expected = truth(
+        *(x if x is None else x.double() for x in (q, k_cache, v_cache, k, v)),
+        lengths=lengths, rows=rows, leftpad=pads, cos=tables[0], sin=tables[1], interleaved=case.interleaved, **options,
+    )  # fmt: skip
+
+    kept = [x.clone() for x in (k_cache, v_cache)]
+    for cache in kept:
+        for length, row in zip(lengths, rows, strict=True):
+            cache[row, length:] = math.nan
+    table, size = None, case.page or case.seqlen_k
+    if case.page:
+        n_pages = -(-case.seqlen_k // size)
+        table = int32((torch.randperm(BATCH * n_pages).view(BATCH, n_pages) + 1).tolist(), device)
+        for i, cache in enumerate(kept):
+            pages = cache.new_full((BATCH * n_pages + 2, size, kv_heads, head_dim), math.nan)
+            padded = F.pad(cache[:BATCH], (0, 0, 0, 0, 0, n_pages * size - case.seqlen_k), value=math.nan)
+            pages[table.long()] = padded.unflatten(1, (n_pages, size))
+            kept[i] = pages
+    found = flash_attn_with_kvcache(
+        q, *kept, k, v, rotary_cos=tables[0], rotary_sin=tables[1], rotary_interleaved=case.interleaved,
+        cache_seqlens=int32(lengths, device), cache_batch_idx=int32(rows, device) if case.rows else None,
+        cache_leftpad=int32(pads, device) if case.leftpad else None, block_table=table, num_splits=case.num_splits,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    close = {"rtol": 1e-9, "atol": 1e-10} if place["dtype"] == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(list(found), list(expected[:2]), check_dtype=False, **close)
+    for cache, after in zip(kept, expected[2:], strict=True):
+        for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            tokens = cache[row] if table is None else cache[table[b].long()].flatten(0, 1)
+            torch.testing.assert_close(
+                tokens[: length + n_new], after[row, : length + n_new], check_dtype=False, **close
+            )
+            assert tokens[length + n_new :].isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [-1, 0, 1, 3])
+def test_splits(num_splits, monkeypatch):
+    """0 and less leave the number to the package."""
+    given = []
+
+    def spy(q: Tensor, **options: Any) -> Tensor:
+        given.append(options["num_splits"])
+        return q
+
+    monkeypatch.setitem(flash_attn_with_kvcache.__wrapped__.__globals__, "attention", spy)
+    flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=FILLED, num_splits=num_splits)
+    assert given == [None if num_splits < 1 else num_splits]
+
+
+def test_the_caches_are_not_copied(monkeypatch):
+    """Attention gets their own memory, whatever selects from it, and no mask but that of the window."""
+    pages = int32([[0, 1], [2, 1]], DEVICE)
+    seen = []
+
+    def spy(q: Tensor, *, cache: Any, mask: Any, **_: Any) -> Tensor:
+        seen.append((cache.k.data_ptr(), cache.v.data_ptr(), mask.tensors()))
+        return q
+
+    monkeypatch.setitem(flash_attn_with_kvcache.__wrapped__.__globals__, "attention", spy)
+    k_cache, v_cache = CACHE.clone(), CACHE.clone()
+    q = Q.expand(-1, 2, -1, -1)
+    for options in ({}, {"cache_batch_idx": FILLED}, {"block_table": pages}, {"cache_leftpad": FILLED}):
+        for lengths in (FILLED, 2):
+            flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True, **options)
+    assert seen == [(k_cache.data_ptr(), v_cache.data_ptr(), {})] * 8
+
+
+def test_autocast_changes_nothing(place):
+    q, k_cache, v_cache = q_and_caches(device=place["device"])
+    lengths = int32(LENGTHS, place["device"])
+    expected = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+    with torch.autocast(place["device"], torch.bfloat16):
+        found = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU such tokens are an error")
+def test_tokens_without_a_place_on_a_gpu():
+    """They are not written, and their sequence is NaN."""
+    q, k_cache, v_cache = q_and_caches(device=DEVICE)
+    new, before = torch.ones(BATCH, 2, KV_HEADS, DIM, device=DEVICE), k_cache.clone()
+    lengths = int32([3, CAPACITY - 1], DEVICE)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert torch.equal(k_cache[0, 5:], before[0, 5:])
+    assert torch.equal(k_cache[1, :-1], before[1, :-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -38,6 +38,7 @@ VARLEN, REFERENCE_VARLEN, SDPA = (
     "fusedattn/reference_varlen.py",
     "fusedattn/backends/torch/sdpa.py",
 )
+REFERENCE_CACHED, COMPILED_CACHES = "fusedattn/reference_cached.py", "tests/public/test_compile_cached.py -k torch"
 STRIDED, INDICES, FAST_PATH = "fusedattn/strides.py", "fusedattn/indices.py", "fusedattn/backends/torch/fast_path.py"
 PLAN, SLICING = "fusedattn/backends/torch/mask_plan.py", "fusedattn/backends/torch/boxes.py"
 FUNCTIONS, CONFIGS, DEVICES = "fusedattn/functions.py", "kernels/configs.py", "kernels/devices.py"
@@ -198,6 +199,11 @@ PACKING = (
     Fault(VARLEN, "offsets_q, offsets_k = q.offsets(), k.offsets()", "offsets_q, offsets_k = q.offsets(), q.offsets()", "nested: keys where the queries are", integration("torch_functions", "jagged")),
     Fault(VARLEN, "x._ragged_idx != 2 or", "", "nested: ragged elsewhere is not refused", NESTED_TENSORS),
     Fault(VARLEN, "_longest(q), _longest(k)", "_longest(q), _longest(q)", "nested: keys at most as many as queries", integration("torch_functions", "jagged")),
+    Fault(REFERENCE_CACHED, "at = (cache.lengths - lengths)[:, None] + number", "at = cache.lengths[:, None] - own_q.shape[2] + number", "compiled caches: positions of packed queries counted from the longest", COMPILED_CACHES),
+    Fault(REFERENCE_CACHED, "cache.kept()), (there, visible))", "cache.lengths), (there, torch.ones_like(visible)))", "compiled caches: padding is seen", COMPILED_CACHES),
+    Fault(REFERENCE_CACHED, "x.at(of_positions(x.positions_q, rows), x.positions_k)", "x.at(None, x.positions_k)", "compiled caches: given positions of packed queries are ignored", COMPILED_CACHES),
+    Fault(REFERENCE_CACHED, "cache.left_padding[i] - (cache.lengths[i] - n)", "cache.left_padding[i]", "eager caches: padding that was overwritten hides later tokens", "tests/public/test_caches.py -k 'left_padding and torch'"),
+    Fault(REFERENCE_CACHED, "keys[row : row + 1, :, :n], values[row", "keys[i : i + 1, :, :n], values[row", "eager caches: keys of the first rows for others", "tests/public/test_caches.py -k 'lengths and torch and rows'"),
     Fault(REFERENCE_VARLEN, "first_batch=i,\n        )", "first_batch=0,\n        )", "eager packed: sequences drop the same", PACKED),
     Fault(REFERENCE_VARLEN, "mask.valid[:, keys]", "mask.valid[:, queries]", "eager packed: padding of the queries' tokens", PACKED),
     Fault(REFERENCE_VARLEN, "prefix.lengths[i : i + 1]", "prefix.lengths[:1]", "eager packed: prefix of the first sequence for all", PACKED),
