@@ -2,7 +2,8 @@
 
 torch lets the operators of its flash backend be overridden by name, see
 ``torch.nn.attention.activate_flash_attention_impl``. These operators run below autograd: torch differentiates the
-forward by calling the backward operator with the results of the forward.
+forward by calling the backward operator with the results of the forward. Keys in pages, and keys of which only the
+first are used, are read as a :class:`fusedattn.KVCache`, for inference only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fusedattn import masks
 from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.dropout import draw_seed
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed
 from fusedattn.prepare import prepared, scale_of
@@ -24,6 +26,8 @@ from fusedattn.prepare import prepared, scale_of
 NAME = "fusedattn"
 
 DISPATCH_KEYS = ("CUDA", "CPU")
+
+Keys = tuple[Tensor, Tensor] | KVCache  # keys and values
 
 _OTHERS = (None,) * (ops.N_DIFFERENTIABLE - 3)
 _NEEDED = (True,) * 3 + (False,) * (ops.N_DIFFERENTIABLE - 3)
@@ -46,9 +50,13 @@ def register(*, dispatch_key: str = "CUDA") -> None:
     weights more exactly. So the backward runs the forward once more; its gradients are bit for bit those of
     :func:`fusedattn.attention`.
 
+    Packed queries may attend to a part of the keys of their sequence, the first ``seqused_k[i]``, which also lie in the
+    pages of a `block_table`. Neither keys nor values are copied. The backward operator is not told of it, so such calls
+    are refused for inputs that require grad. `num_splits` is that of :func:`fusedattn.attention`; 0 is None.
+
     The operators raise NotImplementedError, with every reason, for calls that the kernels cannot run: a debug mask,
-    ALiBi slopes, `seqused_k`, paged keys (`block_table`), more than one split, a different head_dim of the values. Such
-    a call fails even if torch's own flash attention could run it.
+    ALiBi slopes, a different head_dim of the values, `seqused_k` or `block_table` without packed queries or with
+    gradients. Such a call fails even if torch's own flash attention could run it.
 
     Args:
         dispatch_key: the device of the tensors; ``"CPU"`` for tests in Triton's interpreter.
@@ -92,9 +100,9 @@ def _scaled_dot_product_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """q, k and v are ``(batch, nheads, seqlen, head_dim)``."""
-    _refuse(key, value, return_debug_mask=return_debug_mask)
+    _refuse(key, value, [], return_debug_mask=return_debug_mask, alibi_slopes=None)
     mask = _mask(is_causal, None, None)
-    out, lse, seed = _forward(query, key, value, None, mask, scale, dropout_p)
+    out, lse, seed = _forward(query, (key, value), None, mask, scale, dropout_p)
     return out, lse, None, None, query.shape[2], key.shape[2], *_for_backward(seed, query)
 
 
@@ -135,14 +143,30 @@ def _flash_forward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-    **others: Any,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Any, ...]:
-    """q, k and v are ``(batch, seqlen, nheads, head_dim)``, or ``(total, nheads, head_dim)`` with `cum_seq_q`."""
-    _refuse(key, value, return_debug_mask=return_debug_mask, **others)
-    packed = _packed(query, key, cum_seq_q, cum_seq_k, max_q, max_k)
+    """q, k and v are ``(batch, seqlen, nheads, head_dim)``, or ``(total, nheads, head_dim)`` with `cum_seq_q`.
+
+    With `block_table`, k and v are ``(n_pages, page_size, nheads, head_dim)``.
+    """
+    inference_only = {"seqused_k": seqused_k, "block_table": block_table}
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    reasons = _inference_reasons(inference_only, cum_seq_q is not None and query.dim() == 3, needs_gradient)
+    _refuse(key, value, reasons, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes)
     mask = _mask(is_causal, window_size_left, window_size_right)
-    q, k, v = _heads_first(query, key, value)
-    out, lse, seed = _forward(q, k, v, packed, mask, scale, dropout_p)
+    num_splits = max(0, num_splits or 0) or None
+    if cum_seq_q is not None and not (seqused_k is None and block_table is None):
+        cache = _cache(key, value, cum_seq_k, max_k, seqused_k, block_table)
+        packed: Packed | None = Packed(cum_seq_q, None, int(max_q), cache.capacity)
+        (q,) = _heads_first(query)
+        out, lse, seed = _forward(q, cache, packed, mask, scale, dropout_p, num_splits)
+    else:
+        packed = _packed(query, key, cum_seq_q, cum_seq_k, max_q, max_k)
+        q, k, v = _heads_first(query, key, value)
+        out, lse, seed = _forward(q, (k, v), packed, mask, scale, dropout_p, num_splits)
     (out,) = _heads_last(query, out)
     return out, lse if packed is None else lse[0], *_for_backward(seed, query)
 
@@ -191,28 +215,52 @@ if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
 
 
 def _refuse(
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_debug_mask: bool,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
+    key: Tensor, value: Tensor, reasons: list[str], *, return_debug_mask: bool, alibi_slopes: Tensor | None
 ) -> None:
-    """Raise NotImplementedError for options that the kernels, or the backward operator, cannot run."""
-    reasons = []
+    """Raise NotImplementedError for `reasons`, and for options that the kernels, or the backward, cannot run."""
     if return_debug_mask:
-        reasons.append("return_debug_mask: got True, allowed is False")
-    for name, x in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes), ("block_table", block_table)):
-        if x is not None:
-            reasons.append(f"{name}: got a tensor, allowed is None")
-    if num_splits is not None and num_splits > 1:
-        reasons.append(f"num_splits: got {num_splits}, allowed are 1 and None")
+        reasons = ["return_debug_mask: got True, allowed is False", *reasons]
+    if alibi_slopes is not None:
+        reasons = [*reasons, "alibi_slopes: got a tensor, allowed is None"]
     if key.shape[-1] != value.shape[-1]:
-        reasons.append(f"value: got head_dim {value.shape[-1]}, allowed is that of key, {key.shape[-1]}")
+        reasons = [*reasons, f"value: got head_dim {value.shape[-1]}, allowed is that of key, {key.shape[-1]}"]
     if reasons:
         raise NotImplementedError(f"flash attention by {NAME} cannot run: " + "; ".join(reasons))
+
+
+def _inference_reasons(named: dict[str, Tensor | None], is_packed: bool, needs_gradient: bool) -> list[str]:
+    """Reasons against calls that choose among the keys, by the arguments that do."""
+    reasons = []
+    for name in (name for name, x in named.items() if x is not None):
+        if not is_packed:
+            reasons.append(f"{name}: got a tensor, allowed is None unless queries are packed, with cum_seq_q")
+        if needs_gradient:
+            reasons.append(f"{name}: got a tensor and inputs that require grad, allowed is inference, torch.no_grad()")
+    return reasons
+
+
+def _cache(
+    key: Tensor,
+    value: Tensor,
+    cum_seq_k: Tensor | None,
+    max_k: int,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> KVCache:
+    """The keys and values as a cache: in pages, or each packed token as a page of its own."""
+    if seqused_k is None:
+        raise ValueError("block_table: got a tensor without seqused_k, allowed is one with it")
+    if seqused_k.dtype != torch.int32 or seqused_k.dim() != 1:
+        raise ValueError(
+            f"seqused_k: got {seqused_k.dtype} {tuple(seqused_k.shape)}, allowed is torch.int32 (n_sequences,)"
+        )
+    if block_table is None:
+        if cum_seq_k is None:
+            raise ValueError("cum_seq_k: got None without block_table, allowed is where sequences begin in key")
+        block_table = cum_seq_k[:-1, None] + torch.arange(int(max_k), dtype=torch.int32, device=key.device)
+        key, value = key[:, None], value[:, None]
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _heads_first(key, value))
+    return KVCache(k, v, seqused_k.contiguous(), block_table=block_table)
 
 
 def _mask(is_causal: bool, left: int | None, right: int | None) -> Mask:
@@ -246,29 +294,31 @@ def _heads_last(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x[0].transpose(0, 1) if query.dim() == 3 else x.transpose(1, 2) for x in tensors)
 
 
-def _problem(
+def _problem(q: Tensor, keys: Keys, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the kernels take them, checked; fills in the defaults of `options`."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if isinstance(keys, KVCache):
+        options.cache = keys
+        return prepared(q, None, None, options, "triton")[:3]
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in keys)
+    return prepared(q, k, v, options, "triton")[:3]
+
+
+def _forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Keys,
     packed: Packed | None,
     mask: Mask,
     scale: float | None,
     dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Options]:
-    """q, k, v and the options as the kernels take them, checked."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    options = Options(mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed)
-    q, k, v, _ = prepared(q, k, v, options, "triton")
-    return (q, k, v), options
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed | None, mask: Mask, scale: float | None, dropout_p: float
+    num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and the seed of dropout."""
     seed = draw_seed(q.device) if dropout_p else None
-    inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
+    options = Options(
+        mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed, num_splits=num_splits
+    )
+    inputs = _problem(q, keys, options)
     constants = constants_of(options, keep_residual=False)
     out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
     return out, lse, seed
@@ -287,7 +337,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; runs the forward once more."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
-    inputs, options = _problem(q, k, v, packed, mask, scale, dropout_p, seed)
+    options = Options(mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed)
+    inputs = _problem(q, (k, v), options)
     constants = constants_of(options, keep_residual=True)
     out, _, *kept, _ = ops.forward((*inputs, *_OTHERS), constants)
     dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)

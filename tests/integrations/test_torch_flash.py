@@ -123,6 +123,149 @@ def test_packed(window: tuple[int, int]) -> None:
         assert torch.equal(written, results[0])
 
 
+USED = [3, 0, 2]  # keys of each sequence
+
+
+def used_keys(page_size: int | None, *, used: list[int] = USED) -> tuple[list[Tensor], dict[str, Any]]:
+    """Keys and values of each sequence; and those tensors among NaN, packed or in pages, with the arguments."""
+    own = [normal(2, n, 2, 8) for n in used]
+    seqused_k = torch.tensor(used, dtype=torch.int32, device=DEVICE)
+    if page_size is None:
+        starts = [sum(used[:i]) + 3 * i for i in range(len(used) + 1)]  # 3 more of room for each
+        kept = torch.full((2, starts[-1], 2, 8), torch.nan, dtype=DTYPE, device=DEVICE)
+        for start, x in zip(starts, own, strict=False):
+            kept[:, start : start + x.shape[1]] = x
+        cum_seq_k = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        return own, {"kept": kept, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "block_table": None}
+    n_pages = -(-max(used) // page_size)
+    table = torch.randperm(len(used) * n_pages).view(len(used), n_pages)
+    kept = torch.full((2, table.numel() + 1, page_size, 2, 8), torch.nan, dtype=DTYPE, device=DEVICE)
+    for i, x in enumerate(own):
+        for t in range(x.shape[1]):
+            kept[:, table[i, t // page_size], t % page_size] = x[:, t]
+        table[i, -(-x.shape[1] // page_size) :] = -(10**6)  # pages that are not reached
+    block_table = table.to(DEVICE, torch.int32)
+    return own, {"kept": kept, "cum_seq_k": None, "seqused_k": seqused_k, "block_table": block_table}
+
+
+def by_sequence(q: Tensor, own: list[Tensor], window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """out and lse of packed queries that attend to a sequence's keys each."""
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=DTYPE, device=DEVICE)
+    for i, (k, v) in enumerate(own):
+        queries = slice(STOPS_Q[i], STOPS_Q[i + 1])
+        query, k, v = (x.transpose(0, 1)[None] for x in (q[queries], k, v))
+        visible = band(query.shape[2], k.shape[2], *(None if x < 0 else x for x in window))
+        found, own_lse = by_mathematics(query, k, v, visible, None)
+        out[queries], lse[:, queries] = found[0].transpose(0, 1), own_lse[0]
+    return out, lse
+
+
+needs_pages = pytest.mark.skipif("block_table" not in str(flash_op.default._schema), reason="this torch has no pages")
+
+
+@needs_pages
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (1, 0)])
+@pytest.mark.parametrize("page_size", [None, 1, 2, 16])
+def test_used_keys(page_size: int | None, window: tuple[int, int]) -> None:
+    """Keys behind those that are used are NaN; one sequence uses none, and some queries belong to none."""
+    q = normal(10, 4, 8)
+    own, given = used_keys(page_size, used=[5, 0, 3])
+    kept, cum_seq_k = given.pop("kept"), given.pop("cum_seq_k")
+    arguments = (q, *kept, STOPS[0], cum_seq_k, 5, 9, 0.0, window == (-1, 0), False)
+    windows = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
+    found = flash_op(*arguments, **windows, **given)
+    torch.testing.assert_close(found[:2], by_sequence(q, own, window), **CLOSE)
+    written = torch.full_like(q, torch.nan)
+    lse = torch.ops.aten._flash_attention_forward_no_dropout_inplace(written, *arguments, **windows, **given)
+    assert torch.equal(lse, found[1])
+    assert torch.equal(written, found[0])
+
+
+@needs_pages
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_splits(num_splits: int, page_size: int | None) -> None:
+    """Over more than a block of keys."""
+    q = normal(3, 2, 8)
+    stops = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=DEVICE)
+    own, given = used_keys(page_size, used=[150, 3, 70])
+    kept, cum_seq_k = given.pop("kept"), given.pop("cum_seq_k")
+    out, lse, *_ = flash_op(q, *kept, stops, cum_seq_k, 2, 150, 0.0, False, False, num_splits=num_splits, **given)
+    for i, queries in ((0, slice(0, 1)), (2, slice(1, 3))):
+        query, k, v = (x.transpose(0, 1)[None] for x in (q[queries], *own[i]))
+        expected, own_lse = by_mathematics(query, k, v, band(query.shape[2], k.shape[2], None, None), None)
+        torch.testing.assert_close(out[queries], expected[0].transpose(0, 1), **CLOSE)
+        torch.testing.assert_close(lse[:, queries], own_lse[0], **CLOSE)
+
+
+@needs_pages
+def test_keys_are_not_copied_and_splits_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    forward = torch_flash.ops.forward
+
+    def spy(inputs: Any, constants: Any) -> Any:
+        seen.append((inputs[1].data_ptr(), inputs[2].data_ptr(), constants.sizes.num_splits))
+        return forward(inputs, constants)
+
+    monkeypatch.setattr(torch_flash.ops, "forward", spy)
+    for page_size in (None, 2):
+        _, given = used_keys(page_size)
+        k, v = given.pop("kept")
+        cum_seq_k = given.pop("cum_seq_k")
+        flash_op(normal(10, 4, 8), k, v, STOPS[0], cum_seq_k, 5, 9, 0.0, False, False, num_splits=3, **given)
+        assert seen.pop() == (k.data_ptr(), v.data_ptr(), 3)
+    q = normal(1, 5, 2, 8)
+    flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, num_splits=2)
+    assert seen.pop()[2] == 2
+
+
+@needs_pages
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_varlen_attn_with_used_keys(page_size: int | None) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q = normal(8, 4, 8)
+    own, given = used_keys(page_size)
+    kept, cum_seq_k = given.pop("kept"), given.pop("cum_seq_k")
+    options = {"window_size": (-1, 0), "enable_gqa": True, "num_splits": 1, **given}
+    out, lse = varlen.varlen_attn(
+        q, *kept, STOPS[0], cum_seq_k, 5, 9, return_aux=varlen.AuxRequest(lse=True), **options
+    )
+    torch.testing.assert_close((out, lse), by_sequence(q, own, (-1, 0)), **CLOSE)
+    written = varlen.varlen_attn_out(torch.full_like(q, torch.nan), q, *kept, STOPS[0], cum_seq_k, 5, 9, **options)
+    assert torch.equal(written, out)
+
+
+@needs_pages
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_used_keys_have_no_gradients(page_size: int | None) -> None:
+    """The backward operator would not know which keys were used."""
+    _, given = used_keys(page_size)
+    kept, cum_seq_k = given.pop("kept"), given.pop("cum_seq_k")
+    q = normal(10, 4, 8).requires_grad_()
+    arguments = (q, *kept, STOPS[0], cum_seq_k, 5, 9, 0.0, False, False)
+    with pytest.raises(NotImplementedError, match="seqused_k: got a tensor and inputs that require grad"):
+        flash_op(*arguments, **given)
+    with torch.no_grad():
+        assert flash_op(*arguments, **given)[0].isfinite().all()
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    ("changed", "error", "match"),
+    [
+        ({"seqused_k": None}, ValueError, "block_table: got a tensor without seqused_k"),
+        ({"block_table": None}, ValueError, "cum_seq_k: got None without block_table"),
+        ({"seqused_k": torch.tensor([3, 0, 2], device=DEVICE)}, ValueError, r"seqused_k: got torch.int64 \(3,\)"),
+        ({"block_table": torch.zeros(3, 2, device=DEVICE)}, TypeError, "block_table: got torch.float32"),
+    ],
+)
+def test_wrong_used_keys(changed: dict[str, Any], error: type[Exception], match: str) -> None:
+    _, given = used_keys(2)
+    kept, cum_seq_k = given.pop("kept"), given.pop("cum_seq_k")
+    with pytest.raises(error, match=match):
+        flash_op(normal(10, 4, 8), *kept, STOPS[0], cum_seq_k, 5, 9, 0.0, False, False, **{**given, **changed})
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_are_those_of_attention_bit_for_bit(dtype: torch.dtype) -> None:
     leaves = [torch.randn(2, n, 4, 16, device=DEVICE).to(dtype).requires_grad_() for n in (5, 9, 9)]
@@ -215,8 +358,8 @@ def test_unsupported_calls_are_refused_with_every_reason() -> None:
     with pytest.raises(NotImplementedError, match=r"value: got head_dim 4, allowed is that of key, 8"):
         sdpa_op(q, q, q[..., :4])
     if "num_splits" in str(flash_op.default._schema):
-        with pytest.raises(NotImplementedError, match=r"block_table: .*num_splits: got 2"):
-            flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, block_table=used, num_splits=2)
+        with pytest.raises(NotImplementedError, match="block_table: got a tensor, allowed is None unless queries are"):
+            flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, block_table=used)
         assert torch.equal(flash_op(q, q, q, None, None, 5, 5, 0.0, False, False, num_splits=1)[0],
                            flash_op(q, q, q, None, None, 5, 5, 0.0, False, False)[0])  # fmt: skip
     with pytest.raises(ValueError, match=r"^cum_seq_q, cum_seq_k: got a tensor and None"):
