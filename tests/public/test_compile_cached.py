@@ -71,11 +71,7 @@ CACHES: dict[str, Callable[[], KVCache]] = {
 }
 
 
-# Of the triton backend, appending.append() looks at dispatch keys, which a compiler cannot trace.
-unsupported = pytest.mark.xfail(raises=torch._dynamo.exc.Unsupported, strict=True)
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=unsupported)])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CACHES)
 def test_appending(name, backend):
     cache, new, q = CACHES[name](), torch.randn(BATCH, KV_HEADS, 2, DIM), torch.randn(BATCH, HEADS, 3, DIM)

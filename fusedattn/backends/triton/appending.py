@@ -60,7 +60,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | Non
         rope is not None and rope.interleaved,
         k.shape[2] if max_seqlen is None else max_seqlen,
     )
-    if ops.is_observed((k, v, *memory)):
+    if torch.compiler.is_compiling() or ops.is_observed((k, v, *memory)):
         cache_append(k, v, *memory, list(tensors), *numbers)
         return
     from fusedattn.backends.triton import append_launching
