@@ -71,7 +71,7 @@ OPERATION = (
     Fault(LARGEST_SCORES, "slice(start, min(start + size, seqlen_q))", "slice(0, min(start + size, seqlen_q) - start)", "largest: the first queries for all", LARGEST),
     Fault(LARGEST_SCORES, "max(LEAST_ROWS, SCORES // max(1, batch * nheads * k.shape[2]))", "max(LEAST_ROWS, seqlen_q)", "largest: all scores at once", LARGEST),
     Fault(LARGEST_SCORES, "k.repeat_interleave(nheads // k.shape[1], dim=1)", "k.repeat(1, nheads // k.shape[1], 1, 1)", "largest: wrong KV head", LARGEST),
-    Fault(ATTENTION, "and not (return_lse or return_max)", "and not return_lse", "largest: taken for a plain call", LARGEST),
+    Fault(ATTENTION, "and not return_lse and not return_max\n", "and not return_lse\n", "largest: taken for a plain call", LARGEST),
     Fault(REFERENCE_VARLEN, "maxima += [] if largest is None else [largest]", "maxima += [] if largest is None else [largest * 0.0]", "largest: packed sequences joined wrongly", LARGEST),
     Fault(FAST_PATH, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, v)", "plain calls: a NaN of a query is lost", PLAIN_CALLS),
     Fault(FAST_PATH, "sdpa.is_finite(k, v, q)", "sdpa.is_finite(k, q)", "plain calls: a hidden NaN of a value", PLAIN_CALLS),

@@ -76,7 +76,7 @@ WHAT_BELONGS_TO_A_SEQUENCE = (
     Fault(MASKING, "first - place.first_k)", "first)", "packed: documents visited from where they lie in the tensor", PACKED_BLOCKS, nth=0),
     Fault(MASKING, "end - place.first_k)", "end)", "packed: documents full to where they end in the tensor", PACKED_BLOCKS, nth=1),
     Fault(MASKING, "first - place.first_q)", "first)", "packed: dk, dv of documents from where they lie in the tensor", PACKED_BLOCKS, nth=0),
-    Fault(ARGUMENTS, "        if sequences.cu_q_ptr is None:\n", "        if True:\n", "packed: blocks of a layout aligned as if the batch were one sequence", PACKED_BLOCKS),
+    Fault(ARGUMENTS, "if sequences.cu_q_ptr is None and sequences.lengths_ptr is None:", "if sequences.lengths_ptr is None:", "packed: blocks of a layout aligned as if the batch were one sequence", PACKED_BLOCKS),
 )
 # fmt: on
 
