@@ -107,39 +107,49 @@ def cache_in(
 
 
 def assert_results(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, what: object = "", backend: str = "torch", **options: Any
+    found: Sequence[tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    what: object = "",
+    backend: str = "torch",
+    **options: Any,
 ) -> None:
-    """Fail if the results of one sequence exceed the error budget.
+    """Fail if an (out, lse) of one sequence exceeds the error budget.
 
     Args:
-        out, lse, q: those of one sequence, with a batch of 1.
+        found, q: those of one sequence, with a batch of 1.
         k, v: the numbers in the cache, which may have more bits than q.
         options: of :func:`fusedattn.attention`.
     """
-    out, lse, q = (x.detach().cpu() for x in (out, lse, q))
+    q, (out, lse) = q.detach().cpu(), (x.cpu() for x in found[0])
     options = {"mask": masks.full(), "rope": None, "scale": None} | options
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     inputs = testing.Inputs(q, k.to(q.dtype), v.to(q.dtype), dout, dlse, **options)
-    wide = replace(inputs.to(torch.float64), k=k.double(), v=v.double())
-    actual, truth, eager = {"out": out, "lse": lse}, _results(wide), _results(inputs)
-    if backend == "triton":  # a query that sees a NaN or Inf may have NaN in all features, or if it is a NaN, must
-        spoiled = ~truth["out"].isfinite().all(dim=-1)
-        assert not (k.isnan().any() or v.isnan().any()) or out[spoiled].isnan().all()
-        actual = {
-            name: truth[name].to(x.dtype).where(spoiled.view(*spoiled.shape, *[1] * (x.dim() - 3)), x)
-            for name, x in actual.items()
-        }
-    ratios = testing.compare_results(actual, truth, eager, q.dtype)
-    bad = {name: r for name, r in ratios.items() if not r.used <= 1.0}
-    finite = {name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v")}
-    terms = sum_of_terms(replace(inputs, **finite)) if bad else {}
-    for name in list(bad):
-        unit = TERMS_LIMIT[q.dtype] * torch.finfo(actual[name].dtype).eps
-        error = (actual[name].double() - truth[name]).abs()
-        same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
-        if (same | (error <= unit * terms[name])).all():
-            del bad[name]
-    assert_ratios(bad, what)
+    truth = _results(replace(inputs.to(torch.float64), k=k.double(), v=v.double()))
+    eager, terms = _results(inputs), None
+    for out, lse in found:
+        actual = {"out": out.cpu(), "lse": lse.cpu()}
+        if backend == "triton":  # a query that sees a NaN or Inf may have NaN in all features, or if it is a NaN, must
+            spoiled = ~truth["out"].isfinite().all(dim=-1)
+            assert not (k.isnan().any() or v.isnan().any()) or actual["out"][spoiled].isnan().all()
+            actual = {
+                name: truth[name].to(x.dtype).where(spoiled.view(*spoiled.shape, *[1] * (x.dim() - 3)), x)
+                for name, x in actual.items()
+            }
+        ratios = testing.compare_results(actual, truth, eager, q.dtype)
+        bad = {name: r for name, r in ratios.items() if not r.used <= 1.0}
+        if bad and terms is None:
+            finite = {name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v")}
+            terms = sum_of_terms(replace(inputs, **finite))
+        for name in list(bad):
+            assert terms is not None
+            unit = TERMS_LIMIT[q.dtype] * torch.finfo(actual[name].dtype).eps
+            error = (actual[name].double() - truth[name]).abs()
+            same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
+            if (same | (error <= unit * terms[name])).all():
+                del bad[name]
+        assert_ratios(bad, what)
 
 
 def _results(inputs: testing.Inputs) -> dict[str, Tensor]:
@@ -163,14 +173,14 @@ def device_of(backend: str) -> str:
     return "cpu" if backend == "torch" else DEVICE
 
 
-def tokens(n: int, dtype: torch.dtype, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+def tokens(n: int, dtype: torch.dtype, batch: tuple[int, ...] = (), head_dim_v: int = DIM_V) -> tuple[Tensor, Tensor]:
     """New keys and values, ``(*batch, nheads_kv, n, head_dim)``."""
-    return torch.randn(*batch, HEADS, n, DIM).to(dtype), torch.randn(*batch, HEADS, n, DIM_V).to(dtype)
+    return torch.randn(*batch, HEADS, n, DIM).to(dtype), torch.randn(*batch, HEADS, n, head_dim_v).to(dtype)
 
 
 def append(cache: KVCache, model: Model, counts: list[int], backend: str, dtype: torch.dtype) -> None:
     """Append that many new tokens to each sequence of both, packed."""
-    new = [tokens(n, dtype) for n in counts]
+    new = [tokens(n, dtype, head_dim_v=cache.head_dim_v) for n in counts]
     for i, (k, v) in enumerate(new):
         model.append(i, k, v)
     k, v = (torch.cat(x, dim=1).transpose(0, 1).to(cache.k.device) for x in zip(*new, strict=True))
@@ -222,5 +232,6 @@ def assert_attends(
             continue
         k, v = model.keys_and_values(i)
         own = options | of_sequence(i, n)
-        for x, of_x in found:
-            assert_results(x[i : i + 1], of_x[i : i + 1], q[i : i + 1], k, v, f"sequence {i} of {n}", backend, **own)
+        rows = slice(i, i + 1)
+        of_sequence_i = [(x[rows], of_x[rows]) for x, of_x in found]
+        assert_results(of_sequence_i, q[rows], k, v, f"sequence {i} of {n}", backend, **own)

@@ -201,7 +201,7 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
     for i in (0, 1):
         rows = slice(i, i + 1)
         own = decoded(cache, i, lengths[i])
-        assert_results(out[rows], lse[rows], q[rows], *own, f"sequence {i}", mask=masks.causal())
+        assert_results([(out[rows], lse[rows])], q[rows], *own, f"sequence {i}", mask=masks.causal())
     assert not out[2].any()
     assert (lse[2] == -torch.inf).all()
 
@@ -227,17 +227,24 @@ def test_attention_to_groups(dtype, n_groups, source, backend):
     for i in range(2):
         rows = slice(i, i + 1)
         own = [x.float() if source == torch.float64 else x for x in decoded(cache, i, 19)]
-        assert_results(out[rows], lse[rows], q[rows], *own, f"sequence {i}")
+        assert_results([(out[rows], lse[rows])], q[rows], *own, f"sequence {i}")
 
 
-@codes
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [*((dtype, False) for dtype in CODES), (torch.float8_e4m3fn, True), (torch.float8_e5m2, True)],
+    ids=lambda x: str(x).partition(".")[2] or ("given scales" if x else "scales of tokens"),
+)
 @backends
-def test_numbers_that_are_not_finite(dtype, backend):
+def test_numbers_that_are_not_finite(dtype, given, backend):
     """A token with a NaN makes NaN of the queries that see it, and of no others."""
     device = device_of(backend)
     cache = cache_in("pages of 16", 1, 20, dtype=dtype, device=device)
+    if given:
+        scale = torch.ones(cache.k.shape[:2], device=device)
+        cache = replace(cache, k_scale=scale, v_scale=scale)
     k, v = tokens(20, torch.float32, (1,))
-    k[0, 0, 18, 2], v[0, 1, 0, 3] = torch.inf, torch.nan
+    k[0, 0, 18, 2], v[0, 1, 0, 3] = torch.nan if given else torch.inf, torch.nan
     caches.append(cache, k.to(device), v.to(device), backend=backend)
     q = torch.randn(1, HEADS_Q, 3, DIM, device=device)
     out = attention(q, cache=cache, mask=masks.window(4, 0), backend=backend)

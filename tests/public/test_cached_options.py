@@ -11,7 +11,7 @@ import torch
 from fusedattn import attention, biases, masks, reference
 from fusedattn.testing import triton_functions
 from tests.helpers import quick
-from tests.helpers.cache_model import CACHED, DIM, HEADS_Q, Model, append, assert_attends, cache_in, device_of
+from tests.helpers.cache_model import CACHED, DIM, DIM_V, HEADS_Q, Model, append, assert_attends, cache_in, device_of
 
 BATCH, CAPACITY, SEQLEN_Q = 3, 34, 3
 LENGTHS = [34, 2, 19]
@@ -35,7 +35,7 @@ def calls() -> dict[str, Call]:
     bias = torch.randn(BATCH, HEADS_Q, SEQLEN_Q, CAPACITY)
     bias[0, 0, 0, ::3] = -torch.inf
     bias[2, 1, 1] = -torch.inf
-    bias[0, 1, 2, 3] = 1e6
+    bias[0, 1, 2, 3], bias[0, 2, 1] = 1e6, -1e5
     pairs = torch.rand(BATCH, HEADS_Q, SEQLEN_Q, CAPACITY) < 0.6
     pairs[2, 2] = False
     valid = torch.rand(BATCH, CAPACITY) < 0.6
@@ -106,12 +106,13 @@ def _drawn(_seed: None) -> None:
 @quick.covering()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 17"])
+@pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])
 @pytest.mark.parametrize("name", CALLS)
 @backends
-def test_each_sequence_alone(name, layout, dtype, backend):
+def test_each_sequence_alone(name, head_dim_v, layout, dtype, backend):
     options, own = CALLS[name]
     device = device_of(backend)
-    cache = cache_in(layout, BATCH, CAPACITY, dtype=dtype, device=device)
+    cache = cache_in(layout, BATCH, CAPACITY, head_dim_v=head_dim_v, dtype=dtype, device=device)
     model = Model(BATCH)
     append(cache, model, LENGTHS, backend, dtype)
 

@@ -39,17 +39,18 @@ def _drawn(_seed: None) -> None:
     """Every test draws the same numbers."""
 
 
-@quick.covering(pairs=True)
+@quick.covering()
+@pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @backends
-def test_lengths(layout, dtype, seqlen_q, backend):
+def test_lengths(layout, dtype, seqlen_q, head_dim_v, backend):
     """Sequences that end before, at and behind a page; unused slots are NaN, unused pages any number."""
     size = pages_of(layout) or 17
     full = capacity_of(layout, 2 * size + 1)
     lengths = [0, 1, size - 1, size, size + 1, full]
-    cache = cache_in(layout, 6, full, dtype=dtype, device=device_of(backend), used=lengths)
+    cache = cache_in(layout, 6, full, head_dim_v=head_dim_v, dtype=dtype, device=device_of(backend), used=lengths)
     model = Model(6)
     for steps in (
         [0, 1, 3, size // 2, size, full - 9],
@@ -62,15 +63,16 @@ def test_lengths(layout, dtype, seqlen_q, backend):
     assert_attends(cache, model, backend, dtype, seqlen_q, mask=masks.causal())
 
 
-@quick.every(3)
+@quick.every(7)
+@pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])
 @pytest.mark.parametrize("n_sinks", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @backends
-def test_a_ring(layout, n_sinks, backend):
+def test_a_ring(layout, n_sinks, head_dim_v, backend):
     """Over several wraps, by steps that end anywhere and some that are longer than the ring."""
     dtype = torch.float32
     capacity = capacity_of(layout, 20)
-    cache = cache_in(layout, 3, 20, device=device_of(backend), overwrites=True, n_sinks=n_sinks)
+    cache = cache_in(layout, 3, 20, head_dim_v=head_dim_v, device=device_of(backend), overwrites=True, n_sinks=n_sinks)
     model = Model(3, capacity, n_sinks)
     for steps in ([1, 7, 0], [2, capacity - 7, 5], [0, 1, capacity], [3 * capacity + 2, 5, 2 * capacity], [1, 19, 1]):
         append(cache, model, steps, backend, dtype)
@@ -178,7 +180,7 @@ def test_rope_on_appending(name, given, backend):
         own = own.at(torch.tensor(at), torch.tensor(places[i]))
         rows = slice(i, i + 1)
         expected = unrotated.keys_and_values(i)
-        assert_results(out[rows], lse[rows], q[rows], *expected, f"sequence {i}", mask=masks.causal(), rope=own)
+        assert_results([(out[rows], lse[rows])], q[rows], *expected, f"sequence {i}", mask=masks.causal(), rope=own)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3)], ids=str)
@@ -236,8 +238,10 @@ def test_packed_queries(dtype, backend):
     assert (out.shape, lse.shape) == ((11, HEADS_Q, DIM_V), (HEADS_Q, 11))
     seen = [(0, slice(0, 3)), (3, slice(4, 9))]
     for i, rows in seen:
-        own = (x[None] for x in (out[rows].transpose(0, 1), lse[:, rows], q[rows].transpose(0, 1)))
-        assert_results(*own, *model.keys_and_values(i), f"sequence {i}", mask=masks.causal())
+        found = out[rows].transpose(0, 1)[None], lse[:, rows][None]
+        assert_results(
+            [found], q[rows].transpose(0, 1)[None], *model.keys_and_values(i), f"sequence {i}", mask=masks.causal()
+        )
     for rows in (slice(3, 4), slice(9, 11)):  # of an empty sequence, and of none
         assert not out[rows].any()
         assert (lse[:, rows] == -torch.inf).all()
@@ -258,7 +262,7 @@ def test_tokens_one_by_one(layout, backend):
         )
         outs.append(out)
         lses.append(lse)
-    assert_results(torch.cat(outs, dim=2), torch.cat(lses, dim=2), q, k, v, layout, mask=masks.causal())
+    assert_results([(torch.cat(outs, dim=2), torch.cat(lses, dim=2))], q, k, v, layout, mask=masks.causal())
 
 
 @backends
