@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measuring.timing import SetUp, Timed
 from bench.work.attention import CHECKED_LENGTHS
 from bench.work.work import OWN, Contestant, Work
-from fusedattn import KVCache, apply_rope, fuse, masks
+from fusedattn import fuse
+from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
-from fusedattn.rope import Rope
+from fusedattn.rope import Rope, apply_rope
 from fusedattn.testing.cases import Case
 from fusedattn.testing.peers import Peer
 from fusedattn.transformer import GPTModel, ScaledDotProductAttention
@@ -41,9 +42,9 @@ class TorchAttention(ScaledDotProductAttention):
         cache: KVCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        mask = as_mask(mask)
         if cache is not None:
-            return self._cached(q, k, v, mask, cache), None
+            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
+        mask = as_mask(mask)
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         if need_weights or not mask.only_bands or mask.band(seqlen_q, seqlen_k) != (None, seqlen_k - seqlen_q):
             raise NotImplementedError("mask, need_weights: allowed is a causal mask alone, without weights")
@@ -56,21 +57,35 @@ class TorchAttention(ScaledDotProductAttention):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return out, None
 
-    def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, cache: KVCache) -> Tensor:
-        """Causal attention to a contiguous cache, whose unused slots a mask hides, as in a static cache."""
-        seqlen_q, rope = q.shape[2], cache.rope
-        is_causal = mask.only_bands and mask.bands == masks.causal().bands
-        if not is_causal or cache.block_table is not None or cache.format is not None or cache.overwrites:
-            raise NotImplementedError("mask, cache: allowed are a causal mask alone and a contiguous cache of numbers")
-        tokens = (cache.lengths - seqlen_q)[:, None] + torch.arange(seqlen_q, device=q.device)
-        if rope is not None:
-            q, k = (apply_rope(x, rope.cos, rope.sin, tokens, interleaved=rope.interleaved) for x in (q, k))
-        rows = torch.arange(cache.batch, device=q.device)[:, None]
-        for memory, new in ((cache.k, k), (cache.v, v)):
-            memory[rows, :, tokens] = new.transpose(1, 2)
-        seen = torch.arange(cache.capacity, device=q.device) <= tokens[:, None, :, None]
+    def cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        mask: Mask | Tensor | None = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Several queries are a whole prompt. One attends to the whole cache, whose rest a mask hides.
+
+        Sequences are of one length, which the host need not know.
+        """
+        rope, n = cache.rope, q.shape[2]
+        if rope is None or cache.block_table is not None or cache.format is not None:
+            raise NotImplementedError("cache: allowed is a contiguous one with rope, and without codes")
+        positions = cache.lengths[:1] - n + torch.arange(n, device=q.device)
+        q, k = (apply_rope(x, rope.cos, rope.sin, positions, interleaved=rope.interleaved) for x in (q, k))
+        cache.k.index_copy_(2, positions, k)
+        cache.v.index_copy_(2, positions, v)
+        if n > 1:
+            return self(q, k, v, mask, need_weights=need_weights)
+        exists = torch.arange(cache.capacity, device=q.device) < cache.lengths[:, None, None, None]
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, cache.k, cache.v, seen, scale=self.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, cache.k, cache.v, attn_mask=exists, scale=self.scale, enable_gqa=grouped
+        )
+        return out, None
 
 
 class CudnnAttention(TorchAttention):

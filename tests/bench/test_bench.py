@@ -319,6 +319,17 @@ def test_models_compute_the_same_and_train(task: Any) -> None:
     assert row["amount"] == (12 if task == "training" else 6)
 
 
+def test_torchs_function_generates_the_same() -> None:
+    size = ModelSize("20k", 32, 4, 2, 2, 17)
+    textbook = ModelWork(PLACE, 0, size, "generate", 2, 6, 5, torch.float32)._model(torch.device("cpu")).eval()
+    for p in textbook.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.4)
+    ids = torch.randint(17, (2, 6))
+    want = textbook.generate(ids, 5, temperature=0)
+    assert torch.equal(model.with_attention(textbook).generate(ids, 5, temperature=0), want)
+
+
 def test_a_backend_of_torchs_function_is_chosen_while_it_is_timed() -> None:
     def enabled() -> torch.Tensor:
         cuda = torch.backends.cuda

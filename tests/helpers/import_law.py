@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
         "support",
         "transformer",
     },
-    "integrations.transformers": {"attention", "weights", "support", *VALUES},
+    "integrations.transformers": {"attention", "caches", "weights", "support", *VALUES},
     "integrations.torch_nn": {"attention", "varlen", "weights", "call_checks", "support", *VALUES},
     "integrations.torch_functions": {"attention", "prepare", "call_checks", "support", *VALUES},
     "integrations.modules": {"attention", "caches", "support", "transformer", *VALUES},

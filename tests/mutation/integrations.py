@@ -8,6 +8,7 @@ from tests.mutation.suites import INFINITE, MODEL_MASKS, WRITTEN_OUT, integratio
 FUNCTIONS, FLASH = "fusedattn/integrations/torch_functions.py", "fusedattn/integrations/torch_flash.py"
 NN, FUSION = "fusedattn/integrations/torch_nn.py", "fusedattn/fusion.py"
 HF_ATTENTION = "fusedattn/integrations/transformers/attention.py"
+HF_CACHE = "fusedattn/integrations/transformers/cache.py"
 HF_MASKS = "fusedattn/integrations/transformers/masks.py"
 HF_MODELS = "fusedattn/integrations/transformers/models.py"
 HF_SOURCES = "fusedattn/integrations/transformers/sources.py"
@@ -33,6 +34,7 @@ models, hub = partial(integration, "transformers"), partial(integration, "kernel
 flash_api, flash_cache = partial(integration, "flash_attn_api"), partial(integration, "flash_attn_kvcache")
 flash_layers = partial(integration, "flash_attn_layers")
 model_attention = partial(integration, "transformers_attention")
+model_cache = partial(integration, "transformers_cache")
 hostile, by_name = partial(integration, "transformers_hostile"), partial(integration, "transformers_by_name")
 
 # fmt: off
@@ -133,6 +135,12 @@ FUSING = (
 )
 
 TRANSFORMERS = (
+    Fault(HF_ATTENTION, "    cache = cache_of(key, value)\n", "    cache = None\n", "transformers: a cache is read through views", model_cache("its_own")),
+    Fault(HF_ATTENTION, "        key = cache.dense()[0][:, :, : key.shape[2]].to(query.dtype)\n", "        pass\n", "transformers: weights of codes", model_cache("weights")),
+    Fault(HF_CACHE, "return F.pad(x, (0, missing))", "return F.pad(x, (missing, 0))", "transformers: a mask at the end of a cache", model_cache("its_own")),
+    Fault(HF_CACHE, "            self.cache.lengths.fill_(length)\n", "", "transformers: tokens that were cut off are seen", model_cache("changes")),
+    Fault(HF_CACHE, "x.copy_(x.index_select(0, beam_idx.to(x.device)))", "x.copy_(x.index_select(0, beam_idx.sort().values.to(x.device)))", "transformers: beams in the order of the old ones", model_cache("changes")),
+    Fault(HF_CACHE, "self.length + query_length, 0", "self.length, 0", "transformers: new tokens are not counted by masks", model_cache("its_own")),
     Fault(HF_ATTENTION, "masks.window(sliding_window - 1, 0 if", "masks.window(sliding_window, 0 if", "transformers: a window is one key too long", models("by_itself")),
     Fault(HF_ATTENTION, "0 if causal else sliding_window - 1", "0 if causal else None", "transformers: a window to both sides has no end", models("by_itself")),
     Fault(HF_ATTENTION, "            mask = masks.causal()\n", '            mask = masks.causal("top_left")\n', "transformers: is_causal counts from the start", models("by_itself")),

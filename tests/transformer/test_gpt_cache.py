@@ -20,7 +20,7 @@ from fusedattn.transformer import (
     RotaryPositionalEmbedding,
     ScaledDotProductAttention,
 )
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, INTERPRETING
 from tests.helpers import quick
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -324,6 +324,30 @@ def test_an_error_leaves_the_cache(kind):
     model.requires_grad_(False)
     assert model.generate(ids[:, :1], 2, cache=cache).shape == (2, 3)
     assert cache.lengths.tolist() == [8, 8]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="needs a GPU")
+@positions
+def test_a_step_in_a_cuda_graph(positions):
+    """Captured once, replayed with other tokens and lengths."""
+    model = model_of("triton", positions=positions)
+    ids = ids_of(model, 2, 10)
+    want = model(ids)
+    cache = model.make_cache(2, 12)
+    model(ids[:, :6], cache=cache)
+    newest = ids[:, 6:7].clone()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model(newest, cache=cache)  # compiles the kernels
+    torch.cuda.synchronize()
+    cache.lengths.fill_(6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model(newest, cache=cache)
+    for t in range(6, 10):
+        newest.copy_(ids[:, t : t + 1])
+        graph.replay()
+        close(logits, want[:, t : t + 1])
+    assert cache.lengths.tolist() == [10, 10]
 
 
 def test_model_cache_rejects():

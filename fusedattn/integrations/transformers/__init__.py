@@ -10,6 +10,7 @@ if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError(f"transformers: got {transformers.__version__}, allowed are 5.4 and newer")
 
 from fusedattn.integrations.transformers.attention import attention_function
+from fusedattn.integrations.transformers.cache import PreallocatedCache
 from fusedattn.integrations.transformers.masks import mask_function
 from fusedattn.integrations.transformers.models import (
     fuse,
@@ -29,6 +30,7 @@ register()
 __all__ = [
     "NAME",
     "TWINS",
+    "PreallocatedCache",
     "attention_function",
     "fuse",
     "implementations",

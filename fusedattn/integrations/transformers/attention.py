@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from fusedattn import masks
 from fusedattn.attention import attention
 from fusedattn.biases import Bias, tensor
 from fusedattn.dropout import draw_seed
+from fusedattn.integrations.transformers.cache import cache_of, over_capacity
 from fusedattn.integrations.transformers.masks import PreparedMask
 from fusedattn.integrations.transformers.sources import is_causal_without_mask
 from fusedattn.masks import Mask
@@ -66,7 +68,8 @@ def attention_function(
     Args:
         module: the attention layer; its ``is_causal``, ``fusedattn_backend``, ``fusedattn_deterministic`` are read.
         query: ``(batch, nheads_q, seqlen_q, head_dim)``.
-        key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries.
+        key, value: ``(batch, nheads_kv, seqlen_k, head_dim)``; not repeated for grouped queries. Those of a
+            :class:`PreallocatedCache` are read from its memory.
         attention_mask: the result of the registered mask function; or a bool tensor ``(batch, seqlen_k)`` or
             ``(batch, 1 or nheads_q, seqlen_q, seqlen_k)``, True = attend; or a floating-point tensor of four
             dimensions, which is added to the scores; sizes of 1 broadcast. With None, attention is causal if
@@ -96,6 +99,7 @@ def attention_function(
         TypeError, ValueError: as :func:`fusedattn.attention`.
     """
     _refuse_unknown(others, packed=cu_seq_lens_q is not None)
+    cache = cache_of(key, value)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     mask, bias = _mask_and_bias(attention_mask, query, key)
     if attention_mask is None:
@@ -117,11 +121,18 @@ def attention_function(
     options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
     apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
     apart["deterministic"] = bool(deterministic) or getattr(module, "fusedattn_deterministic", True)
+    attend = functools.partial(attention, query, key, value, **options)
+    if cache is not None:
+        attend = functools.partial(
+            attention, query, cache=cache, **options | over_capacity(mask, bias, key.shape[2], cache)
+        )
     if not (output_attentions or _weights_are_recorded()):
-        return attention(query, key, value, **options, **apart).transpose(1, 2).contiguous(), None
-    out, lse = attention(query, key, value, **options, **apart, return_lse=True)
+        return attend(**apart).transpose(1, 2).contiguous(), None
+    out, lse = attend(**apart, return_lse=True)
     if s_aux is not None and type(module).__name__ in WEIGHTS_WITHOUT_SINK:
-        lse = attention(query, key, value, **options, **(apart | {"sinks": None}), return_lse=True)[1]
+        lse = attend(**(apart | {"sinks": None}), return_lse=True)[1]
+    if cache is not None:  # numbers, if it holds codes
+        key = cache.dense()[0][:, :, : key.shape[2]].to(query.dtype)
     return out.transpose(1, 2).contiguous(), attention_weights(query, key, lse, **options).to(query.dtype)
 
 
