@@ -1,4 +1,4 @@
-"""Attention to a cache by eager PyTorch: the truth in float64, and the error that it has in another dtype."""
+"""Caches that hold the keys and values of a case, and the error budget of attention to them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn import KVCache, attention, reference_cached, testing
-from fusedattn.options import Options, Packed
+from fusedattn import KVCache, attention, testing
+from fusedattn.options import Packed
 from fusedattn.testing import Case
 from tests.conftest import TERMS_LIMIT, assert_ratios, inputs_of
 from tests.helpers.cache_model import cache_in, capacity_of
-
-FORMATS: dict[str, tuple[torch.dtype, int, bool]] = {  # dtype of the codes, groups of a token, given scales
-    "e4m3": (torch.float8_e4m3fn, 1, False),
-    "e5m2": (torch.float8_e5m2, 1, False),
-    "int8": (torch.int8, 1, False),
-    "int4": (torch.uint8, 1, False),
-    "int4, groups of 4": (torch.uint8, 4, False),
-    "e4m3, given": (torch.float8_e4m3fn, 1, True),
-    "e5m2, given": (torch.float8_e5m2, 1, True),
-    "int8, given": (torch.int8, 1, True),
-}
-NUMBERS = "numbers"
+from tests.helpers.cached_eager import FORMATS, NUMBERS, by_eager, numbers_of
 
 
 def filled(
@@ -60,26 +49,6 @@ def filled(
     if max(lengths, default=0):
         cache.write(k, v, counts)
     return cache
-
-
-def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
-    """The same tokens as numbers of another dtype, one row for each sequence."""
-    k, v, _ = cache.dense()
-    padding = cache.left_padding
-    if padding is not None:
-        padding = (padding - (cache.lengths - cache.kept())).clamp(min=0)
-    return KVCache(k.to(dtype), v.to(dtype), cache.kept().clone(), left_padding=padding)
-
-
-def by_eager(inputs: testing.Inputs, cache: KVCache, packed: Packed | None = None) -> dict[str, Tensor]:
-    """Out and lse by eager PyTorch, in the dtype of q."""
-    named = dict(inputs.options)
-    scale = named.pop("scale")
-    scale = inputs.q.shape[3] ** -0.5 if scale is None else scale
-    options = Options(**named, scale=scale, cache=cache, return_lse=True, packed=packed)
-    out, lse = reference_cached.attention(inputs.q, options)
-    assert lse is not None
-    return {"out": out, "lse": lse}
 
 
 def assert_cached(

@@ -21,6 +21,8 @@ from fusedattn.testing import Case, Ratios
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.eager import gpu_eager, tf32_eager
+from tests.helpers import compiled_caches
+from tests.helpers.compiled_caches import CacheProblem
 
 ARCHS: tuple[configs.Arch, ...] = ("sm_90", "sm_80")
 HALVES = (torch.bfloat16, torch.float16)
@@ -71,8 +73,10 @@ class Solution:
 DRAWS = 15  # of a float32 problem that is beyond its budget: chance decides more there (docs/testing.md)
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem | CacheProblem) -> Solution:
     """Solve a problem by compiled kernels; each tensor by the median, if there are several draws of the inputs."""
+    if isinstance(problem, CacheProblem):
+        return Solution(*compiled_caches.solve(problem))
     solution = _solve(problem)
     if problem.dtype != "float32" or solution.used <= 1.0:
         return solution
@@ -140,13 +144,14 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any
     return out.unflatten(0, (batch, seqlen_q)).transpose(1, 2), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
 
 
-def problems() -> Iterator[Problem]:
+def problems() -> Iterator[Problem | CacheProblem]:
     """All problems."""
     for arch in ARCHS:
         yield from _features(arch)
         yield from _styles(arch)
         yield from _lengths(arch)
         yield from _orders(arch)
+        yield from compiled_caches.problems(arch)
 
 
 def _features(arch: configs.Arch) -> Iterator[Problem]:
@@ -213,7 +218,7 @@ def _orders(arch: configs.Arch) -> Iterator[Problem]:
         yield Problem("orders", arch, case, deterministic=False, settings=settings)
 
 
-def quick_problems() -> Iterator[Problem]:
+def quick_problems() -> Iterator[Problem | CacheProblem]:
     """A few of them: each style and kernel once."""
     base = replace(LONG, nheads_q=1, dtype=torch.bfloat16)
     causal = replace(base, causal="bottom_right", rope="half", seqlen_q=140)
@@ -226,3 +231,5 @@ def quick_problems() -> Iterator[Problem]:
     yield Problem("features", "sm_90", replace(mixed, dtype=torch.bfloat16))  # one tile is copied, one in registers
     few = replace(base, seqlen_q=1, seqlen_k=600, nheads_q=4, padding="right", dtype=torch.float16)
     yield Problem("few queries", "sm_90", few, settings={"asynchronous": "early"})
+    yield CacheProblem("sm_90", torch.float16, "e4m3")
+    yield CacheProblem("sm_80", torch.bfloat16, "int4, groups of 4", seqlen_q=70)

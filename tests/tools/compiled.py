@@ -23,6 +23,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import triton
 
+from tests.helpers.compiled_caches import CacheProblem
 from tests.helpers.compiled_problems import Problem, problems, quick_problems, solve
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results/compiled.json"
@@ -49,7 +50,7 @@ class Row:
         return not self.error and self.used <= 1.0
 
 
-def row_of(problem: Problem) -> Row:
+def row_of(problem: Problem | CacheProblem) -> Row:
     """Solve a problem; a fault is a result too."""
     torch.set_num_threads(1)
     row = Row(str(problem), problem.group, problem.arch, problem.dtype)
@@ -71,7 +72,7 @@ def row_of(problem: Problem) -> Row:
     return row
 
 
-def rows(chosen: Sequence[Problem], jobs: int) -> Iterator[Row]:
+def rows(chosen: Sequence[Problem | CacheProblem], jobs: int) -> Iterator[Row]:
     if jobs == 1:
         yield from map(row_of, chosen)
         return
