@@ -121,10 +121,15 @@ class Accesses:
     kernel: str = ""
     arguments: list[Argument] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
+    reads: dict[str, np.ndarray] | None = None  # of each element of each input, by "kernel argument", if counted
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
         # The mask of a tensor descriptor is a memoryview.
-        self._find(addresses[np.asarray(mask, bool)], np.dtype(dtype).itemsize, is_output=False)
+        found = self._find(addresses[np.asarray(mask, bool)], np.dtype(dtype).itemsize, is_output=False)
+        if found is not None and self.reads is not None:
+            argument, index = found
+            numel = math.prod(n for n, _ in argument.dims)
+            np.add.at(self.reads.setdefault(f"{self.kernel} {argument.name}", np.zeros(numel, np.int32)), index, 1)
         return self.memory.load(addresses, mask, other, dtype)
 
     def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
@@ -173,11 +178,11 @@ class Accesses:
 
 
 @contextmanager
-def checked_accesses() -> Iterator[Accesses]:
+def checked_accesses(*, count_reads: bool = False) -> Iterator[Accesses]:
     """Check the reads and writes of the interpreter's launches; `launched` of the result names the kernels."""
     from triton.runtime import interpreter
 
-    accesses = Accesses(interpreter._interpreter)
+    accesses = Accesses(interpreter._interpreter, reads={} if count_reads else None)
     run = interpreter.GridExecutor.__call__
 
     def checked(executor: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import DEVICE, DTYPES, INTERPRETING
 from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 from tests.helpers.cache_model import DIM, DIM_V, HEADS, LAYOUTS, cache_in, capacity_of, pages_of, tokens
-from tests.helpers.cached_truth import FORMATS, NUMBERS
+from tests.helpers.cached_eager import FORMATS, NUMBERS
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -30,9 +30,9 @@ def checked() -> Any:
 def new_cache(layout: str, n: int, batch: int, form: str, dtype: torch.dtype, **options: Any) -> KVCache:
     """An empty cache for `n` tokens of each sequence, whose memory is no number."""
     codes, group, given = FORMATS.get(form, (dtype, 1, False))
-    widths = (16, 16) if group > 1 else (DIM, DIM_V)
+    widths = (24, 24) if group > 1 else (DIM, DIM_V)  # as many groups as no power of two
     cache = cache_in(
-        layout, batch, n, HEADS, *widths, dtype=codes, device=DEVICE, n_groups=16 // group if group > 1 else 1
+        layout, batch, n, HEADS, *widths, dtype=codes, device=DEVICE, n_groups=24 // group if group > 1 else 1
     )
     if given:
         scales = 0.1 + torch.rand(2, *cache.k.shape[:2], device=DEVICE) / 50
@@ -207,11 +207,13 @@ def test_tokens_without_a_row_are_left_out(rows):
         assert torch.equal(as_bytes(getattr(cache, name)), as_bytes(expected)), name
 
 
+@pytest.mark.parametrize("n_sinks", [None, 0, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 16"])
-@pytest.mark.parametrize("length", [15, 16, 40, -1, -7, 2**31 - 8], ids=str)
-def test_lengths_beyond_the_cache(length, layout):
-    """Tokens before the first and behind the last slot are left out."""
-    cache = new_cache(layout, 16, 2, NUMBERS, torch.float32)
+@pytest.mark.parametrize("length", [15, 16, 40, 3, -1, -7, 2**31 - 100], ids=str)
+def test_lengths_beyond_the_cache(length, layout, n_sinks):
+    """Tokens before the first are left out, and those behind the last slot, unless they overwrite others."""
+    options = {} if n_sinks is None else {"overwrites": True, "n_sinks": n_sinks}
+    cache = new_cache(layout, 16, 2, NUMBERS, torch.float32, **options)
     k, v = (x.to(DEVICE) for x in tokens(6, torch.float32, (2,)))
     before = snapshot(cache)
     cache.lengths.copy_(torch.tensor([length, 9]))
@@ -221,7 +223,7 @@ def test_lengths_beyond_the_cache(length, layout):
         expected = before[name].clone()
         for i, n in enumerate((length, 9)):
             for j in range(6):
-                if 0 <= n - 6 + j < 16:
+                if n - 6 + j >= 0 and (n_sinks is not None or n - 6 + j < 16):
                     ((row, slot),) = places(cache, i, [n - 6 + j])
                     expected[row, :, slot] = x[i, :, j]
         assert torch.equal(as_bytes(getattr(cache, name)), as_bytes(expected)), name

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutation import (
+    cache_kernels,
     caches,
     decode,
     integrations,
@@ -59,6 +60,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
+    cache_kernels,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, biases, masks, testing
+from fusedattn import Rope, biases, caches, masks, testing
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.backends.triton.ops import attention_bwd, attention_fwd
@@ -29,6 +29,7 @@ from fusedattn.testing import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
+from tests.helpers.cached_truth import attend, filled
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -443,6 +444,54 @@ def test_many_keys(dtype, monkeypatch):
     with last_of(seqlen_k // packed):
         got = run_ops(inputs)
     assert_equal(last(got, expected), expected)
+
+
+CACHES = {"rows": 0, "heads": 1, "slots": 2}
+
+
+@quick.covering()
+@pytest.mark.parametrize("seqlen_q", [2, 40], ids=["few", "many"])
+@pytest.mark.parametrize("form", ["numbers", "e4m3", "int4, groups of 4", "int8, given"])
+@pytest.mark.parametrize("far_apart", CACHES)
+def test_a_large_cache(far_apart, form, seqlen_q):
+    """Rows, heads or slots of keys, values and scales lie more than 2^31 elements apart; read and appended to."""
+    dim, stride = CACHES[far_apart], 2**31 // 15 if far_apart == "slots" else FAR
+    case = Case(batch=2, nheads_q=6, nheads_kv=3, seqlen_q=seqlen_q, seqlen_k=34, head_dim=16, dtype=torch.float16)
+    inputs = testing.make_inputs(case, DEVICE)
+    near = filled("pages of 17", inputs, [20, 34], form)
+    moved = {}
+    for name in ("k", "v", "k_scale", "v_scale"):
+        x = getattr(near, name)
+        if x is not None and x.dim() > dim:
+            strides = list(x.stride())
+            if dim == 2:
+                strides[:2] = [16 * (2 if x.itemsize > 1 else 1) * n for n in (x.shape[1], 1)]
+            strides[dim] = stride + (16 if dim < 2 else 0)
+            moved[name] = distant(x.shape, strides, x.dtype).copy_(x)
+    large = replace(near, lengths=near.lengths.clone(), **moved)
+    assert_equal(attend(inputs, large), attend(inputs, near))
+    k, v = (x[:, :, :11].contiguous() for x in (inputs.v, inputs.k))
+    for cache in (near, large):
+        cache.lengths.copy_(torch.tensor([31, 20]))
+        caches.append(cache, k, v, counted=True, backend="triton")
+    for name, x in moved.items():
+        bits = (y.contiguous().view(torch.uint8) for y in (x, getattr(near, name)))
+        assert torch.equal(*bits), name
+
+
+@interpreted
+def test_a_large_block_table():
+    """The entries of the third sequence lie behind 2^31 others."""
+    inputs = testing.make_inputs(replace(SMALL, batch=3, seqlen_k=48), DEVICE)
+    near = filled("pages of 16", inputs, [20, 9, 48])
+    assert near.block_table is not None
+    table = distant((3, 3), (FAR, 1), torch.int32).copy_(near.block_table)
+    large = replace(near, block_table=table, lengths=near.lengths.clone())
+    assert_equal(attend(inputs, large), attend(inputs, near))
+    caches.append(large, inputs.k[:, :, :5], inputs.v[:, :, :5], counted=True, backend="triton")
+    after = large.k.clone()
+    caches.append(near, inputs.k[:, :, :5], inputs.v[:, :, :5], counted=True, backend="triton")
+    assert torch.equal(after.nan_to_num(), near.k.nan_to_num())
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(20, 2**27), (2**27, 20), (2**20, 2**20)])

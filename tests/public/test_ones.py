@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
+from fusedattn.kernels.cached import CacheArguments, Scales
 from fusedattn.kernels.dropout import DropoutArguments
 from fusedattn.kernels.epilogue import OptionalRows, Partials, Results
 from fusedattn.kernels.exact_sum import ExactSums
@@ -40,6 +41,12 @@ SCORE = ScoreArguments(
     softcap=1.0, slopes_ptr=X, slopes_stride=1, reach=1, function_args=(1, X, 1.0), bias=PAIRS, relative=STRIDED,
     FUNCTION=None, DERIVATIVE=None, MODIFIED=ON, UNBOUNDED=ON,
 )  # fmt: skip
+SCALES = Scales(X, 1, 1, 1, GROUP=tl.constexpr(1), GIVEN=tl.constexpr(True))
+# One row, or one page of one slot, with a stride of 1; a ring of one slot.
+CACHE = CacheArguments(
+    table_ptr=X, table_stride=1, rows_ptr=X, first_ptr=X, n_rows=1, ring=1, k_scale=SCALES, v_scale=SCALES,
+    N_SINKS=tl.constexpr(1), PAGE=tl.constexpr(1), FORMAT=tl.constexpr("int4"),
+)  # fmt: skip
 TUPLES: dict[str, tuple[Any, ...]] = {
     "results": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=STRIDED, largest=None),
     "results without a residual": Results(X, X, X, out=STRIDED, rounding_residual=None, largest=None),
@@ -56,6 +63,11 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "score without slopes, of one distance": SCORE._replace(softcap=None, slopes_ptr=None, slopes_stride=0, reach=0),
     "score of far distances": SCORE._replace(slopes_stride=16, reach=32),
     "call": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, X)),
+    "scales": SCALES,
+    "cache": CACHE,
+    "cache of numbers": CACHE._replace(k_scale=None, v_scale=None),
+    "cache in rows": CACHE._replace(table_ptr=None, table_stride=None, ring=None),
+    "call with a cache": Call(MASK, SCORE, DropoutArguments(X, 1, 1.0), Sequences(X, None, X), CACHE),
     "rotation": RotationArguments(X, X, X, 1, 1, ON, ON, tl.constexpr(2)),
     "sums": ExactSums(X, X),
     "rows": BackwardRows(X, X, X),
