@@ -9,23 +9,20 @@ FWD, SEQUENCES, ROPE, MASKING = (
 ARGUMENTS, LAUNCHING = "kernels/mask_arguments.py", "fusedattn/backends/triton/launching.py"
 APPENDING = "fusedattn/backends/triton/append_launching.py"
 
-FEATURES = "tests/kernels/test_cached.py -k features"
-SIZES = "tests/kernels/test_cached.py -k 'sizes and hidden'"
-NOT_FINITE = "tests/kernels/test_cached.py -k finite"
-LAYOUT = "tests/kernels/test_cached.py -k window_over"
-PACKED = "tests/kernels/test_cached.py -k packed_queries"
+FORMS = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float32 and few'"
+SIZES = "tests/kernels/test_cached.py -k 'test_sizes and hidden and float16 and few'"
+NOT_FINITE = "tests/kernels/test_cached.py -k 'finite and float32 and few'"
+LAYOUT = "tests/kernels/test_cached.py -k 'window_over and few'"
+PACKED = "tests/kernels/test_cached.py -k 'packed_queries and plain'"
 ROTATED = "tests/kernels/test_cached.py -k rotated"
-READ_ONCE = "tests/kernels/test_cached_addresses.py -k read_once"
+READ_ONCE = "tests/kernels/test_cached_addresses.py -k 'read_once and few and 17'"
 ADDRESSES = "tests/kernels/test_cached_addresses.py -k masks"
-NO_PAGE = "tests/kernels/test_cached_addresses.py -k page_that_is_not"
+NO_PAGE = "tests/kernels/test_cached_addresses.py -k 'page_that_is_not and few'"
 NO_ROW = "tests/kernels/test_cached_addresses.py -k row_that_is_not"
-TOO_LONG = "tests/kernels/test_cached_addresses.py -k more_tokens"
-NEGATIVE = "tests/kernels/test_cached_addresses.py -k negative"
-BITS = "tests/kernels/test_cached_addresses.py -k bits_of_a_sequence"
-STORED = "tests/kernels/test_cache_append.py -k tokens_and_scales"
+TOO_LONG = "tests/kernels/test_cached_addresses.py -k 'more_tokens and few and contiguous'"
+STORED = "tests/kernels/test_cache_append.py -k 'tokens_and_scales and float32 and (rows or 17)'"
 RING_STORED = "tests/kernels/test_cache_append.py -k a_ring"
 BEYOND = "tests/kernels/test_cache_append.py -k beyond"
-STORED_SIZES = "tests/kernels/test_cache_append.py -k sizes"
 LEFT_OUT = "tests/kernels/test_cache_append.py -k left_out"
 RING = "tests/public/test_caches.py -k 'test_a_ring and triton and contiguous'"
 PADDING = "tests/public/test_caches.py -k 'left_padding and triton and contiguous'"
@@ -33,7 +30,7 @@ ROPES = "tests/public/test_caches.py -k 'rope_on_appending and triton and half'"
 CODES = "tests/kernels/test_quantizing.py -k nearest"
 DEFINITION = "tests/kernels/test_quantizing.py -k definition"
 DECODED = "tests/kernels/test_quantizing.py -k decoded"
-LARGE = "tests/public/test_large_tensors.py -k large_cache"
+LARGE = "tests/public/test_large_tensors.py -k 'large_cache and few'"
 LARGE_TABLE = "tests/public/test_large_tensors.py -k block_table"
 
 # fmt: off
@@ -62,7 +59,7 @@ PLACES = (
     Fault(SEQUENCES, "length_k = tl.minimum(tl.maximum(length, 0), seqlen_k)", "length_k = tl.maximum(length, 0)", "a ring of more tokens than it keeps", RING),
     Fault(SEQUENCES, "dropped = length - length_k", "dropped = 0", "nothing is ever overwritten", RING),
     Fault(ROPE, "            position_offset += place.dropped\n", "            position_offset += 0\n", "rotated queries of a ring stand at the end of what it keeps", ROTATED),
-    Fault(LAUNCHING, "        seqlen_k *= tensors.block_table.shape[1]\n", "        seqlen_k *= 1\n", "pages: room for the tokens of one", FEATURES),
+    Fault(LAUNCHING, "        seqlen_k *= tensors.block_table.shape[1]\n", "        seqlen_k *= 1\n", "pages: room for the tokens of one", FORMS),
     Fault(LAUNCHING, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "ring: as long as with its sinks", RING),
     Fault(LAUNCHING, "max_seqlen_k = sizes.max_seqlen_k if cache is None else seqlen_k", "max_seqlen_k = sizes.max_seqlen_q if cache is None else seqlen_k // 2", "packed queries: half of the cache", PACKED),
     Fault(APPENDING, "ring=None if n_sinks < 0 else capacity - n_sinks", "ring=None if n_sinks < 0 else capacity", "append: a ring as long as with its sinks", RING_STORED),
@@ -74,26 +71,26 @@ READ = (
     Fault(CACHED, "head_ptr + (tl.cast(row, tl.int64) * x.stride_b +", "head_ptr + (row * x.stride_b +", "read: int32 offset of a row", LARGE),
     Fault(CACHED, "slots.to(tl.int64) * x.stride_s", "slots * x.stride_s", "read: int32 offset of a slot", LARGE),
     Fault(CACHED, "mask = mask & (offs < HEAD_DIM // PER_ELEMENT)[None, :]", "mask = mask & (offs < HEAD_DIM)[None, :]", "read: features behind the last of int4", READ_ONCE),
-    Fault(CACHED, "tl.reshape(tl.join(low, high), (keys.shape[0], BLOCK_D))", "tl.reshape(tl.join(high, low), (keys.shape[0], BLOCK_D))", "int4: the halves of an element exchanged", FEATURES),
-    Fault(CACHED, "high = (codes >> 4).to(tl.float32) - 8.0", "high = (codes >> 4).to(tl.float32) - 7.0", "int4: odd features are one code too large", FEATURES),
+    Fault(CACHED, "tl.reshape(tl.join(low, high), (keys.shape[0], BLOCK_D))", "tl.reshape(tl.join(high, low), (keys.shape[0], BLOCK_D))", "int4: the halves of an element exchanged", FORMS),
+    Fault(CACHED, "high = (codes >> 4).to(tl.float32) - 8.0", "high = (codes >> 4).to(tl.float32) - 7.0", "int4: odd features are one code too large", FORMS),
     Fault(CACHED, "[:, None] + groups[None, :]\n", "[:, None] + 0 * groups[None, :]\n", "int4: the scale of the first group for all", READ_ONCE),
     Fault(CACHED, "(groups * scale.GROUP < HEAD_DIM)[None, :]", "(groups >= 0)[None, :]", "int4: scales behind the last group are read", READ_ONCE),
-    Fault(CACHED, "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]", "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * (1.0 + 0.0 * factors)[:, :, None]", "int4: codes of groups without their scales", FEATURES),
+    Fault(CACHED, "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]", "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * (1.0 + 0.0 * factors)[:, :, None]", "int4: codes of groups without their scales", FORMS),
     Fault(CACHED, "head_ptr = scale.ptr + tl.cast(head_kv, tl.int64) * scale.stride_h", "head_ptr = scale.ptr", "scales of the first head for all", READ_ONCE),
     Fault(CACHED, "head_ptr = scale.ptr + tl.cast(head_kv, tl.int64) * scale.stride_h", "head_ptr = scale.ptr + head_kv * scale.stride_h", "scales: int32 offset of a head", LARGE),
     Fault(CACHED, "slots.to(tl.int64) * scale.stride_s", "(slots + 0).to(tl.int64) * 0", "scales of the first slot for all", READ_ONCE),
     Fault(CACHED, "slots.to(tl.int64) * scale.stride_s", "slots * scale.stride_s", "scales: int32 offset of a slot", LARGE),
     Fault(CACHED, "lost = tl.where(readable & ~exists, float(\"nan\"), 1.0).to(ACC)", "lost = tl.where(readable & ~exists, 0.0, 1.0).to(ACC)", "a token without a place has the score 0", NO_PAGE),
-    Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e4m3\":", "the factor 256 of e5m2 is lost", FEATURES),
-    Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e5m2\":", "the factor 256 of e4m3 is lost", FEATURES),
+    Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e4m3\":", "the factor 256 of e5m2 is lost", FORMS),
+    Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e5m2\":", "the factor 256 of e4m3 is lost", FORMS),
     Fault(CACHED, "* 0.00390625, dtype)", "* 0.0078125, dtype)", "e5m2: codes over 128", DECODED),
     Fault(CACHED, "tl.where((bits & 0x7F) == 0x7F, float(\"nan\"), half.to(tl.float32))", "half.to(tl.float32)", "e4m3: NaN is 480", DECODED),
     Fault(CACHED, "((bits & 0x80) << 8)", "((bits & 0x80) << 7)", "e4m3: the sign is a bit of the exponent", DECODED),
-    Fault(FWD, "call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "scores by the scales of the values", FEATURES),
-    Fault(FWD, "load_factors(call.cache.v_scale, call.cache,", "load_factors(call.cache.k_scale, call.cache,", "weights by the scales of the keys", FEATURES),
+    Fault(FWD, "call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "scores by the scales of the values", FORMS),
+    Fault(FWD, "load_factors(call.cache.v_scale, call.cache,", "load_factors(call.cache.k_scale, call.cache,", "weights by the scales of the keys", FORMS),
     Fault(FWD, "unit = tl.maximum(largest, 1.1754943508222875e-38)", "unit = tl.maximum(largest, 1.0)", "coded values: small weights are lost in float16", SIZES),
     Fault(FWD, "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0), 1)", "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0)) + 0.0 * tl.max(sizes, 1)", "coded values: one unit for all rows", SIZES),
-    Fault(FWD, "dtype_of(tile.ACC), tile.PRECISION) * unit[:, None]", "dtype_of(tile.ACC), tile.PRECISION)", "coded values: the unit is lost", FEATURES),
+    Fault(FWD, "dtype_of(tile.ACC), tile.PRECISION) * unit[:, None]", "dtype_of(tile.ACC), tile.PRECISION)", "coded values: the unit is lost", FORMS),
     Fault(FWD, "tl.where((poisoned | ~finite)[None, :], float(\"nan\"), p)", "tl.where(poisoned[None, :], float(\"nan\"), p)", "repaired: a scale that is NaN is 0", NOT_FINITE),
     Fault(FWD, "_add_coded(acc, p, tl.where(finite, factors, 0.0), v_tile, tile)", "_add_coded(acc, p, factors, v_tile, tile)", "repaired: a scale that is NaN reaches all queries", NOT_FINITE),
 )

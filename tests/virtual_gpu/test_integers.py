@@ -34,6 +34,15 @@ def test_results_are_cut_to_the_width(name: str, kind: str) -> None:
     assert got == [BINARY[name](valued(x, kind), valued(y, kind)) % (1 << bits) for x, y in zip(a, b, strict=True)]
 
 
+@pytest.mark.parametrize("kind", ["s16x2", "u16x2"])
+def test_sums_of_halves(kind: str) -> None:
+    """Nothing is carried from one to the other."""
+    a, b = columns(HOSTILE[32], HOSTILE[32])
+    got = evaluate(f"add.{kind} %d, %a, %b;", 32, a=(32, a), b=(32, b))
+    halves = [((x + y) % 2**16, ((x >> 16) + (y >> 16)) % 2**16) for x, y in zip(a, b, strict=True)]
+    assert got == [low | high << 16 for low, high in halves]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_high_half_of_a_product(kind: str) -> None:
     bits = int(kind[1:])

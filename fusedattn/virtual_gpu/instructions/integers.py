@@ -58,6 +58,14 @@ def _add(machine: Machine, x: Instruction) -> Step:
     return ufunc(machine, x, np.add, kind, kind, kind)
 
 
+@builds("add.s16x2", "add.u16x2")
+def _add_x2(machine: Machine, x: Instruction) -> Step:
+    def both(a: Array, b: Array) -> Array:
+        return (a + b & 0xFFFF) | ((a & 0xFFFF0000) + (b & 0xFFFF0000))
+
+    return computed(machine, x, both, "u4", "u4", "u4")
+
+
 @builds("sub.s16", "sub.u16", "sub.s32", "sub.u32", "sub.s64", "sub.u64")
 def _sub(machine: Machine, x: Instruction) -> Step:
     kind = DTYPES[integer_type(x)]
