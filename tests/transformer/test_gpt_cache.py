@@ -147,7 +147,7 @@ def test_a_step_reads_and_writes_the_cache_alone(monkeypatch):
 @quick.covering(pairs=True)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(kind, dtype) for kind in KINDS for dtype in FORMATS if kind != "triton" or dtype in (torch.int8, torch.uint8)],
+    [(kind, dtype) for kind in KINDS for dtype in FORMATS],
 )
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 def test_codes(kind, dtype, layout):
