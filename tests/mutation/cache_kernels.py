@@ -13,7 +13,7 @@ FORMS = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float32 and fe
 SIZES = "tests/kernels/test_cached.py -k 'test_sizes and hidden and float16 and few'"
 NOT_FINITE = "tests/kernels/test_cached.py -k 'finite and float32 and few'"
 LAYOUT = "tests/kernels/test_cached.py -k 'window_over and few'"
-PACKED = "tests/kernels/test_cached.py -k 'packed_queries and plain'"
+PACKED = "tests/kernels/test_cached_addresses.py -k 'bits_of_a_sequence and few and numbers and float32'"
 ROTATED = "tests/kernels/test_cached.py -k rotated"
 READ_ONCE = "tests/kernels/test_cached_addresses.py -k 'read_once and few and 17'"
 ADDRESSES = "tests/kernels/test_cached_addresses.py -k masks"
@@ -31,6 +31,7 @@ CODES = "tests/kernels/test_quantizing.py -k nearest"
 DEFINITION = "tests/kernels/test_quantizing.py -k definition"
 DECODED = "tests/kernels/test_quantizing.py -k decoded"
 LARGE = "tests/public/test_large_tensors.py -k 'large_cache and few'"
+FAR_TOKENS = "tests/public/test_large_tensors.py -k new_tokens"
 LARGE_TABLE = "tests/public/test_large_tensors.py -k block_table"
 
 # fmt: off
@@ -63,6 +64,7 @@ PLACES = (
     Fault(LAUNCHING, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "ring: as long as with its sinks", RING),
     Fault(LAUNCHING, "max_seqlen_k = sizes.max_seqlen_k if cache is None else seqlen_k", "max_seqlen_k = sizes.max_seqlen_q if cache is None else seqlen_k // 2", "packed queries: half of the cache", PACKED),
     Fault(APPENDING, "ring=None if n_sinks < 0 else capacity - n_sinks", "ring=None if n_sinks < 0 else capacity", "append: a ring as long as with its sinks", RING_STORED),
+    Fault("fusedattn/support.py", "for x in (q, k, v, *added, *learned))", "for x in (q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_caches.py -k 'nothing_has and triton'"),
     Fault(ARGUMENTS, "sequences.cu_q_ptr is None and sequences.lengths_ptr is None", "sequences.cu_q_ptr is None", "layout: bounds at the end of the cache", LAYOUT),
 )
 
@@ -106,6 +108,7 @@ STORES = (
     Fault(APPEND, "tl.store(ptrs, factors, mask=stored)", "tl.store(ptrs, factors, mask=stored & (row == 0))", "append: scales of one row alone", STORED),
     Fault(APPEND, "base = into.ptr + tl.cast(head, tl.int64) * into.stride_h", "base = into.ptr + head * into.stride_h", "append: int32 offset of a head", LARGE),
     Fault(APPEND, "slots.to(tl.int64) * into.stride_s", "slots * into.stride_s", "append: int32 offset of a slot", LARGE),
+    Fault(APPENDING, "            tileable(k),\n", "            k,\n", "append: int32 offset of a new token", FAR_TOKENS),
     Fault(APPEND, "base = scale.ptr + tl.cast(head, tl.int64) * scale.stride_h", "base = scale.ptr", "append: scales of all heads in one place", STORED),
     Fault(APPEND, "_store(v_tile, v_cache, cache.v_scale,", "_store(v_tile, v_cache, cache.k_scale,", "append: values by the scales of keys", STORED),
     Fault(QUANTIZING, " + ((magnitude >> DROPPED) & 1)", "", "codes: ties away from the even one", CODES),

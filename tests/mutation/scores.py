@@ -102,7 +102,7 @@ DISTANCES = (
     Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores += 0.5 * widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "relative: half of it", RELATIVE, nth=1),
     Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "relative: read beyond its rows", MEMORY, nth=1),
     Fault(SCORES, "0 if size == 1 else stride for size, stride in zip(relative.shape", "stride for size, stride in zip(relative.shape", "relative: a broadcast one read as if written out", RELATIVE),
-    Fault(LAUNCHING, "relative=None if relative is None else _tileable(relative)", "relative=relative", "relative: strides of the table", STRIDES),
+    Fault(LAUNCHING, "relative=None if relative is None else tileable(relative)", "relative=relative", "relative: strides of the table", STRIDES),
     Fault(DBIAS, "(distance > -reach) & (distance < reach)", "(distance > 1 - reach) & (distance < reach)", "drelative: the second column left out", RELATIVE),
     Fault(DBIAS, "near = pairs & (distance > -reach)", "near = (distance > -reach)", "drelative: written for pairs beyond the last row", MEMORY),
     Fault(DBIAS, "tl.where(distance <= -reach, ds, 0.0)", "tl.where(distance < -reach, ds, 0.0)", "drelative: the edge behind left out", RELATIVE),

@@ -140,7 +140,7 @@ def test_far_apart(name, dtype):
         x = getattr(inputs, name)
         inputs = replace(inputs, **{name: storage.as_strided(x.shape, far(x, dim, stride), at * room).copy_(x)})
         x = getattr(inputs, name)
-        assert (launching._tileable(x) is x) == (dim < 2 or stride <= LIMIT)
+        assert (launching.tileable(x) is x) == (dim < 2 or stride <= LIMIT)
     with distant_outputs() as allocated:
         got = testing.run(triton_attention, inputs)
     assert_equal(got, expected)
@@ -477,6 +477,22 @@ def test_a_large_cache(far_apart, form, seqlen_q):
     for name, x in moved.items():
         bits = (y.contiguous().view(torch.uint8) for y in (x, getattr(near, name)))
         assert torch.equal(*bits), name
+
+
+@interpreted
+def test_new_tokens_far_apart():
+    """Offsets inside a tile of 64 tokens would exceed int32: in (n, batch, nheads, head_dim), many sequences do so."""
+    inputs = testing.make_inputs(replace(SMALL, seqlen_k=64, dtype=torch.float16), DEVICE)
+    found = []
+    for stride in (None, 2**31 // 40):
+        cache = filled("contiguous", inputs, [0])
+        cache.lengths.zero_()
+        k, v = inputs.k, inputs.v
+        if stride is not None:
+            k, v = (distant(x.shape, far(x, 2, stride), x.dtype).copy_(x) for x in (k, v))
+        caches.append(cache, k, v, backend="triton")
+        found.append({"k": cache.k, "v": cache.v})
+    assert_equal(*found)
 
 
 @interpreted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedattn.backends.triton.launching import contiguous_with, on_device_of
+from fusedattn.backends.triton.launching import contiguous_with, on_device_of, tileable
 from fusedattn.backends.triton.operands import AppendTensors
 from fusedattn.backends.triton.results import features_of
 from fusedattn.kernels import cache_append
@@ -49,8 +49,8 @@ def append(
     shape = Shape(n_sequences, nheads, nheads, k.shape[2], capacity, max_seqlen, capacity)
     with on_device_of(k):
         cache_append.launch(
-            k,
-            v,
+            tileable(k),
+            None if v is None else tileable(v),
             as_bytes(k_cache),
             None if v_cache is None else as_bytes(v_cache),
             cache,

@@ -40,7 +40,7 @@ from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.kernels.start import watched
 
 
-def _tileable(x: Tensor) -> Tensor:
+def tileable(x: Tensor) -> Tensor:
     """``x`` with a contiguous last dimension and rows near enough for int32 offsets inside a tile."""
     if (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(2) <= results.MAX_ROW_STRIDE:
         return x
@@ -213,7 +213,7 @@ def _score(
         function_args=with_learned(constants.score_args, learned),
         bias=bias,
         slopes=slopes,
-        relative=None if relative is None else _tileable(relative),
+        relative=None if relative is None else tileable(relative),
         has_sinks=sinks is not None,
     )
 
@@ -236,9 +236,9 @@ def forward(inputs: Sequence[Tensor | None], constants: Constants) -> results.Fo
 def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor | None]) -> None:
     """Fill the tensors in `found`."""
     q, k, v, *others = inputs
-    q = _tileable(q)
+    q = tileable(q)
     if constants.tensors.lengths is None:
-        k, v = _tileable(k), _tileable(v)
+        k, v = tileable(k), tileable(v)
     problem = problem_of(q, k, v, constants, *others)
     if problem.call.cache is not None:
         k, v = as_bytes(k), as_bytes(v)
@@ -288,7 +288,7 @@ def _backward(
     if packed is not None and dlse is not None and needed[4]:  # lse after the last sequence comes from no sink
         dlse = dlse.masked_fill(torch.arange(dlse.shape[2], device=q.device) >= packed[-1], 0.0)
     # Hooks on saved tensors may have changed their layout.
-    q, k, v, dout, out = _tileable(q), _tileable(k), _tileable(v), _tileable(dout), _tileable(out)
+    q, k, v, dout, out = tileable(q), tileable(k), tileable(v), tileable(dout), tileable(out)
     dlse = None if dlse is None else dlse.contiguous()
     forward_rows = attention_bwd_rows.ForwardRows(row_max.contiguous(), row_sum.contiguous(), dlse)
     if rounding_residual is not None and rounding_residual.stride() != out.stride():
