@@ -57,7 +57,7 @@ SIZES = {
 }
 
 
-@quick.every(37, size=lambda size: "hidden" in size, dtype=torch.float16, form="int8", many=False)
+@quick.every(37, size=lambda size: "hidden" in size or "1e-6" in size, dtype=torch.float16, form="int8", many=False)
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
@@ -83,6 +83,21 @@ def test_sizes(size, form, dtype, many):
         lengths = lengths_for(x.shape[2], 0)
         cache = filled("pages of 17", own, lengths, form, largest)
         assert_cached(attend(own, cache), own, cache, (name, lengths))
+
+
+@pytest.mark.parametrize("form", ["e4m3", "int8"])
+def test_a_large_value_that_another_query_sees(form):
+    """Weights of a query keep their digits in float16 beside one of 10^7 times their size, of the same tile."""
+    inputs = cached_inputs(replace(BASE, dtype=torch.float16, seqlen_k=SPLIT), "pages of 16")
+    inputs.v.mul_(1e-3)
+    inputs.v[:, :, 9] = 6e4
+    cache = filled("pages of 16", inputs, [SPLIT, SPLIT], form)
+    allowed = torch.ones(1, 1, 2, SPLIT, dtype=torch.bool, device=DEVICE)
+    allowed[:, :, 0, 9] = False
+    got = attend(replace(inputs, mask=masks.boolean(allowed)), cache)["out"][:, :, 0]
+    allowed[..., 9] = False
+    expected = attend(replace(inputs, mask=masks.boolean(allowed)), cache)["out"][:, :, 0]
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("form", [NUMBERS, "e4m3", "int4"])

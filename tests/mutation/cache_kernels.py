@@ -10,7 +10,8 @@ ARGUMENTS, LAUNCHING = "kernels/mask_arguments.py", "fusedattn/backends/triton/l
 APPENDING = "fusedattn/backends/triton/append_launching.py"
 
 FORMS = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float32 and few'"
-SIZES = "tests/kernels/test_cached.py -k 'test_sizes and hidden and float16 and few'"
+SIZES = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float16 and few'"
+ANOTHER = "tests/kernels/test_cached.py -k another_query"
 NOT_FINITE = "tests/kernels/test_cached.py -k 'finite and float32 and few'"
 LAYOUT = "tests/kernels/test_cached.py -k 'window_over and few'"
 PACKED = "tests/kernels/test_cached_addresses.py -k 'bits_of_a_sequence and few and numbers and float32'"
@@ -91,8 +92,8 @@ READ = (
     Fault(FWD, "call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "scores by the scales of the values", FORMS),
     Fault(FWD, "load_factors(call.cache.v_scale, call.cache,", "load_factors(call.cache.k_scale, call.cache,", "weights by the scales of the keys", FORMS),
     Fault(FWD, "unit = tl.maximum(largest, 1.1754943508222875e-38)", "unit = tl.maximum(largest, 1.0)", "coded values: small weights are lost in float16", SIZES),
-    Fault(FWD, "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0), 1)", "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0)) + 0.0 * tl.max(sizes, 1)", "coded values: one unit for all rows", SIZES),
-    Fault(FWD, "dtype_of(tile.ACC), tile.PRECISION) * unit[:, None]", "dtype_of(tile.ACC), tile.PRECISION)", "coded values: the unit is lost", FORMS),
+    Fault(FWD, "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0), 1)", "largest = tl.max(tl.where(sizes < float(\"inf\"), sizes, 0.0)) + 0.0 * tl.max(sizes, 1)", "coded values: one unit for all rows", ANOTHER),
+    Fault(FWD, "dtype_of(tile.ACC), tile.PRECISION) * unit[:, None]", "dtype_of(tile.ACC), tile.PRECISION)", "coded values: the unit is lost", SIZES),
     Fault(FWD, "tl.where((poisoned | ~finite)[None, :], float(\"nan\"), p)", "tl.where(poisoned[None, :], float(\"nan\"), p)", "repaired: a scale that is NaN is 0", NOT_FINITE),
     Fault(FWD, "_add_coded(acc, p, tl.where(finite, factors, 0.0), v_tile, tile)", "_add_coded(acc, p, factors, v_tile, tile)", "repaired: a scale that is NaN reaches all queries", NOT_FINITE),
 )
