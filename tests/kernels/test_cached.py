@@ -52,12 +52,12 @@ SIZES = {
     "of size 1e4": 1e4,
     "below the normal numbers of float16": 3e-6,
     "of size 1e-2, one 1000 times larger": 1e-2,
-    "of size 1e-3, a hidden one of 6e4": 1e-3,
+    "of size 1e-4, a hidden one of 6e4": 1e-4,
     "of size 1, some 0": 1.0,
 }
 
 
-@quick.every(37, size=lambda size: "hidden" in size or "1e-6" in size, dtype=torch.float16, form="int8", many=False)
+@quick.every(37, size=lambda size: "hidden" in size, dtype=torch.float16, form="int8", many=False)
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS)

@@ -85,10 +85,9 @@ def test_packed_queries_and_masks(form, case):
     """Addresses with queries of several sequences behind each other, padding, a tree and a ring."""
     case = replace(case, nheads_q=case.nheads_kv, seqlen_k=48)
     inputs = cached_inputs(replace(case, padding="uneven", bias="full"), "pages of 17")
-    cache = filled("pages of 17", inputs, lengths_of(inputs), form)
     full = filled("pages of 17", inputs, [inputs.k.shape[2]] * 3, form)
     wrapped = replace(full, lengths=full.lengths * 3 - 7, overwrites=True, n_sinks=3)
-    padded = replace(cache, left_padding=torch.tensor([4, 90, 3], dtype=torch.int32, device=DEVICE))
+    padded = replace(full, left_padding=torch.tensor([4, 90, 5], dtype=torch.int32, device=DEVICE))
     stops = torch.tensor([0, 1, 1, 1 + case.seqlen_q], dtype=torch.int32)
     n = case.seqlen_q
     tree = masks.tree(torch.rand(n, n) < 0.5)

@@ -10,7 +10,7 @@ ARGUMENTS, LAUNCHING = "kernels/mask_arguments.py", "fusedattn/backends/triton/l
 APPENDING = "fusedattn/backends/triton/append_launching.py"
 
 FORMS = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float32 and few'"
-SIZES = "tests/kernels/test_cached.py -k 'test_sizes and 1e-6 and float16 and few'"
+SIZES = "tests/kernels/test_cached.py -k 'test_sizes and hidden and float16 and few and int8'"
 ANOTHER = "tests/kernels/test_cached.py -k another_query"
 NOT_FINITE = "tests/kernels/test_cached.py -k 'finite and float32 and few'"
 LAYOUT = "tests/kernels/test_cached.py -k 'window_over and few'"
