@@ -36,6 +36,6 @@ def by_eager(inputs: testing.Inputs, cache: KVCache, packed: Packed | None = Non
     scale = named.pop("scale")
     scale = inputs.q.shape[3] ** -0.5 if scale is None else scale
     options = Options(**named, scale=scale, cache=cache, return_lse=True, packed=packed)
-    out, lse = reference_cached.attention(inputs.q, options)
+    out, lse, _ = reference_cached.attention(inputs.q, options)
     assert lse is not None
     return {"out": out, "lse": lse}

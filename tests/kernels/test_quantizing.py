@@ -45,7 +45,7 @@ def _scale(x_ptr, out_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.
 @triton.jit
 def _decode(codes_ptr, out_ptr, FORMAT: tl.constexpr, dtype: tl.constexpr, N: tl.constexpr):
     offs = tl.arange(0, N)
-    tl.store(out_ptr + offs, decoded(tl.load(codes_ptr + offs), FORMAT, dtype).to(tl.float32))
+    tl.store(out_ptr + offs, decoded(tl.load(codes_ptr + offs), FORMAT, True, dtype).to(tl.float32))
 
 
 BLOCK = 256

@@ -87,7 +87,7 @@ READ = (
     Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e4m3\":", "the factor 256 of e5m2 is lost", FORMS),
     Fault(CACHED, "if cache.FORMAT == \"e4m3\" or cache.FORMAT == \"e5m2\":", "if cache.FORMAT == \"e5m2\":", "the factor 256 of e4m3 is lost", FORMS),
     Fault(CACHED, "bitcast=True) * 0.00390625", "bitcast=True) * 0.0078125", "e5m2: codes over 128", DECODED),
-    Fault(CACHED, "numbers = tl.where(magnitude > (0x7C if E5M2 else 0x7E), float(\"nan\"), numbers)", "pass", "codes: NaN is a number", DECODED),
+    Fault(CACHED, "numbers = tl.where(magnitude > (0x7C if E5M2 else 0x7E), float(\"nan\"), numbers)", "pass", "decoded: NaN is a number", DECODED),
     Fault(CACHED, "((bits << 7) & -0x4080)", "(bits << 7)", "e4m3: the sign is a bit of the exponent", DECODED),
     Fault(FWD, "call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)", "scores by the scales of the values", FORMS),
     Fault(FWD, "load_factors(call.cache.v_scale, call.cache,", "load_factors(call.cache.k_scale, call.cache,", "weights by the scales of the keys", FORMS),

@@ -259,10 +259,10 @@ def test_inputs_are_not_modified(backend):
 
 
 def test_saved_tensors_grow_linearly():
-    """No tensor of seqlen_q x seqlen_k is kept, unless the caller's own mask, layout or bias has that size."""
+    """No tensor of seqlen_q x seqlen_k is kept, unless the caller's own mask, layout, tree or bias has that size."""
 
     def saved(seqlen: int) -> int:
-        own = {"boolean": "broadcast", "layout": None, "bias": "per_key"}
+        own = {"boolean": "broadcast", "layout": None, "bias": "per_key", "tree": False}
         case = replace(EVERYTHING, seqlen_q=seqlen, seqlen_k=seqlen, empty_batch=False, **own)
         inputs = inputs_of(case)
         storages: dict[int, int] = {}

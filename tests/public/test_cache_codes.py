@@ -101,8 +101,8 @@ def test_codes_of_tokens(dtype, source, backend):
     device = device_of(backend)
     for layout in LAYOUTS:
         for n_groups in GROUPS.get(dtype, (1,)):
-            cache = cache_in(layout, 2, 20, dtype=dtype, n_groups=n_groups, device=device)
-            k, v = (x.to(source) for x in tokens(18, torch.float32, (2,)))
+            cache = cache_in(layout, 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
+            k, v = (x[..., :DIM].to(source) for x in tokens(18, torch.float32, (2,)))
             k = k * torch.logspace(-4, 4, 18).to(source)[:, None]
             caches.append(cache, k.to(device), v.to(device), backend=backend)
             rows, slots = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
@@ -186,8 +186,7 @@ def decoded(cache: KVCache, sequence: int, n: int) -> tuple[Tensor, Tensor]:
 def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
     """Within the budget of the numbers that plain Python makes of the codes; unused codes have NaN scales."""
     device, lengths = device_of(backend), [33, 5, 0]
-    n_groups = 4 if dtype == torch.uint8 else 1
-    cache = cache_in(layout, 3, 34, dtype=dtype, n_groups=n_groups, device=device)
+    cache = cache_in(layout, 3, 34, dtype=dtype, device=device)
     if given:
         k_scale, v_scale = (torch.rand(x.shape[:2], device=device) * 0.02 + 0.01 for x in (cache.k, cache.v))
         cache = replace(cache, k_scale=k_scale, v_scale=v_scale)
@@ -209,7 +208,7 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
 @pytest.mark.parametrize(
     ("dtype", "n_groups", "source"),
     [
-        *((torch.uint8, n_groups, torch.float32) for n_groups in (1, 2, DIM // 2, DIM)),
+        *((torch.uint8, n_groups, torch.float32) for n_groups in (1, 2, DIM // 2)),
         *((dtype, 1, torch.float64) for dtype in CODES),
         (torch.uint8, 2, torch.float64),
     ],
@@ -217,7 +216,7 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
 )
 @backends
 def test_attention_to_groups(dtype, n_groups, source, backend):
-    """Also groups of one feature; in float64 the numbers are still those of the cache, products in float32."""
+    """In float64 eager numbers are still those of the cache, products in float32; those of the kernels are exact."""
     device = device_of(backend)
     cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
     k, v = torch.randn(2, HEADS, 19, DIM), torch.randn(2, HEADS, 19, DIM)
@@ -226,7 +225,8 @@ def test_attention_to_groups(dtype, n_groups, source, backend):
     out, lse = attention(q.to(device), cache=cache, return_lse=True, backend=backend)
     for i in range(2):
         rows = slice(i, i + 1)
-        own = [x.float() if source == torch.float64 else x for x in decoded(cache, i, 19)]
+        rounds = source == torch.float64 and backend == "torch"
+        own = [x.float() if rounds else x for x in decoded(cache, i, 19)]
         assert_results([(out[rows], lse[rows])], q[rows], *own, f"sequence {i}")
 
 

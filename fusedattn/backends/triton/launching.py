@@ -137,7 +137,7 @@ def problem_of(
     by_pair = by_pair or bool(constants.functions.mask)
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
-    head_dim = min(max(q.shape[3], results.features_of(v)), configs.MAX_HEAD_DIM)
+    head_dim = min(max(q.shape[3], v.shape[3] if cache is None else results.features_of(v)), configs.MAX_HEAD_DIM)
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     few_queries = None

@@ -45,7 +45,11 @@ def of_forward(q: Tensor, v: Tensor, constants: Constants) -> ForwardResults:
     """
     batch, nheads, seqlen, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    row_max, row_sum, out = torch.empty_like(lse), torch.empty_like(lse), new_like(q, features_of(v))
+    row_max, row_sum, out = (
+        torch.empty_like(lse),
+        torch.empty_like(lse),
+        new_like(q, v.shape[3] if v.dtype != torch.uint8 else features_of(v)),
+    )
     rounding_residual = None
     if constants.keep_residual and q.dtype.itemsize == 2:
         rounding_residual = torch.empty_like(out, dtype=torch.int8)
