@@ -216,7 +216,7 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
 )
 @backends
 def test_attention_to_groups(dtype, n_groups, source, backend):
-    """In float64 eager numbers are still those of the cache, products in float32; those of the kernels are exact."""
+    """In float64 eager numbers are still those of the cache, products in float32; those of one group are exact in the kernels."""
     device = device_of(backend)
     cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
     k, v = torch.randn(2, HEADS, 19, DIM), torch.randn(2, HEADS, 19, DIM)
@@ -225,7 +225,7 @@ def test_attention_to_groups(dtype, n_groups, source, backend):
     out, lse = attention(q.to(device), cache=cache, return_lse=True, backend=backend)
     for i in range(2):
         rows = slice(i, i + 1)
-        rounds = source == torch.float64 and backend == "torch"
+        rounds = source == torch.float64 and (backend == "torch" or n_groups > 1)
         own = [x.float() if rounds else x for x in decoded(cache, i, 19)]
         assert_results([(out[rows], lse[rows])], q[rows], *own, f"sequence {i}")
 
