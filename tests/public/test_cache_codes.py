@@ -216,7 +216,7 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
 )
 @backends
 def test_attention_to_groups(dtype, n_groups, source, backend):
-    """In float64 eager numbers are still those of the cache, products in float32; those of one group are exact in the kernels."""
+    """Eager numbers in float64 are those of the cache, products in float32; the kernels' are exact with one group."""
     device = device_of(backend)
     cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
     k, v = torch.randn(2, HEADS, 19, DIM), torch.randn(2, HEADS, 19, DIM)
