@@ -65,7 +65,7 @@ PLACES = (
     Fault(LAUNCHING, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "ring: as long as with its sinks", RING),
     Fault(LAUNCHING, "max_seqlen_k = sizes.max_seqlen_k if cache is None else seqlen_k", "max_seqlen_k = sizes.max_seqlen_q if cache is None else seqlen_k // 2", "packed queries: half of the cache", PACKED),
     Fault(APPENDING, "ring=None if n_sinks < 0 else capacity - n_sinks", "ring=None if n_sinks < 0 else capacity", "append: a ring as long as with its sinks", RING_STORED),
-    Fault("fusedattn/support.py", "for x in (q, k, v, *added, *learned))", "for x in (q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_caches.py -k 'nothing_has and triton'"),
+    Fault("fusedattn/support.py", "_require_grad((q, k, v, sinks, *parts))", "_require_grad((q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_cache_errors.py -k learned"),
     Fault(ARGUMENTS, "sequences.cu_q_ptr is None and sequences.lengths_ptr is None", "sequences.cu_q_ptr is None", "layout: bounds at the end of the cache", LAYOUT),
 )
 
