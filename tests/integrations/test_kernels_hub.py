@@ -338,8 +338,8 @@ def test_operators_are_named_by_the_prefix(exported: Path) -> None:
                 count += 1
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert "fusedattn::" not in node.value, path
-    source = (Path(fusedattn.__file__).parent / "backends/triton/ops.py").read_text()
-    assert count == source.count('custom_op("fusedattn::') > 0
+    sources = (path.read_text() for path in (Path(fusedattn.__file__).parent / "backends/triton").glob("*.py"))
+    assert count == sum(source.count('custom_op("fusedattn::') for source in sources) > 0
 
 
 def test_build_toml(exported: Path, tmp_path: Path) -> None:
