@@ -27,7 +27,7 @@ Work = Literal["streamed", "pairwise", "scored", "combined"]
 Style = Literal["pointers", "descriptors", "pipelined"]
 
 # A tile of keys has at most this many features. Those behind them, in the forward, have a tile of their own.
-MAX_HEAD_DIM, MAX_TAIL = 512, 64
+MAX_HEAD_DIM = 512
 
 # Up to this number of queries, times heads that share a KV head, keys are rotated in registers, once for each tile of
 # queries; above it, by a kernel of their own, which reads and writes them all. Both cost the same at 441 to 883, by the

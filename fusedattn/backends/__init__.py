@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fusedattn import reference_cached, reference_varlen
 from fusedattn.backends.torch import cached, largest
-from fusedattn.backends.triton import autograd
+from fusedattn.backends.triton import appending, autograd
 from fusedattn.kv_cache import KVCache
 from fusedattn.options import Options
 from fusedattn.reference_varlen import Results
@@ -27,8 +27,6 @@ def append(
     if not counted:
         cache.lengths.add_(k.shape[2] if cu_seqlens is None else cu_seqlens.diff())
     if backend == "triton":
-        from fusedattn.backends.triton import appending
-
         appending.append(cache, k, v, cu_seqlens, max_seqlen)
     else:
         reference_cached.append(cache, k, v, cu_seqlens)
