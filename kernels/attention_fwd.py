@@ -171,90 +171,86 @@ def accumulate(sums, scores, v_tile, walk, call, block, qk_scale, HAS_RESIDUAL: 
     """Add one block to the sums: a step of the online softmax, and the product of its weights and values."""
     p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
     if call.cache is not None and call.cache.v_scale is not None:
-        acc = _add_coded(sums.acc * alpha[:, None], p, _value_factors(walk, block.keys, call, tile), v_tile, tile)
+        factors = _factors(call.cache.v_scale, walk, block.keys, call, tile)
+        acc = _add_coded(sums.acc * alpha[:, None], p, factors, v_tile, tile)
         return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
     else:
         return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
 
 
 @triton.jit
-def _load_keys(walk, start_n, readable, call, rotation_k, n_positions, BLOCK: tl.constexpr, tile):
-    """BLOCK keys from `start_n` on, rotated; those that are not `readable` are 0. None: all exist, in a full block."""
-    place = walk.place
+def _load_rows(
+    x, tiles, walk, start_n, readable, call, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    OF_KEYS: tl.constexpr, FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """BLOCK_D features, from FIRST on, of BLOCK keys or values from `start_n` on, ``(BLOCK, BLOCK_D)``.
+
+    Those that are not `readable` are 0. None: all exist, in a full block.
+    """
     if call.cache is not None:
         keys = start_n + tl.arange(0, BLOCK)
         if readable is None:
-            readable = keys < place.seqlen_k
-        k_tile = load_cached(
-            walk.k, call.cache.k_scale, call.cache, place, walk.head_kv, keys, readable, tile.HEAD_DIM, tile.BLOCK_D,
-            walk.q_tile.dtype,
-        )  # fmt: skip
-    elif readable is None:
-        k_tile = full_tile(walk.k, walk.k_tiles, start_n, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
+            readable = keys < walk.place.seqlen_k
+        DTYPE: tl.constexpr = walk.q_tile.dtype
+        # A tuple that is assigned to a name loses its constants (docs/decisions/0007).
+        if OF_KEYS:
+            return load_cached(
+                x, call.cache.k_scale, call.cache, walk.place, walk.head_kv, keys, readable, HEAD_DIM, BLOCK_D, DTYPE,
+                FIRST,
+            )  # fmt: skip
+        else:
+            return load_cached(
+                x, call.cache.v_scale, call.cache, walk.place, walk.head_kv, keys, readable, HEAD_DIM, BLOCK_D, DTYPE,
+                FIRST,
+            )  # fmt: skip
+    elif readable is None and FIRST == 0:
+        return full_tile(x, tiles, start_n, HEAD_DIM, BLOCK, BLOCK_D)
     else:
-        k_tile = load_tile(walk.k, start_n, readable, tile.HEAD_DIM, BLOCK, tile.BLOCK_D)
-    return _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile)
+        return load_tile(x, start_n, readable, HEAD_DIM, BLOCK, BLOCK_D, FIRST)
+
+
+@triton.jit
+def _load_keys(walk, start_n, readable, call, rotation_k, n_positions, BLOCK: tl.constexpr, tile):
+    """BLOCK keys from `start_n` on, as in _load_rows, rotated."""
+    k_tile = _load_rows(
+        walk.k, walk.k_tiles, walk, start_n, readable, call, tile.HEAD_DIM, BLOCK, tile.BLOCK_D, OF_KEYS=True
+    )
+    return _rotated_keys(k_tile, rotation_k, walk.place, start_n, n_positions, tile)
 
 
 @triton.jit
 def _load_values(walk, k_tile, start_n, readable, call, BLOCK: tl.constexpr, tile):
-    """The values of BLOCK keys, as in _load_keys, or these keys themselves."""
+    """The values of BLOCK keys, as in _load_rows, or these keys themselves."""
     if tile.SHARES_V:
         return k_tile
-    elif call.cache is not None:
-        keys = start_n + tl.arange(0, BLOCK)
-        if readable is None:
-            readable = keys < walk.place.seqlen_k
-        return load_cached(
-            walk.v, call.cache.v_scale, call.cache, walk.place, walk.head_kv, keys, readable, tile.HEAD_DIM_V,
-            tile.BLOCK_DV, walk.q_tile.dtype,
-        )  # fmt: skip
-    elif readable is None:
-        return full_tile(walk.v, walk.v_tiles, start_n, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
     else:
-        return load_tile(walk.v, start_n, readable, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
+        return _load_rows(
+            walk.v, walk.v_tiles, walk, start_n, readable, call, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV, OF_KEYS=False
+        )
 
 
 @triton.jit
-def _tail_products(walk, start_n, readable, call, BLOCK: tl.constexpr, tile):
-    """The part of the products that the features behind the first HEAD_DIM add, ``(BLOCK_M, BLOCK)``."""
-    WIDTH: tl.constexpr = walk.q_tail.shape[1]
-    END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
-    if call.cache is not None:
-        keys = start_n + tl.arange(0, BLOCK)
-        if readable is None:
-            readable = keys < walk.place.seqlen_k
-        k_tail = load_cached(
-            walk.k, call.cache.k_scale, call.cache, walk.place, walk.head_kv, keys, readable, END, WIDTH,
-            walk.q_tile.dtype, tile.HEAD_DIM,
-        )  # fmt: skip
-    else:
-        k_tail = load_tile(walk.k, start_n, readable, END, BLOCK, WIDTH, tile.HEAD_DIM)
-    return dot(walk.q_tail, tl.trans(k_tail), dtype_of(tile.ACC), tile.PRECISION)
+def _factors(scale, walk, keys, call, tile):
+    """The factors of the scores or weights of `keys`, ``(1, BLOCK)``, in a cache; ``(BLOCK,)``."""
+    of_keys = tl.reshape(keys, (keys.shape[1],))
+    readable = of_keys < walk.place.seqlen_k
+    return load_factors(scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC))
 
 
 @triton.jit
 def _products(walk, k_tile, start_n, readable, keys, call, tile):
     """Products of the queries and a tile of `keys`, ``(1, BLOCK)``, from `start_n` on."""
     products = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
-    if tile.TAIL > 0:
-        products += _tail_products(walk, start_n, readable, call, k_tile.shape[0], tile)
+    if tile.TAIL > 0:  # features behind the first HEAD_DIM
+        END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
+        k_tail = _load_rows(
+            walk.k, None, walk, start_n, readable, call, END, k_tile.shape[0], walk.q_tail.shape[1], OF_KEYS=True,
+            FIRST=tile.HEAD_DIM,
+        )  # fmt: skip
+        products += dot(walk.q_tail, tl.trans(k_tail), dtype_of(tile.ACC), tile.PRECISION)
     if call.cache is not None:
-        of_keys = tl.reshape(keys, (k_tile.shape[0],))
-        readable = of_keys < walk.place.seqlen_k
-        factors = load_factors(
-            call.cache.k_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC)
-        )
-        products = products * factors[None, :]
+        products = products * _factors(call.cache.k_scale, walk, keys, call, tile)[None, :]
     return products
-
-
-@triton.jit
-def _value_factors(walk, keys, call, tile):
-    """The factors of the weights of `keys`, ``(1, BLOCK)``, in a cache of codes."""
-    of_keys = tl.reshape(keys, (keys.shape[1],))
-    readable = of_keys < walk.place.seqlen_k
-    return load_factors(call.cache.v_scale, call.cache, walk.place, walk.head_kv, of_keys, readable, dtype_of(tile.ACC))
 
 
 @triton.jit
@@ -368,7 +364,7 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
         if call.cache is not None and call.cache.v_scale is not None:
-            factors = _value_factors(walk, block.keys, call, tile)
+            factors = _factors(call.cache.v_scale, walk, block.keys, call, tile)
             finite = tl.abs(factors) < float("inf")
             p = tl.where(pairs, tl.where((poisoned | ~finite)[None, :], float("nan"), p), 0.0)
             acc = _add_coded(acc, p, tl.where(finite, factors, 0.0), v_tile, tile)
@@ -548,8 +544,8 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     n_programs, n_tile_ids = programs_of(config, tiling.n_programs, q.device)
     rotation_k = problem.rotation_k if problem.rotates_in_place else None
     # Values that are the first features of the keys are read once, unless keys are rotated after they are read.
-    is_view = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
-    shares_v = is_view and q.shape[3] > results.out.shape[3] == MAX_HEAD_DIM and rotation_k is None
+    shares_v = q.shape[3] > results.out.shape[3] == MAX_HEAD_DIM and rotation_k is None
+    shares_v = shares_v and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
     constants = constants_of(
         attention_fwd,
         q,

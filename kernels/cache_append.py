@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher
-from fusedattn.kernels.cached import CacheArguments, place_in_cache
+from fusedattn.kernels.cached import CacheArguments, place_in_cache, slot_pointers
 from fusedattn.kernels.configs import rope_rows
 from fusedattn.kernels.primitives import (
     accumulator,
@@ -53,8 +53,7 @@ def _store(x, into, scale, cache, head, row, slots, stored, HEAD_DIM: tl.constex
         codes = round_to(x, into.ptr.dtype.element_ty)
     else:
         x = x.to(tl.float32)
-        base = scale.ptr + tl.cast(head, tl.int64) * scale.stride_h
-        ptrs = base + (tl.cast(row, tl.int64) * scale.stride_b + slots.to(tl.int64) * scale.stride_s)
+        ptrs = slot_pointers(scale, head, row, slots)
         if scale.GIVEN:
             factors = tl.load(ptrs, mask=stored, other=0.0)
             codes = encoded(x, factors[:, None], cache.FORMAT)
@@ -75,8 +74,7 @@ def _store(x, into, scale, cache, head, row, slots, stored, HEAD_DIM: tl.constex
             codes = low | (high << 4)
         codes = codes.to(into.ptr.dtype.element_ty)
     offs = tl.arange(0, WIDTH)
-    base = into.ptr + tl.cast(head, tl.int64) * into.stride_h
-    ptrs = base + (tl.cast(row, tl.int64) * into.stride_b + slots.to(tl.int64) * into.stride_s)
+    ptrs = slot_pointers(into, head, row, slots)
     mask = stored[:, None] & (offs < HEAD_DIM // PER_ELEMENT)[None, :]
     tl.store(ptrs[:, None] + offs[None, :], codes, mask=mask)
 

@@ -96,6 +96,16 @@ def place_in_cache(cache, place, tokens, exist):
 
 
 @triton.jit
+def slot_pointers(x, head, row, slots):
+    """Pointers to slots of one head, ``(BLOCK,)``, of a :class:`Strided` or of :class:`Scales`; `row` may be a scalar.
+
+    In int64: the memory of a cache may exceed 2^31 elements.
+    """
+    head_ptr = x.ptr + tl.cast(head, tl.int64) * x.stride_h
+    return head_ptr + (tl.cast(row, tl.int64) * x.stride_b + slots.to(tl.int64) * x.stride_s)
+
+
+@triton.jit
 def load_cached(
     x, scale, cache, place, head_kv, keys, readable, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     dtype: tl.constexpr, FIRST: tl.constexpr = 0,
@@ -106,8 +116,7 @@ def load_cached(
     codes still lack their factor, which load_factors returns, except for that of a group of features.
     """
     row, slots, exists = slots_of(cache, place, keys, readable)
-    head_ptr = x.ptr + tl.cast(head_kv, tl.int64) * x.stride_h
-    ptrs = head_ptr + (tl.cast(row, tl.int64) * x.stride_b + slots.to(tl.int64) * x.stride_s)
+    ptrs = slot_pointers(x, head_kv, row, slots)
     PER_ELEMENT: tl.constexpr = 2 if cache.FORMAT == "int4" else 1
     offs = tl.arange(0, BLOCK_D // PER_ELEMENT)
     offs += FIRST // PER_ELEMENT
@@ -124,7 +133,7 @@ def load_cached(
         if scale.GROUP > 0:
             N_GROUPS: tl.constexpr = BLOCK_D // scale.GROUP
             groups = tl.arange(0, N_GROUPS)
-            ptrs = _scale_pointers(scale, head_kv, row, slots)[:, None] + groups[None, :]
+            ptrs = slot_pointers(scale, head_kv, row, slots)[:, None] + groups[None, :]
             factors = tl.load(ptrs, mask=exists[:, None] & (groups * scale.GROUP < HEAD_DIM)[None, :], other=0.0)
             numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]
             numbers = tl.reshape(numbers, (keys.shape[0], BLOCK_D))
@@ -136,13 +145,6 @@ def load_cached(
 
 
 @triton.jit
-def _scale_pointers(scale, head_kv, row, slots):
-    """Pointers to the scale, or to the first of the scales, of each slot."""
-    head_ptr = scale.ptr + tl.cast(head_kv, tl.int64) * scale.stride_h
-    return head_ptr + (tl.cast(row, tl.int64) * scale.stride_b + slots.to(tl.int64) * scale.stride_s)
-
-
-@triton.jit
 def load_factors(scale, cache, place, head_kv, keys, readable, ACC: tl.constexpr):
     """The factors of scores or weights of `keys`, ``(BLOCK,)``; NaN for a `readable` key without a place."""
     row, slots, exists = slots_of(cache, place, keys, readable)
@@ -150,7 +152,7 @@ def load_factors(scale, cache, place, head_kv, keys, readable, ACC: tl.constexpr
     if scale is None or scale.GROUP > 0:
         return lost
     else:
-        factors = tl.load(_scale_pointers(scale, head_kv, row, slots), mask=exists, other=0.0).to(ACC) * lost
+        factors = tl.load(slot_pointers(scale, head_kv, row, slots), mask=exists, other=0.0).to(ACC) * lost
         if cache.FORMAT == "e4m3" or cache.FORMAT == "e5m2":
             factors *= 256.0  # decoded() leaves it out
         return factors
@@ -208,7 +210,6 @@ def cache_arguments(
     table: torch.Tensor | None,
     rows: torch.Tensor | None,
     left_padding: torch.Tensor | None,
-    ring: int | None,
     n_sinks: int,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> CacheArguments:
@@ -217,19 +218,20 @@ def cache_arguments(
     Args:
         k, v: its memory, ``(n_rows, nheads_kv, n_slots, ...)``.
         table, rows, left_padding: int32 ``(batch, max_pages)``, ``(batch,)`` and ``(batch,)``, or None.
-        ring, n_sinks: slots that are overwritten, or None, and those before them that are not.
+        n_sinks: the slots before a ring; -1 if nothing is overwritten.
         scales: those of keys and of values, ``(n_rows, nheads_kv, n_slots, n_groups)`` or ``(n_rows, nheads_kv)``.
     """
+    n_slots = k.shape[2] * (1 if table is None else table.shape[1])
     return CacheArguments(
         table_ptr=table,
         table_stride=None if table is None else table.stride(0),
         rows_ptr=rows,
         first_ptr=left_padding,
         n_rows=k.shape[0],
-        ring=ring,
+        ring=None if n_sinks < 0 else n_slots - n_sinks,
         k_scale=_scales(scales[0], 2 * k.shape[3]),
         v_scale=_scales(scales[1], 2 * v.shape[3]),
-        N_SINKS=tl.constexpr(n_sinks),
+        N_SINKS=tl.constexpr(max(0, n_sinks)),
         PAGE=tl.constexpr(0 if table is None else k.shape[2]),
         FORMAT=tl.constexpr(_FORMATS.get(k.dtype, "")),
     )

@@ -36,8 +36,7 @@ def append(
         table=table,
         rows=tensors.rows,
         left_padding=None,
-        ring=None if n_sinks < 0 else capacity - n_sinks,
-        n_sinks=max(0, n_sinks),
+        n_sinks=n_sinks,
         scales=(scales[0], scales[1]),
     )
     rotation = None

@@ -174,17 +174,14 @@ def problem_of(
 
 def _cache(k: Tensor, v: Tensor, constants: Constants) -> CacheArguments:
     """The cache as the kernels read it; k and v are its memory."""
-    tensors, n_sinks = constants.tensors, constants.sizes.n_sinks
-    table = tensors.block_table
-    n_slots = k.shape[2] * (1 if table is None else table.shape[1])
+    tensors = constants.tensors
     return cache_arguments(
         k,
         v,
-        table=table,
+        table=tensors.block_table,
         rows=tensors.rows,
         left_padding=tensors.left_padding,
-        ring=None if n_sinks < 0 else n_slots - n_sinks,
-        n_sinks=max(0, n_sinks),
+        n_sinks=constants.sizes.n_sinks,
         scales=(tensors.k_scale, tensors.v_scale),
     )
 
