@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.kv_cache import KVCache
-from fusedattn.masks import Documents, Layout, Mask, Prefix
+from fusedattn.masks import Documents, Mask
 from fusedattn.options import Options
 from fusedattn.reference_varlen import (
     Attend,
@@ -20,7 +20,7 @@ from fusedattn.reference_varlen import (
     of_positions,
     of_tokens,
     padded_attention,
-    pairs_of,
+    pairs_of_mask,
     rows_of,
 )
 from fusedattn.rope import Rope, apply_rope
@@ -182,19 +182,13 @@ def _rope_of(rope: Rope, i: int, rows: slice, n_keys: int) -> Rope:
 
 def mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
     """The mask of sequence `i`, whose lengths those of the tensors may exceed."""
-    n_queries, layout, documents, prefix = q.shape[2], mask.layout, mask.documents, mask.prefix
-    if layout is not None:
-        blocks = -(-n_queries // layout.block_q), -(-n_keys // layout.block_k)
-        layout = Layout(pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
+    n_queries, documents = q.shape[2], mask.documents
     own = replace(
         mask,
         valid=None if mask.valid is None else mask.valid[i : i + 1, :n_keys],
-        allowed=None if mask.allowed is None else pairs_of(mask.allowed, i, n_queries, n_keys),
-        prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
         documents=None if documents is None else Documents(documents.q[i : i + 1], documents.k[i : i + 1, :n_keys]),
-        layout=layout,
-        tree=None if mask.tree is None else pairs_of(mask.tree, i, n_queries, n_queries),
     )
+    own = pairs_of_mask(own, i, n_queries, n_keys)
     if own.function is None:
         return own
     written = own.dense(n_queries, n_keys, batch=1, nheads=q.shape[1], first_batch=i, device=q.device)

@@ -82,20 +82,28 @@ def _length(rows: slice) -> int:
 
 
 def _mask_of(mask: Mask, i: int, queries: slice, keys: slice) -> Mask:
-    """The mask of sequence `i`."""
-    lengths = _length(queries), _length(keys)
-    layout, documents, prefix = mask.layout, mask.documents, mask.prefix
+    """The mask of sequence `i`, whose tokens are packed."""
+    documents = mask.documents
+    own = replace(
+        mask,
+        valid=None if mask.valid is None else mask.valid[:, keys],
+        documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
+    )
+    return pairs_of_mask(own, i, _length(queries), _length(keys))
+
+
+def pairs_of_mask(mask: Mask, i: int, n_queries: int, n_keys: int) -> Mask:
+    """The parts of a mask that each sequence has of its own, those of sequence `i`; the others stay."""
+    layout, prefix = mask.layout, mask.prefix
     if layout is not None:
-        blocks = (-(-lengths[0] // layout.block_q), -(-lengths[1] // layout.block_k))
+        blocks = -(-n_queries // layout.block_q), -(-n_keys // layout.block_k)
         layout = Layout(pairs_of(layout.blocks, i, *blocks), layout.block_q, layout.block_k)
     return replace(
         mask,
-        valid=None if mask.valid is None else mask.valid[:, keys],
-        allowed=None if mask.allowed is None else pairs_of(mask.allowed, i, *lengths),
+        allowed=None if mask.allowed is None else pairs_of(mask.allowed, i, n_queries, n_keys),
         prefix=None if prefix is None else Prefix(prefix.lengths[i : i + 1], prefix.align),
-        documents=None if documents is None else Documents(documents.q[:, queries], documents.k[:, keys]),
         layout=layout,
-        tree=None if mask.tree is None else pairs_of(mask.tree, i, lengths[0], lengths[0]),
+        tree=None if mask.tree is None else pairs_of(mask.tree, i, n_queries, n_queries),
     )
 
 

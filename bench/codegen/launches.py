@@ -142,6 +142,7 @@ NAMES = {
     "lengths": "cache",
     "GROUP": "groups",
     "BLOCK": "one-token",
+    "HEAD_DIM": "latent",
     "FROM_START": "rotated",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
@@ -180,6 +181,8 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
             value = value > (name == "HEADS")
         if name == "BLOCK":
             value = value == 1
+        if name == "HEAD_DIM":
+            value = value >= KEYS
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides

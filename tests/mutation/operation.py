@@ -210,7 +210,7 @@ PACKING = (
     Fault(REFERENCE_VARLEN, "Documents(documents.q[:, queries], documents.k[:, keys])", "Documents(documents.q[:, queries], documents.k[:, : keys.stop - keys.start])", "eager packed: documents of the first keys for all", PACKED),
     Fault(REFERENCE_VARLEN, "slopes = slopes[i]", "slopes = slopes[0]", "eager packed: slopes of the first sequence for all", PACKED),
     Fault(REFERENCE_VARLEN, "x = x[i : i + 1] if x.shape[0] > 1 else x", "x = x[:1]", "eager packed: pairs of the first sequence for all", PACKED),
-    Fault(REFERENCE_VARLEN, "-(-lengths[0] // layout.block_q), -(-lengths[1]", "lengths[0] // layout.block_q, -(-lengths[1]", "eager packed: a ragged block of a layout left out", PACKED),
+    Fault(REFERENCE_VARLEN, "-(-n_queries // layout.block_q), -(-n_keys", "n_queries // layout.block_q, -(-n_keys", "eager packed: a ragged block of a layout left out", PACKED),
     Fault(REFERENCE_VARLEN, "pairs_of(relative, i, n_queries, relative.shape[-1])", "pairs_of(relative, 0, n_queries, relative.shape[-1])", "eager packed: relative of the first sequence for all", PACKED),
     Fault(REFERENCE_VARLEN, "positions_k[..., keys]", "positions_k[..., queries]", "eager packed: keys at the positions of queries", PACKED),
     Fault(REFERENCE_VARLEN, "(1, q.shape[1], n_rest), -torch.inf,", "(1, q.shape[1], n_rest), 0.0,", "eager packed: rows of no sequence have a finite lse", PACKED),
