@@ -14,6 +14,7 @@ from fusedattn.biases import Bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Packed
+from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -148,7 +149,7 @@ def _check_longest(side: str, cu_seqlens: Tensor | None, longest: int, total: in
         raise TypeError(f"max_seqlen{side}: got {type(longest).__name__}, allowed is an int")
     if longest < 0:
         raise ValueError(f"max_seqlen{side}: got {longest}, allowed are 0 and more")
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens is not None and can_read(cu_seqlens):
         _check_stops(side, cu_seqlens.tolist(), longest, total)
 
 
@@ -200,7 +201,7 @@ def check_cached(cache: KVCache, q: Tensor, mask: Mask, rope: Rope | None, packe
     _check_window(cache, mask, q.shape[2] if packed is None else packed.max_seqlen_q)
     if cache.rope is not None and cache.rope.positions_q is not None:
         _check_positions("positions_q", cache.rope.positions_q, q.shape[2], cache.batch if packed is None else 1)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_read(q):
         cache.check_values()
         if cache.rope is not None:
             for length_q, length in zip(_lengths_q(q, packed), cache.lengths.tolist(), strict=False):
@@ -305,7 +306,7 @@ def check_rope(rope: Rope, q: Tensor, seqlen_k: int, packed: Packed | None = Non
     rope.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
     if packed is None and kept is None:
         rope.check_lengths(seqlen_q, seqlen_k)
-    elif q.device.type == "cpu" and not torch.compiler.is_compiling():
+    elif can_read(q):
         for length_q, length_k in zip(_lengths_q(q, packed), _lengths_k(packed, kept), strict=False):
             rope.check_lengths(length_q, length_k)
     # sin is on the device of cos.

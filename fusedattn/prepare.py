@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from fusedattn import call_checks
 from fusedattn.dropout import draw_seed
 from fusedattn.options import Options
+from fusedattn.readable import can_read
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
 
@@ -90,7 +91,7 @@ def prepared(
         _known[kind] = chosen
     # Reading the positions on a GPU would wait for it; there, the kernels turn rows outside the tables into NaN.
     rope = options.rope if cache is None else options.rope or cache.rope
-    if rope is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if rope is not None and can_read(q):
         rope.check_positions()
     if options.dropout_p and options.dropout_seed is None:
         options.dropout_seed = draw_seed(q.device)

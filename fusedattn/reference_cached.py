@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Documents, Mask
 from fusedattn.options import Options
+from fusedattn.readable import can_read
 from fusedattn.reference_varlen import (
     Attend,
     Results,
@@ -111,7 +112,7 @@ def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bo
 
     Only on a CPU and not under a compiler: elsewhere this would wait for values.
     """
-    if k.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_read(k):
         return
     n = torch.full_like(cache.lengths, k.shape[2]) if cu_seqlens is None else cu_seqlens.diff()
     longer = replace(cache, lengths=cache.lengths if counted else cache.lengths + n)

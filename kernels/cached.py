@@ -34,8 +34,8 @@ class CacheArguments(NamedTuple):
 
     `table_ptr` is int32 ``(sequences, max_pages)``, for pages of PAGE slots, or None. `rows_ptr` is int32
     ``(sequences,)``, or None. `first_ptr`, int32 ``(sequences,)``, has the tokens at the start that no query sees, or
-    is None. `ring` slots, or None, follow N_SINKS slots that are not overwritten. FORMAT is that of the codes, "" for
-    none.
+    is None. `n_rows` limits the entries of the table and of `rows_ptr`. `ring` slots, or None, follow N_SINKS slots
+    that are not overwritten. FORMAT is that of the codes, "" for none.
     """
 
     table_ptr: Any
@@ -227,7 +227,7 @@ def cache_arguments(
         table_stride=None if table is None else table.stride(0),
         rows_ptr=rows,
         first_ptr=left_padding,
-        n_rows=k.shape[0],
+        n_rows=None if table is None and rows is None else k.shape[0],  # Triton would compile for a batch of 1 again
         ring=None if n_sinks < 0 else n_slots - n_sinks,
         k_scale=_scales(scales[0], 2 * k.shape[3]),
         v_scale=_scales(scales[1], 2 * v.shape[3]),

@@ -41,6 +41,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything", "few queries", "some queries", "decode")),
+        ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
     ),
@@ -51,7 +52,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, (*HEAVIEST, "decode")),
-        ((128,), ("bias", "everything")),
+        ((128,), ("bias", "everything", "cache", "cache of e4m3, chunk")),
         ((64,), ("one pass, padding",)),
     ),
     "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode")),),

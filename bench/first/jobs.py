@@ -50,7 +50,7 @@ class Job(ABC):
 
 @dataclass(frozen=True)
 class Smoke(Job):
-    """A call, forward and backward, that launches for the first time the kernels in its name.
+    """A call, forward and (except of a cache) backward, that launches for the first time the kernels in its name.
 
     The call is repeated, and must give the same bits, because launches may be recorded and replayed.
     """
@@ -62,14 +62,19 @@ class Smoke(Job):
 
     def run(self, device: torch.device) -> Answer:
         inputs = make_inputs(self.case, device)
-        call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
-        first, *others = (testing.run(call, inputs) for _ in range(self.CALLS))
+        first, *others = (self._results(inputs) for _ in range(self.CALLS))
         truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
         answer = within_budget(testing.compare_results(first, truth, eager, inputs.q.dtype, terms))
         # Sums in any order differ from run to run.
         repeated = [{name: x for name, x in found.items() if self.deterministic or name != "dq"} for found in others]
         wrong = [text for found in repeated for text in _differences(found, first, "the first call")]
         return replace(answer, ok=answer.ok and not wrong, text="; ".join([*filter(None, [answer.text]), *wrong]))
+
+    def _results(self, inputs: Inputs) -> Results:
+        if inputs.cache is not None:
+            return testing.run_cached(inputs, "triton")
+        call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
+        return testing.run(call, inputs)
 
 
 @dataclass(frozen=True)

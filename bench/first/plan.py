@@ -12,7 +12,7 @@ from bench import goals
 from bench.first.jobs import Before, Check, Job, Smoke, Styles
 from bench.work import suites
 from bench.work.work import Work
-from fusedattn.testing.cases import CASES, Case
+from fusedattn.testing.cases import CACHED_CASES, CASES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TIMINGS = "timings"  # the last part
@@ -31,6 +31,7 @@ _CALLS: dict[str, dict[str, Any]] = {
     "attention_bwd_drelative": {"case": Case(**_CAUSAL, relative="per_head")},
     "attention_bwd_learned": {"case": Case(**_CAUSAL, score_mod=True)},
     "attention_bwd_dq_sum": {"case": Case(**_CAUSAL), "deterministic": False},
+    "cache_append": {"case": Case(**_CAUSAL, cache="paged", rope="half")},
 }
 SMOKE = [Smoke(name, **fields) for name, fields in _CALLS.items()]
 
@@ -49,7 +50,8 @@ def jobs(device_type: str) -> list[Job]:
     small = device_type == "cpu"
     found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
     for dtype in DTYPES:
-        found += [Check(case.name, replace(case, dtype=dtype)) for case in (CASES[:1] if small else CASES)]
+        cases = CASES[:1] if small else (*CASES, *CACHED_CASES)
+        found += [Check(case.name, replace(case, dtype=dtype)) for case in cases]
     return found + [Before(work.name, work) for work in works(device_type)]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -143,13 +143,13 @@ class ModelWork(Work):
     def cases(self) -> list[Case]:
         heads = {"nheads_q": self.size.n_heads, "nheads_kv": self.size.n_kv_heads}
         common: dict[str, Any] = {"head_dim": self.size.head_dim, "dtype": self.dtype, **heads}
-        lengths = [(n, n) for n in dict.fromkeys(min(n, self.seqlen) for n in CHECKED_LENGTHS)]
-        if self.task == "generate":
-            lengths.append((1, self.seqlen + 1))
-        return [
-            Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal="bottom_right", rope="half", **common)
-            for seqlen_q, seqlen_k in lengths
-        ]
+        common |= {"causal": "bottom_right", "rope": "half"}
+        lengths = dict.fromkeys(min(n, self.seqlen) for n in CHECKED_LENGTHS)
+        found = [Case(seqlen_q=n, seqlen_k=n, **common) for n in lengths]
+        if self.task == "training":
+            return found
+        token = Case(seqlen_q=1, seqlen_k=self.seqlen + 1, **common)
+        return [*found, *(replace(case, cache="contiguous") for case in (*found, token))]
 
     def contestants(self, device: torch.device, functions: Mapping[str, Peer]) -> dict[str, Callable[[], Contestant]]:
         model = self._model(device)

@@ -36,10 +36,12 @@ from fusedattn.testing.budget import (
     through_bias,
     without_lse_gradient,
 )
-from fusedattn.testing.cases import CASES, Case, Inputs, make_inputs, results_of
+from fusedattn.testing.cached import check_cached, run_cached
+from fusedattn.testing.cases import CACHED_CASES, CASES, Case, Inputs, make_inputs, results_of
 
 __all__ = [
     "ALL_TENSORS",
+    "CACHED_CASES",
     "CASES",
     "GRADIENTS",
     "MAX_FACTOR",
@@ -55,6 +57,7 @@ __all__ = [
     "baseline",
     "bias_terms",
     "check",
+    "check_cached",
     "compare",
     "compare_results",
     "golden",
@@ -63,6 +66,7 @@ __all__ = [
     "measure",
     "results_of",
     "run",
+    "run_cached",
     "terms_of_added",
     "through_bias",
     "without_lse_gradient",

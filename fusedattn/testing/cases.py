@@ -15,10 +15,12 @@ from torch import Tensor
 from fusedattn import biases, masks
 from fusedattn.biases import Bias
 from fusedattn.masks import CausalAlign, Mask
+from fusedattn.quantization import FORMATS, dequantised, quantised
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
 RELATIVE_CLIP = 5  # the clipping distance of the relative bias in a case
+CODES = {form.name: dtype for dtype, form in FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Case:
     score_mod: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
+    cache: Literal["contiguous", "paged"] | None = None  # keys and values are appended to one; without gradients
+    codes: Literal["e4m3", "e5m2", "int8", "int4"] | None = None  # of a cache; they represent k and v exactly
     seed: int = 0
 
     @property
@@ -85,6 +89,8 @@ class Inputs:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
+    cache: Literal["contiguous", "paged"] | None = None
+    codes: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -178,6 +184,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
     if case.offset:
         k, v = (x + case.offset * normal(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
         dlse = torch.zeros_like(dlse)  # its part in dq would hide terms that fail to cancel
+    if case.codes:
+        k, v = (_representable(x, CODES[case.codes]) for x in (k, v))
     bias = _make_bias(case, large)
     score_mod = _make_score_mod(case, generator)
     sinks = torch.randn(case.nheads_q, generator=generator).to(case.bias_dtype or case.dtype) if case.sinks else None
@@ -197,7 +205,21 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
         None if sinks is None else sinks.to(device),
         case.dropout_p,
         None if dropout_seed is None else dropout_seed.to(device),
+        case.cache,
+        case.codes,
     )
+
+
+def _representable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x`, rounded to numbers that codes of `dtype` represent exactly: the scale of each row is a power of two."""
+    if x.numel() == 0:
+        return x
+    largest = FORMATS[dtype].largest
+    magnitude = x.float().abs()
+    row_max = magnitude.amax(dim=-1, keepdim=True)
+    scale = (row_max / largest).log2().ceil().exp2()
+    numbers = dequantised(quantised(x, scale, dtype), scale)
+    return torch.where(magnitude == row_max, x.sign() * largest * scale, numbers).to(x.dtype)
 
 
 def _make_mask(case: Case, generator: torch.Generator) -> Mask:
@@ -390,4 +412,22 @@ CASES = (
         tree=True, mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query",
         softcap=3.0, score_mod=True, sinks=True, dropout_p=0.2, seed=33,
     ),
+)  # fmt: skip
+
+# Caches of keys and values, which give no gradients.
+CACHED_CASES = (
+    Case("cache, one query, RoPE", cache="contiguous", seqlen_q=1, seqlen_k=75, causal="bottom_right", rope="half"),
+    Case("cache, chunk, GQA 6:2", cache="contiguous", seqlen_q=33, seqlen_k=75, causal="bottom_right", nheads_q=6),
+    Case(
+        "cache of pages, chunk, window, RoPE", cache="paged", seqlen_q=33, seqlen_k=75, causal="bottom_right",
+        window=(29, 0), rope="interleaved",
+    ),
+    Case(
+        "cache of pages, one query, sinks, soft-cap", cache="paged", seqlen_q=1, seqlen_k=75, sinks=True, softcap=2.0
+    ),
+    Case("cache of pages, tree", cache="paged", seqlen_q=9, seqlen_k=75, tree=True),
+    Case("cache of e4m3, one query, RoPE", cache="paged", codes="e4m3", seqlen_q=1, seqlen_k=75, rope="half"),
+    Case("cache of e5m2, chunk", cache="paged", codes="e5m2", seqlen_q=33, seqlen_k=75, causal="bottom_right"),
+    Case("cache of int8, chunk", cache="contiguous", codes="int8", seqlen_q=33, seqlen_k=75, causal="bottom_right"),
+    Case("cache of int4, one query", cache="paged", codes="int4", seqlen_q=1, seqlen_k=75),
 )  # fmt: skip

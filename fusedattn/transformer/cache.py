@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from fusedattn.kv_cache import KVCache
+from fusedattn.readable import can_read
 
 
 class ModelCache:
@@ -47,9 +47,7 @@ class ModelCache:
     @property
     def longest(self) -> int | None:
         """The length of the longest sequence, if lengths are on a CPU; None elsewhere, where reading them waits."""
-        if self.lengths.device.type != "cpu" or torch.compiler.is_compiling():
-            return None
-        return max(self.lengths.tolist(), default=0)
+        return max(self.lengths.tolist(), default=0) if can_read(self.lengths) else None
 
     def sequences(self, start: int, stop: int) -> ModelCache:
         """The sequences ``start .. stop - 1`` alone, in the same memory and with the same lengths.

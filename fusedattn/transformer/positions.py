@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fusedattn.readable import can_read
 from fusedattn.rope import Rope, apply_rope
 
 
@@ -164,7 +165,7 @@ def _rows_of_sequences(table: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     max_len, seqlen = table.shape[0], x.shape[1]
     if tuple(offsets.shape) != (x.shape[0],):
         raise ValueError(f"offset: got shape {tuple(offsets.shape)}, allowed is (batch,) = {(x.shape[0],)}")
-    if offsets.device.type == "cpu" and offsets.numel() and not torch.compiler.is_compiling():
+    if offsets.numel() and can_read(offsets):
         _check_positions(int(offsets.min()), int(offsets.max()) + seqlen, max_len)
     positions = offsets[:, None] + torch.arange(seqlen, device=offsets.device)
     inside = (positions >= 0) & (positions < max_len)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization"}
+VALUES |= {"kv_cache", "quantization", "readable"}
 
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
 # files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
@@ -77,7 +77,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
-    "testing": {"testing.budget", "testing.cases"},
+    "testing": {"testing.budget", "testing.cached", "testing.cases"},
+    "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
     "merge": {"call_checks"},
     "prepare": {"call_checks", "options", "support", *VALUES},
@@ -139,6 +140,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.torch.boxes": set(),
     "backends.torch.flash": set(),
     "strides": set(),
+    "readable": set(),
     "backends.torch": set(),
     "rope": set(),
     "kv_cache": {"quantization", "rope"},
@@ -163,7 +165,8 @@ LAYERS = (
           ("integrations", "integrations.flash_attn", "integrations.modules", "integrations.torch_flash",
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
     Layer("error budget", "test cases, and the error that a function may have",
-          ("testing", "testing.budget", "testing.cases", "testing.peers", "testing.triton_functions")),
+          ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.peers",
+           "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "merge", "caches")),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
@@ -183,7 +186,7 @@ LAYERS = (
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
           ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
-           "indices", "strides")),
+           "indices", "strides", "readable")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

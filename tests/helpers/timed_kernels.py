@@ -31,7 +31,7 @@ from bench.work.launch import LaunchWork
 from bench.work.model import ModelWork
 from bench.work.work import Work, is_own
 from fusedattn import attention, fuse, testing
-from fusedattn.backends.triton import ops
+from fusedattn.backends.triton import appending, ops
 from fusedattn.testing import Measurement, Ratios, budget
 from fusedattn.testing.cases import Case
 
@@ -57,9 +57,9 @@ def collected() -> Iterator[Kernels]:
         triton.knobs.runtime.jit_cache_hook = instead_of_compiling
         enter(FakeTensorMode())
         enter(patch.object(FakeTensor, "data_ptr", lambda self: 0))  # as aligned as an allocation
-        for name in ("attention_fwd", "attention_bwd"):
+        for module, name in ((ops, "attention_fwd"), (ops, "attention_bwd"), (appending, "cache_append")):
             # The GPU implementation of the operator instead of its fake.
-            enter(patch.object(ops, name, getattr(ops, name)._init_fn))
+            enter(patch.object(module, name, getattr(module, name)._init_fn))
         yield found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import accuracy
 from fusedattn import masks, reference, testing
-from fusedattn.testing import CASES, GRADIENTS, TENSORS, Case, assert_within_budget, budget, compare
+from fusedattn.testing import CACHED_CASES, CASES, GRADIENTS, TENSORS, Case, assert_within_budget, budget, compare
 from tests.conftest import DTYPES, assert_equal
 
 SMALL = Case("small", nheads_q=2, nheads_kv=1, seqlen_q=9, seqlen_k=13, head_dim=8, causal="bottom_right")
@@ -359,12 +359,12 @@ def test_the_cases_have_every_feature() -> None:
     for field in fields(Case):
         if field.name in ("name", "dtype"):
             continue
-        values = {getattr(case, field.name) for case in CASES}
+        values = {getattr(case, field.name) for case in (*CASES, *CACHED_CASES)}
         assert len(values) > 1, field.name
-    words = {"bias": 6, "documents": 2, "relative": 2, "padding": 3, "boolean": 2, "causal": 2}
+    words = {"bias": 6, "documents": 2, "relative": 2, "padding": 3, "boolean": 2, "causal": 2, "cache": 2, "codes": 4}
     for name, number in words.items():
-        assert len({getattr(case, name) for case in CASES} - {None}) == number, name
-    assert len({case.name for case in CASES}) == len(CASES)
+        assert len({getattr(case, name) for case in (*CASES, *CACHED_CASES)} - {None}) == number, name
+    assert len({case.name for case in (*CASES, *CACHED_CASES)}) == len(CASES) + len(CACHED_CASES)
 
 
 def test_enough_is_visible_in_every_case() -> None:

@@ -62,10 +62,11 @@ def _run(options: argparse.Namespace) -> int:
     machine.choose_how_triton_runs(device, options.compiled)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
         raise CommandError(machine.no_triton(problems))
-    chosen = (case for case in testing.CASES if options.feature.lower() in case.name.lower())
+    every = (*testing.CASES, *testing.CACHED_CASES)
+    chosen = (case for case in every if options.feature.lower() in case.name.lower())
     cases = [replace(case, seed=case.seed + options.seed) for case in chosen]
     if not cases:
-        names = [case.name for case in testing.CASES]
+        names = [case.name for case in every]
         near = difflib.get_close_matches(
             options.feature, {word.strip(",") for name in names for word in name.split()}, 3, 0.5
         )
@@ -138,8 +139,10 @@ def _make_inputs(case: Case, backend: Backend, device: torch.device) -> Inputs:
 
 
 def _measure(inputs: Inputs, backend: Backend, compiled: str | None = None) -> dict[str, Ratios]:
+    eager = _eager_on_gpu if compiled is not None and inputs.q.dtype == torch.float32 else testing.baseline
+    if inputs.cache is not None:
+        return testing.check_cached(inputs, backend, eager)
     if backend == "triton":
-        eager = _eager_on_gpu if compiled is not None and inputs.q.dtype == torch.float32 else testing.baseline
         return testing.check(partial(attention, backend="triton"), inputs, eager)
     ratios = testing.check(_torch_backend, inputs)
     return {tensor: ratios[tensor] for tensor in ratios if tensor != "lse"}

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedattn import biases, masks
@@ -69,8 +68,3 @@ def check_shape(name: str, x: Any, shape: str, n: int | None = None) -> None:
 def with_contiguous_features(x: Tensor) -> Tensor:
     """``x``, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def can_read(x: Tensor) -> bool:
-    """Whether values of ``x`` can be read without waiting for a GPU or breaking a compiled graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()

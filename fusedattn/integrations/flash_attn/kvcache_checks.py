@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fusedattn import call_checks
-from fusedattn.integrations.flash_attn.arguments import can_read, check_shape
+from fusedattn.integrations.flash_attn.arguments import check_shape
 from fusedattn.integrations.flash_attn.layers.rotary import check_tables
+from fusedattn.readable import can_read
 
 
 def check_tensors(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedattn.integrations.flash_attn.arguments import can_read
 from fusedattn.integrations.flash_attn.packing import places
+from fusedattn.readable import can_read
 
 
 def capacity(block_table: Tensor, batch: int, cache: Tensor) -> int:

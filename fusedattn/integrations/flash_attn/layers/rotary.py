@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn.integrations.flash_attn.arguments import can_read, check_shape
+from fusedattn.integrations.flash_attn.arguments import check_shape
 from fusedattn.integrations.flash_attn.packing import places
+from fusedattn.readable import can_read
 from fusedattn.rope import apply_rope
 
 
