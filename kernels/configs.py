@@ -133,6 +133,11 @@ class TileConfig:
         return replace(self, num_stages=1, BOUNDARY_STAGES=1)
 
     @cached_property
+    def narrow(self) -> TileConfig:
+        """This config with at most 16 keys in a tile."""
+        return replace(self, BLOCK_N=16, BOUNDARY=16)
+
+    @cached_property
     def unpipelined_boundary(self) -> TileConfig:
         """This config with one stage for boundary blocks."""
         return replace(self, BOUNDARY_STAGES=1)
@@ -508,6 +513,22 @@ FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "gfx942": _FEW | {2: {64: _T(32, 64, 4, 2), 128: _T(32, 32, 4, 2), 256: _T(16, 16, 8, 1), 512: _T(16, 16, 8, 1)}},
 }
 
+# The same for calls that read a cache. A load of keys waits for one of their place, so each gets half of the stages.
+_FEW_OF_CACHES: dict[int, dict[int, TileConfig]] = {
+    2: _FEW[2] | {64: _T(32, 32, 4, 5, BOUNDARY=32), 128: _T(32, 32, 4, 5, BOUNDARY=16)},
+    4: _FEW[4],
+}
+FEW_QUERIES_OF_CACHES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
+    "sm_80": _FEW_OF_CACHES,
+    "sm_86": {
+        2: FEW_QUERIES["sm_86"][2] | {64: _T(32, 32, 4, 3, BOUNDARY=32), 128: _T(32, 32, 4, 3, BOUNDARY=16)},
+        4: _FEW[4],
+    },
+    "sm_90": {2: _FEW_OF_CACHES[2], 4: FEW_QUERIES["sm_90"][4]},
+    "sm_100": _FEW_OF_CACHES | {2: _FEW_OF_CACHES[2] | {128: _T(32, 32, 8, 5, BOUNDARY=16)}},
+    "gfx942": FEW_QUERIES["gfx942"],
+}
+
 # Keys of a split. A shorter split makes more programs of one sequence. The partial sums of a split of this length take
 # less than 4 % of the memory of the keys and values that it reads, in 16 bits and with up to 16 heads that share them.
 SPLIT = 512
@@ -544,11 +565,13 @@ def lookup_exact_rows(arch: Arch, head_dim: int) -> TileConfig:
     return next(config for largest, config in EXACT_ROWS.items() if head_dim <= largest)
 
 
-def lookup_few_queries(arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed") -> FewQueries:
-    """The forward for few queries; the arguments are those of :func:`lookup`."""
+def lookup_few_queries(
+    arch: Arch, head_dim: int, dtype: torch.dtype, work: Work = "streamed", of_cache: bool = False
+) -> FewQueries:
+    """The forward for few queries; the arguments are those of :func:`lookup`, and whether keys lie in a cache."""
     if arch == "interpreter":
         return INTERPRETER_FEW_QUERIES
-    by_head_dim = FEW_QUERIES[arch][dtype.itemsize]
+    by_head_dim = (FEW_QUERIES_OF_CACHES if of_cache else FEW_QUERIES)[arch][dtype.itemsize]
     config = next(config for largest, config in by_head_dim.items() if head_dim <= largest)
     return FewQueries(config.smaller() if work in ("scored", "combined") else config, SPLIT)
 

@@ -481,8 +481,9 @@ def test_flash_attn_with_kvcache_goes_this_way():
 def test_configs_of_few_queries():
     """They depend on nothing that changes with the batch or a length."""
     head_dims, dtypes = (1, 64, 65, 128, 256, 512), (torch.float16, torch.float32)
-    for arch, head_dim, dtype, work in itertools.product(configs.TABLE, head_dims, dtypes, get_args(configs.Work)):
-        few = configs.lookup_few_queries(arch, head_dim, dtype, work)
+    works = itertools.product(get_args(configs.Work), (False, True))
+    for arch, head_dim, dtype, work in itertools.product(configs.TABLE, head_dims, dtypes, works):
+        few = configs.lookup_few_queries(arch, head_dim, dtype, *work)
         assert few.split % few.config.BLOCK_N == 0
         assert few.config.style == "pointers"
     with pytest.raises(ValueError, match="split: got 40, allowed are multiples of 32"):

@@ -144,7 +144,7 @@ def problem_of(
     if q.shape[3] > configs.MAX_HEAD_DIM:
         tiles = replace(tiles, fwd=tiles.fwd.gathered)
     if tensors.layout is None:
-        few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work)
+        few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work, cache is not None)
     else:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
