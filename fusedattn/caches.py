@@ -70,14 +70,14 @@ class GrowingCache:
         *,
         dtype: torch.dtype,
         capacity: int = 256,
-        n_groups: int = 1,
+        group_size: int | None = None,
         rope: Rope | None = None,
         left_padding: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """An empty cache; the arguments are those of :meth:`KVCache.contiguous`, `capacity` is that of the start."""
         self.cache = KVCache.contiguous(
-            batch, nheads_kv, capacity, head_dim, head_dim_v, dtype=dtype, n_groups=n_groups, rope=rope,
+            batch, nheads_kv, capacity, head_dim, head_dim_v, dtype=dtype, group_size=group_size, rope=rope,
             left_padding=left_padding, device=device,
         )  # fmt: skip
         self.length = 0

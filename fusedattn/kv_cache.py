@@ -47,8 +47,9 @@ class KVCache:
             keys are stored as they are; ``attention(..., rope=)`` then rotates them when it reads them, counting the
             tokens that are kept.
         k_scale, v_scale: for codes, the float32 factors that make numbers of them: ``(n_rows, nheads_kv, n_slots,
-            n_groups)``, written when tokens are appended, one for each group of adjacent features (one group if codes
-            have 8 bits); or ``(n_rows, nheads_kv)``, given, one for all tokens of a row, for codes of 8 bits. The last
+            n)``, written when tokens are appended, one for all features of a token and head or, for 4-bit codes, for
+            each ``group_size`` of them: n is ``head_dim / group_size`` for keys, ``head_dim_v / group_size`` for
+            values. Or ``(n_rows, nheads_kv)``, given, one for all tokens of a row, for codes of 8 bits. The last
             dimension of the first form is contiguous.
 
     Raises:
@@ -77,7 +78,7 @@ class KVCache:
         head_dim_v: int | None = None,
         *,
         dtype: torch.dtype,
-        n_groups: int = 1,
+        group_size: int | None = None,
         rope: Rope | None = None,
         overwrites: bool = False,
         n_sinks: int = 0,
@@ -91,7 +92,8 @@ class KVCache:
             batch, capacity: the sequences, and the tokens that each has room for.
             head_dim_v: head_dim by default.
             dtype: of the numbers or codes; codes get the scales of each token.
-            n_groups: the scales of a token and head; more than one for 4-bit codes alone.
+            group_size: for 4-bit codes, the adjacent features that share a scale, a power of two that divides head_dim
+                and head_dim_v; None if all features of a token and head share one.
             lengths: int32 ``(batch,)``, which appending changes; new zeros by default.
             rope, overwrites, n_sinks, left_padding: see the class.
             device: torch's default device by default.
@@ -102,7 +104,7 @@ class KVCache:
         lengths = torch.zeros(batch, dtype=torch.int32, device=device) if lengths is None else lengths
         return cls(
             lengths=lengths, rope=rope, overwrites=overwrites, n_sinks=n_sinks, left_padding=left_padding,
-            **_memory((batch, nheads_kv, capacity), (head_dim, head_dim_v), dtype, n_groups, device),
+            **_memory((batch, nheads_kv, capacity), (head_dim, head_dim_v), dtype, group_size, device),
         )  # fmt: skip
 
     @classmethod
@@ -116,7 +118,7 @@ class KVCache:
         head_dim_v: int | None = None,
         *,
         dtype: torch.dtype,
-        n_groups: int = 1,
+        group_size: int | None = None,
         rope: Rope | None = None,
         overwrites: bool = False,
         n_sinks: int = 0,
@@ -134,7 +136,7 @@ class KVCache:
         return cls(
             lengths=lengths, block_table=block_table, rope=rope, overwrites=overwrites, n_sinks=n_sinks,
             left_padding=left_padding,
-            **_memory((n_pages, nheads_kv, page_size), (head_dim, head_dim_v), dtype, n_groups, device),
+            **_memory((n_pages, nheads_kv, page_size), (head_dim, head_dim_v), dtype, group_size, device),
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -187,15 +189,15 @@ class KVCache:
                 continue
             if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
                 raise TypeError(f"{name}: got {_shown(scale)}, allowed is a torch.float32 tensor")
-            per_token = scale.dim() == 4 and scale.shape[:3] == self.k.shape[:3] and _divides(scale.shape[3], head_dim)
+            per_token = scale.dim() == 4 and scale.shape[:3] == self.k.shape[:3] and scale.stride(3) == 1
             is_packed = self.k.dtype == torch.uint8
-            if per_token and (is_packed or scale.shape[3] == 1) and scale.stride(3) == 1:
+            if per_token and (_has_groups(head_dim, scale.shape[3]) if is_packed else scale.shape[3] == 1):
                 continue
             if is_packed or tuple(scale.shape) != tuple(self.k.shape[:2]):
                 raise ValueError(
-                    f"{name}: got shape {tuple(scale.shape)}, allowed are (n_rows, nheads_kv, n_slots, n_groups) = "
-                    f"{(*self.k.shape[:3], 'n_groups')} with a contiguous last dimension (n_groups is 1, or for 4 bits "
-                    f"gives groups of a power of two of the {head_dim} features) and, except for 4 bits, "
+                    f"{name}: got shape {tuple(scale.shape)}, allowed are (n_rows, nheads_kv, n_slots, n) = "
+                    f"{(*self.k.shape[:3], 'n')} with a contiguous last dimension (n is 1, or for 4 bits {head_dim} / "
+                    f"group_size, a power of two) and, except for 4 bits, "
                     f"(n_rows, nheads_kv) = {tuple(self.k.shape[:2])}"
                 )
 
@@ -350,33 +352,41 @@ def _memory(
     shape: tuple[int, int, int],
     head_dims: tuple[int, int | None],
     dtype: torch.dtype,
-    n_groups: int,
+    group_size: int | None,
     device: torch.device | str | None,
 ) -> dict[str, Tensor]:
     """Zeros for k and v of ``(n_rows, nheads_kv, n_slots)``, and for the scales of codes."""
     form = FORMATS.get(dtype)
-    if form is None and n_groups != 1:
-        raise ValueError(f"n_groups: got {n_groups} for {dtype}, allowed is 1, and more for 4-bit codes")
+    per_element = 1 if form is None else form.per_element
+    head_dim = head_dims[0]
+    widths = {"k": head_dim, "v": head_dim if head_dims[1] is None else head_dims[1]}
+    if any(n % per_element for n in widths.values()):
+        raise ValueError(
+            f"head_dim, head_dim_v: got {widths['k']} and {widths['v']}, allowed for {dtype} are multiples of "
+            f"{per_element}"
+        )
+    if group_size is not None and (per_element == 1 or not all(_divides(group_size, n) for n in widths.values())):
+        raise ValueError(
+            f"group_size: got {group_size} for {dtype}, head_dim {widths['k']} and head_dim_v {widths['v']}, allowed "
+            "are None and, for torch.uint8, powers of two from 2 on that divide both"
+        )
     found = {}
-    for name, own in (("k", head_dims[0]), ("v", head_dims[0] if head_dims[1] is None else head_dims[1])):
-        per_element = 1 if form is None else form.per_element
-        if own % per_element or not _divides(n_groups, own):
-            raise ValueError(
-                f"head_dim, n_groups: got {own} and {n_groups}, allowed are multiples of {per_element}, and 1 or "
-                "groups of a power of two of features"
-            )
-        found[name] = torch.zeros(*shape, own // per_element, dtype=dtype, device=device)
+    for name, n in widths.items():
+        found[name] = torch.zeros(*shape, n // per_element, dtype=dtype, device=device)
         if form is not None:
-            found[f"{name}_scale"] = torch.zeros(*shape, n_groups, dtype=torch.float32, device=device)
+            n_scales = 1 if group_size is None else n // group_size
+            found[f"{name}_scale"] = torch.zeros(*shape, n_scales, dtype=torch.float32, device=device)
     return found
 
 
-def _divides(n_groups: int, head_dim: int) -> bool:
-    """Whether a head may have that many groups of features."""
-    if n_groups < 1 or head_dim % n_groups:
-        return False
-    size = head_dim // n_groups
-    return n_groups == 1 or (size > 1 and size & (size - 1) == 0)
+def _divides(group_size: int, head_dim: int) -> bool:
+    """Whether groups of that many features may have scales of their own."""
+    return group_size > 1 and group_size & (group_size - 1) == 0 and head_dim % group_size == 0
+
+
+def _has_groups(head_dim: int, n: int) -> bool:
+    """Whether the features of a head may have `n` scales."""
+    return n == 1 or (n > 1 and head_dim % n == 0 and _divides(head_dim // n, head_dim))
 
 
 def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Tensor:

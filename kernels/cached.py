@@ -132,7 +132,7 @@ def load_cached(
         numbers = tl.reshape(tl.join(low, high), (keys.shape[0], BLOCK_D))
         if scale.GROUP > 0:
             N_GROUPS: tl.constexpr = BLOCK_D // scale.GROUP
-            groups = tl.arange(0, N_GROUPS)
+            groups = FIRST // scale.GROUP + tl.arange(0, N_GROUPS)
             ptrs = slot_pointers(scale, head_kv, row, slots)[:, None] + groups[None, :]
             factors = tl.load(ptrs, mask=exists[:, None] & (groups * scale.GROUP < HEAD_DIM)[None, :], other=0.0)
             numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]
@@ -219,7 +219,7 @@ def cache_arguments(
         k, v: its memory, ``(n_rows, nheads_kv, n_slots, ...)``.
         table, rows, left_padding: int32 ``(batch, max_pages)``, ``(batch,)`` and ``(batch,)``, or None.
         n_sinks: the slots before a ring; -1 if nothing is overwritten.
-        scales: those of keys and of values, ``(n_rows, nheads_kv, n_slots, n_groups)`` or ``(n_rows, nheads_kv)``.
+        scales: those of keys and of values, ``(n_rows, nheads_kv, n_slots, n)`` or ``(n_rows, nheads_kv)``.
     """
     n_slots = k.shape[2] * (1 if table is None else table.shape[1])
     return CacheArguments(
@@ -244,7 +244,7 @@ def _scales(scale: torch.Tensor | None, head_dim: int) -> Scales | None:
     """Scales for a kernel; if there are several for each token, codes have 4 bits, and a head `head_dim` of them."""
     if scale is None:
         return None
-    n_groups, stride_s = (scale.shape[3], scale.stride(2)) if scale.dim() == 4 else (1, 0)
-    group = 0 if n_groups == 1 else head_dim // n_groups
+    n, stride_s = (scale.shape[3], scale.stride(2)) if scale.dim() == 4 else (1, 0)
+    group = 0 if n == 1 else head_dim // n
     is_given = tl.constexpr(scale.dim() == 2)
     return Scales(scale, scale.stride(0), scale.stride(1), stride_s, tl.constexpr(group), is_given)

@@ -346,7 +346,7 @@ def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], 
     n_pages = -(-seqlen_k // PAGE)
     table = torch.zeros(batch, n_pages, dtype=torch.int32)
     dtype = next((x for name, x in CODES.items() if name in features), k.dtype)
-    n_groups = head_dim // GROUP if "int4" in features else 1
+    group_size = GROUP if "int4" in features else None
     rope = options.pop("rope")
     lengths = torch.full((batch,), seqlen_k - q.shape[2], dtype=torch.int32)
     if "latent" in features:
@@ -357,7 +357,7 @@ def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], 
             attention(q, cache=cache, return_lse=True, backend="triton", **options)
         return
     cache = KVCache.paged(
-        table, n_pages, PAGE, nheads_kv, head_dim, dtype=dtype, n_groups=n_groups, lengths=lengths,
+        table, n_pages, PAGE, nheads_kv, head_dim, dtype=dtype, group_size=group_size, lengths=lengths,
         rope=rope if "rope" in features else None,
     )  # fmt: skip
     with torch.no_grad():

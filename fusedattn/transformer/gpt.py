@@ -136,7 +136,7 @@ class GPTModel(nn.Module):
         capacity: int | None = None,
         *,
         dtype: torch.dtype | None = None,
-        n_groups: int = 1,
+        group_size: int | None = None,
         left_padding: Tensor | None = None,
     ) -> ModelCache:
         """An empty cache, contiguous in every layer, on the device of the model.
@@ -145,13 +145,13 @@ class GPTModel(nn.Module):
             batch: the number of sequences.
             capacity: the tokens that each has room for; by default the ``max_len`` of the model.
             dtype: of the numbers or codes of keys and values; by default that of the projections.
-            n_groups, left_padding: as in :meth:`fusedattn.KVCache.contiguous`.
+            group_size, left_padding: as in :meth:`fusedattn.KVCache.contiguous`.
         """
         contiguous = functools.partial(
             KVCache.contiguous,
             batch,
             capacity=self.max_len if capacity is None else capacity,
-            n_groups=n_groups,
+            group_size=group_size,
             left_padding=left_padding,
             device=self.embedding.weight.device,
         )
@@ -164,17 +164,17 @@ class GPTModel(nn.Module):
         page_size: int,
         *,
         dtype: torch.dtype | None = None,
-        n_groups: int = 1,
+        group_size: int | None = None,
         left_padding: Tensor | None = None,
     ) -> ModelCache:
         """An empty cache of ``n_pages`` pages of ``page_size`` tokens in every layer.
 
         Args:
             block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in all layers.
-            dtype, n_groups, left_padding: as in :meth:`make_cache`.
+            dtype, group_size, left_padding: as in :meth:`make_cache`.
         """
         paged = functools.partial(
-            KVCache.paged, block_table, n_pages, page_size, n_groups=n_groups, left_padding=left_padding
+            KVCache.paged, block_table, n_pages, page_size, group_size=group_size, left_padding=left_padding
         )
         return self._cache(paged, block_table.shape[0], dtype)
 

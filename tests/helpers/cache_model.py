@@ -82,10 +82,10 @@ def cache_in(
     """
     size, draw = pages_of(layout), random.Random(0)
     sizes = nheads_kv, head_dim, head_dim_v
-    n_groups = options.pop("n_groups", 1)
+    group_size = options.pop("group_size", None)
     if size is None:
         cache = KVCache.contiguous(
-            batch + 2, nheads_kv, tokens, head_dim, head_dim_v, dtype=dtype, n_groups=n_groups, device=device
+            batch + 2, nheads_kv, tokens, head_dim, head_dim_v, dtype=dtype, group_size=group_size, device=device
         )
         lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         rows = torch.tensor(draw.sample(range(batch + 2), batch), dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ def cache_in(
         for i, most in enumerate(used or ()):
             for j in range(-(-most // size), width):
                 table[i, j] = draw.choice(GARBAGE)
-        cache = KVCache.paged(table, batch * width + 3, size, *sizes, dtype=dtype, n_groups=n_groups)
+        cache = KVCache.paged(table, batch * width + 3, size, *sizes, dtype=dtype, group_size=group_size)
     moved = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
     for name, x in moved.items():
         if x is not None:

@@ -8,15 +8,15 @@ from torch import Tensor
 from fusedattn import KVCache, reference_cached, testing
 from fusedattn.options import Options, Packed
 
-FORMATS: dict[str, tuple[torch.dtype, int, bool]] = {  # dtype of the codes, groups of a token, given scales
-    "e4m3": (torch.float8_e4m3fn, 1, False),
-    "e5m2": (torch.float8_e5m2, 1, False),
-    "int8": (torch.int8, 1, False),
-    "int4": (torch.uint8, 1, False),
+FORMATS: dict[str, tuple[torch.dtype, int | None, bool]] = {  # dtype of the codes, group_size, given scales
+    "e4m3": (torch.float8_e4m3fn, None, False),
+    "e5m2": (torch.float8_e5m2, None, False),
+    "int8": (torch.int8, None, False),
+    "int4": (torch.uint8, None, False),
     "int4, groups of 4": (torch.uint8, 4, False),
-    "e4m3, given": (torch.float8_e4m3fn, 1, True),
-    "e5m2, given": (torch.float8_e5m2, 1, True),
-    "int8, given": (torch.int8, 1, True),
+    "e4m3, given": (torch.float8_e4m3fn, None, True),
+    "e5m2, given": (torch.float8_e5m2, None, True),
+    "int8, given": (torch.int8, None, True),
 }
 NUMBERS = "numbers"
 

@@ -33,10 +33,10 @@ def filled(
         options: of the cache.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    dtype, group, given = FORMATS.get(form, (q.dtype, 1, False))
+    dtype, group, given = FORMATS.get(form, (q.dtype, None, False))
     cache = cache_in(
         layout, k.shape[0], k.shape[2], k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=str(q.device),
-        used=lengths, n_groups=k.shape[3] // group if group > 1 else 1,
+        used=lengths, group_size=group,
     )  # fmt: skip
     assert cache.capacity == k.shape[2]
     if given:

@@ -110,12 +110,12 @@ def solve(problem: CacheProblem) -> tuple[dict[str, Ratios], dict[str, Counters]
 
 
 def _empty(problem: CacheProblem, generator: torch.Generator) -> KVCache:
-    codes, group, given = FORMATS.get(problem.form, (problem.dtype_of_q, 1, False))
+    codes, group, given = FORMATS.get(problem.form, (problem.dtype_of_q, None, False))
     pages = 3 if problem.ring else PAGES
     order = torch.randperm(BATCH * pages + 1, generator=generator)[: BATCH * pages]
     cache = KVCache.paged(
         order.int().view(BATCH, pages), BATCH * pages + 1, PAGE, HEADS, HEAD_DIM, dtype=codes,
-        n_groups=HEAD_DIM // group if group > 1 else 1, overwrites=problem.ring, n_sinks=4 if problem.ring else 0,
+        group_size=group, overwrites=problem.ring, n_sinks=4 if problem.ring else 0,
         rope=Rope.from_theta(HEAD_DIM, 256) if problem.rotated else None,
     )  # fmt: skip
     if given:

@@ -148,8 +148,8 @@ def test_changes_of_a_cache():
     torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("dtype", "n_groups", "bound"), [(torch.int8, 1, 0.02), (torch.uint8, 2, 0.3)])
-def test_codes(dtype, n_groups, bound, seen):
+@pytest.mark.parametrize(("dtype", "group_size", "bound"), [(torch.int8, None, 0.02), (torch.uint8, 8, 0.3)])
+def test_codes(dtype, group_size, bound, seen):
     """Logits near those without codes, in a cache that holds no numbers."""
     model = make(LLAMA, torch.float32)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_codes(dtype, n_groups, bound, seen):
             p.mul_(5.0) if p.dim() == 2 else None
     ids, real = padded("left")
     want = in_steps(model, ids, real, DynamicCache())
-    cache = PreallocatedCache(CAPACITY, dtype=dtype, n_groups=n_groups)
+    cache = PreallocatedCache(CAPACITY, dtype=dtype, group_size=group_size)
     got = in_steps(fuse(model, backend=QUICK), ids, real, cache)
     assert all(x.k.dtype == dtype for x in seen)
     error = (got - want)[real.bool()].abs().max() / want.std()

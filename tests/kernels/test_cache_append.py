@@ -29,11 +29,8 @@ def checked() -> Any:
 
 def new_cache(layout: str, n: int, batch: int, form: str, dtype: torch.dtype, **options: Any) -> KVCache:
     """An empty cache for `n` tokens of each sequence, whose memory is no number."""
-    codes, group, given = FORMATS.get(form, (dtype, 1, False))
-    widths = (24, 24) if group > 1 else (DIM, DIM_V)  # as many groups as no power of two
-    cache = cache_in(
-        layout, batch, n, HEADS, *widths, dtype=codes, device=DEVICE, n_groups=24 // group if group > 1 else 1
-    )
+    codes, group, given = FORMATS.get(form, (dtype, None, False))
+    cache = cache_in(layout, batch, n, HEADS, DIM, DIM_V, dtype=codes, device=DEVICE, group_size=group)
     if given:
         scales = 0.1 + torch.rand(2, *cache.k.shape[:2], device=DEVICE) / 50
         cache = replace(cache, k_scale=scales[0].contiguous(), v_scale=scales[1].contiguous())

@@ -77,6 +77,7 @@ READ = (
     Fault(CACHED, "tl.reshape(tl.join(low, high), (keys.shape[0], BLOCK_D))", "tl.reshape(tl.join(high, low), (keys.shape[0], BLOCK_D))", "int4: the halves of an element exchanged", FORMS),
     Fault(CACHED, "high = (codes >> 4).to(tl.float32) - 8.0", "high = (codes >> 4).to(tl.float32) - 7.0", "int4: odd features are one code too large", FORMS),
     Fault(CACHED, "[:, None] + groups[None, :]\n", "[:, None] + 0 * groups[None, :]\n", "int4: the scale of the first group for all", READ_ONCE),
+    Fault(CACHED, "groups = FIRST // scale.GROUP + tl.arange(0, N_GROUPS)", "groups = tl.arange(0, N_GROUPS)", "int4: scales of the first features for those behind the 512th", "tests/public/test_cache_codes.py -k groups_of_keys"),
     Fault(CACHED, "(groups * scale.GROUP < HEAD_DIM)[None, :]", "(groups >= 0)[None, :]", "int4: scales behind the last group are read", READ_ONCE),
     Fault(CACHED, "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * factors[:, :, None]", "numbers = tl.reshape(numbers, (keys.shape[0], N_GROUPS, scale.GROUP)) * (1.0 + 0.0 * factors)[:, :, None]", "int4: codes of groups without their scales", FORMS),
     Fault(CACHED, "factors = tl.load(slot_pointers(scale, head_kv, row, slots)", "factors = tl.load(slot_pointers(scale, 0, row, slots)", "scales of the first head for all", READ_ONCE),

@@ -51,6 +51,5 @@ FAULTS = (
     Fault(CACHED, 'torch.autocast("cpu", enabled=False)', 'torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu"))', "decoding on a CPU: autocast rounds scores", f"{ON_CPU} -k autocast"),
     Fault(NUMBERS, ".max() == 0x7F", ".max() > 0x7F", "numbers of codes: a NaN of e4m3 is 480", CODES),
     Fault(NUMBERS, "bits.bitwise_and_(~0x4000)", "bits", "numbers of codes: a negative e4m3", f"{ON_CPU} -k other_dtypes"),
-    Fault(NUMBERS, "width % n_groups", "False", "numbers of codes: groups of an odd number of features", CODES),
     Fault(NUMBERS, "if dtype == torch.float64:", "if False:", "numbers of codes: scales of float64 are rounded later", CODES),
 )  # fmt: skip

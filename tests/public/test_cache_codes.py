@@ -27,7 +27,7 @@ from tests.helpers.cache_model import (
 )
 
 CODES = tuple(LARGEST)
-GROUPS = {torch.uint8: (1, 2, 4, DIM // 2)}
+GROUPS = {torch.uint8: (None, 8, 4, 2)}  # group sizes
 EIGHT_BITS = CODES[:3]
 
 backends = pytest.mark.parametrize("backend", CACHED)
@@ -97,12 +97,12 @@ def test_codes_of_hard_numbers(dtype, backend):
 @codes
 @backends
 def test_codes_of_tokens(dtype, source, backend):
-    """In every layout and number of groups, for tokens of any size."""
+    """In every layout and group size, for tokens of any size."""
     device = device_of(backend)
     for layout in LAYOUTS:
-        for n_groups in GROUPS.get(dtype, (1,)):
-            cache = cache_in(layout, 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
-            k, v = (x[..., :DIM].to(source) for x in tokens(18, torch.float32, (2,)))
+        for group_size in GROUPS.get(dtype, (None,)):
+            cache = cache_in(layout, 2, 20, dtype=dtype, group_size=group_size, device=device)
+            k, v = (x.to(source) for x in tokens(18, torch.float32, (2,)))
             k = k * torch.logspace(-4, 4, 18).to(source)[:, None]
             caches.append(cache, k.to(device), v.to(device), backend=backend)
             rows, slots = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
@@ -206,28 +206,51 @@ def test_attention_to_codes(dtype, given, layout, source, seqlen_q, backend):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n_groups", "source"),
+    ("dtype", "group_size", "source"),
     [
-        *((torch.uint8, n_groups, torch.float32) for n_groups in (1, 2, DIM // 2)),
-        *((dtype, 1, torch.float64) for dtype in CODES),
-        (torch.uint8, 2, torch.float64),
+        *((torch.uint8, group_size, torch.float32) for group_size in (None, 8, 2)),
+        *((dtype, None, torch.float64) for dtype in CODES),
+        (torch.uint8, 8, torch.float64),
     ],
     ids=lambda x: str(x).rpartition(".")[2],
 )
 @backends
-def test_attention_to_groups(dtype, n_groups, source, backend):
+def test_attention_to_groups(dtype, group_size, source, backend):
     """Eager numbers in float64 are those of the cache, products in float32; the kernels' are exact with one group."""
     device = device_of(backend)
-    cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, n_groups=n_groups, device=device)
+    cache = cache_in("contiguous", 2, 20, HEADS, DIM, DIM, dtype=dtype, group_size=group_size, device=device)
     k, v = torch.randn(2, HEADS, 19, DIM), torch.randn(2, HEADS, 19, DIM)
     caches.append(cache, k.to(device), v.to(device), backend=backend)
     q = torch.randn(2, HEADS_Q, 1, DIM).to(source)
     out, lse = attention(q.to(device), cache=cache, return_lse=True, backend=backend)
     for i in range(2):
         rows = slice(i, i + 1)
-        rounds = source == torch.float64 and (backend == "torch" or n_groups > 1)
+        rounds = source == torch.float64 and (backend == "torch" or group_size is not None)
         own = [x.float() if rounds else x for x in decoded(cache, i, 19)]
         assert_results([(out[rows], lse[rows])], q[rows], *own, f"sequence {i}")
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("head_dims", [(64, 32), (64, 128), (576, 512)], ids=str)
+@backends
+def test_groups_of_keys_and_of_values(head_dims, group_size, backend):
+    """Features that share a scale are as many in both; values then have another number of scales than keys."""
+    device, n = device_of(backend), 19
+    cache = cache_in("pages of 16", 2, n, HEADS, *head_dims, dtype=torch.uint8, group_size=group_size, device=device)
+    for scale, head_dim in zip((cache.k_scale, cache.v_scale), head_dims, strict=True):
+        assert scale.shape[3] == head_dim // group_size
+    k, v = (torch.randn(2, HEADS, n, d) * 4.0 ** (torch.arange(d) // group_size % 3) for d in head_dims)
+    caches.append(cache, k.to(device), v.to(device), backend=backend)
+    for i, t in ((0, 0), (1, n - 1)):
+        row, slot = (x[i, t].item() for x in cache.place(torch.arange(n, device=device).expand(2, n)))
+        for x, codes, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+            assert_codes(x[i, 1, t], codes[row, 1, slot].cpu(), scale[row, 1, slot].cpu())
+    for seqlen_q in (1, 20):
+        q = torch.randn(2, HEADS_Q, seqlen_q, head_dims[0]) / 8
+        out, lse = attention(q.to(device), cache=cache, return_lse=True, backend=backend)
+        for i in range(2):
+            rows = slice(i, i + 1)
+            assert_results([(out[rows], lse[rows])], q[rows], *decoded(cache, i, n), f"sequence {i}")
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,19 @@ def test_building(name):
     ("options", "error", "start"),
     [
         ({"dtype": torch.int32}, TypeError, "k: got torch.int32"),
-        ({"dtype": torch.float32, "n_groups": 2}, ValueError, "n_groups: got 2 for torch.float32"),
-        ({"dtype": torch.uint8, "n_groups": 3}, ValueError, "head_dim, n_groups: got 16 and 3"),
-        ({"dtype": torch.uint8, "n_groups": 0}, ValueError, "head_dim, n_groups: got 16 and 0"),
-        ({"dtype": torch.uint8, "head_dim_v": 9}, ValueError, "head_dim, n_groups: got 9 and 1"),
-        ({"dtype": torch.int8, "n_groups": 2}, ValueError, "k_scale: got shape (2, 2, 8, 2)"),
+        ({"dtype": torch.float32, "group_size": 16}, ValueError, "group_size: got 16 for torch.float32"),
+        ({"dtype": torch.uint8, "group_size": 3}, ValueError, "group_size: got 3 for torch.uint8, head_dim 16"),
+        ({"dtype": torch.uint8, "group_size": 0}, ValueError, "group_size: got 0"),
+        ({"dtype": torch.uint8, "group_size": 1}, ValueError, "group_size: got 1"),
+        ({"dtype": torch.uint8, "group_size": 32}, ValueError, "group_size: got 32"),
+        (
+            {"dtype": torch.uint8, "head_dim_v": 24, "group_size": 16},
+            ValueError,
+            "group_size: got 16 for torch.uint8, head_dim 16 and head_dim_v 24, allowed are None and, for torch.uint8, "
+            "powers of two from 2 on that divide both",
+        ),
+        ({"dtype": torch.uint8, "head_dim_v": 9}, ValueError, "head_dim, head_dim_v: got 16 and 9"),
+        ({"dtype": torch.int8, "group_size": 8}, ValueError, "group_size: got 8 for torch.int8"),
         ({"dtype": torch.float32, "lengths": ints(0)}, ValueError, "left_padding: got shape (2,)"),
     ],
 )

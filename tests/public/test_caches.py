@@ -353,11 +353,8 @@ def test_nothing(batch, backend):
 def test_growing(capacity, dtype, backend):
     """The memory doubles when it is full, or more if that is too little; tokens and scales stay."""
     device = device_of(backend)
-    n_groups = 1
-    growing = caches.GrowingCache(
-        2, HEADS, DIM, DIM_V, dtype=dtype, capacity=capacity, n_groups=n_groups, device=device
-    )
-    fixed = caches.KVCache.contiguous(2, HEADS, 40, DIM, DIM_V, dtype=dtype, n_groups=n_groups, device=device)
+    growing = caches.GrowingCache(2, HEADS, DIM, DIM_V, dtype=dtype, capacity=capacity, device=device)
+    fixed = caches.KVCache.contiguous(2, HEADS, 40, DIM, DIM_V, dtype=dtype, device=device)
     capacities = []
     for n in (2, 1, 1, 9, 1):
         k, v = (x.to(device) for x in tokens(n, torch.float32, (2,)))

@@ -93,8 +93,6 @@ class _Memory:
     def of_pairs(self, codes: Tensor, factors: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes of 4 bits; their factors are applied if there is more than one for a token."""
         width, n_groups = codes.shape[3], factors.shape[3]
-        if n_groups > 1 and width % n_groups:  # groups of an odd number of features
-            return split_pairs(dequantised(codes, factors)), None
         numbers = self._of_shape((*codes.shape[:3], 2 * width))
         numbers[..., :width] = codes & 15
         numbers[..., width:] = codes >> 4

@@ -29,11 +29,11 @@ class PreallocatedCache(Cache):
     Args:
         max_cache_len: the tokens of a sequence that there is room for.
         dtype: of the codes, as for :meth:`fusedattn.KVCache.contiguous`; None stores keys and values as they are.
-        n_groups: likewise.
+        group_size: likewise.
     """
 
-    def __init__(self, max_cache_len: int, *, dtype: torch.dtype | None = None, n_groups: int = 1) -> None:
-        make = functools.partial(PreallocatedLayer, max_cache_len, dtype, n_groups)
+    def __init__(self, max_cache_len: int, *, dtype: torch.dtype | None = None, group_size: int | None = None) -> None:
+        make = functools.partial(PreallocatedLayer, max_cache_len, dtype, group_size)
         super().__init__(layer_class_to_replicate=make)
 
 
@@ -48,11 +48,11 @@ class PreallocatedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, max_cache_len: int, dtype: torch.dtype | None = None, n_groups: int = 1) -> None:
+    def __init__(self, max_cache_len: int, dtype: torch.dtype | None = None, group_size: int | None = None) -> None:
         super().__init__()
         self.max_cache_len = max_cache_len
         self.code_dtype = dtype
-        self.n_groups = n_groups
+        self.group_size = group_size
         self.cache: KVCache | None = None
         self.length = 0
 
@@ -70,7 +70,7 @@ class PreallocatedLayer(CacheLayerMixin):
             head_dim,
             value_states.shape[3],
             dtype=self.code_dtype or key_states.dtype,
-            n_groups=self.n_groups,
+            group_size=self.group_size,
             device=key_states.device,
         )
         self.is_initialized = True
