@@ -27,8 +27,13 @@ def append(
 ) -> None:
     """Append tokens to the sequences of a cache, in place: rotate, quantise and store their keys and values.
 
-    On a GPU this is one kernel; it waits for nothing, and may be captured in a CUDA graph. Without `counted`, the
-    lengths are increased before it.
+    On a GPU this is one kernel; it waits for nothing and allocates nothing. Without `counted`, ``cache.lengths`` is
+    increased in place before it, whoever made this tensor.
+
+    A CUDA graph may capture it. Replays advance: each adds to the lengths that it finds, and appends what k and v then
+    hold. Capturing itself runs nothing, so the lengths stay. With `counted`, the graph has to contain the increase,
+    ``cache.lengths.add_(n)``, once for all layers. Nothing in a graph notices that the cache is full: count the replays
+    on the host; tokens without a place are left out.
 
     Args:
         cache: the cache. Its lengths change, unless they are `counted`.

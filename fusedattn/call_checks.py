@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedattn.biases import Bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
-from fusedattn.options import Packed
+from fusedattn.options import Packed, lengths_of
 from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -298,16 +298,18 @@ def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = Non
     _check_device("mask", mask.tensors(), q)
 
 
-def check_rope(rope: Rope, q: Tensor, seqlen_k: int, packed: Packed | None = None, kept: Tensor | None = None) -> None:
+def check_rope(
+    rope: Rope, q: Tensor, seqlen_k: int, packed: Packed | None = None, cache: KVCache | None = None
+) -> None:
     """Raise TypeError or ValueError unless the tables and positions fit the shapes and lie on the device of q."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope: got {type(rope).__name__}, allowed are fusedattn.Rope and None")
     batch, _, seqlen_q, head_dim = q.shape
     rope.check_shapes(batch, seqlen_q, seqlen_k, head_dim)
-    if packed is None and kept is None:
+    if packed is None and (cache is None or q.device.type != "cpu"):
         rope.check_lengths(seqlen_q, seqlen_k)
     elif can_read(q):
-        for length_q, length_k in zip(_lengths_q(q, packed), _lengths_k(packed, kept), strict=False):
+        for length_q, length_k in zip(_lengths_q(q, packed), _lengths_k(packed, cache), strict=False):
             rope.check_lengths(length_q, length_k)
     # sin is on the device of cos.
     for name, x in (("cos", rope.cos), ("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
@@ -316,14 +318,14 @@ def check_rope(rope: Rope, q: Tensor, seqlen_k: int, packed: Packed | None = Non
 
 
 def _lengths_q(q: Tensor, packed: Packed | None) -> Iterable[int]:
-    return itertools.repeat(q.shape[2]) if packed is None else packed.cu_seqlens_q.diff().tolist()
+    return itertools.repeat(q.shape[2]) if packed is None else lengths_of(packed.cu_seqlens_q)
 
 
-def _lengths_k(packed: Packed | None, kept: Tensor | None) -> list[int]:
-    """The numbers of keys; `kept` are those in a cache."""
-    if kept is not None:
-        return kept.tolist()
-    return [] if packed is None or packed.cu_seqlens_k is None else packed.cu_seqlens_k.diff().tolist()
+def _lengths_k(packed: Packed | None, cache: KVCache | None) -> list[int]:
+    """The numbers of keys."""
+    if cache is not None:
+        return cache.kept().tolist()
+    return [] if packed is None or packed.cu_seqlens_k is None else lengths_of(packed.cu_seqlens_k)
 
 
 def check_bias(bias: Bias, q: Tensor, seqlen_k: int, packed: Packed | None = None) -> None:

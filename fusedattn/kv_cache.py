@@ -6,6 +6,7 @@ they define what a cache holds. The kernels read and write the same memory direc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class KVCache:
             ``head_dim / 2`` of them. Any strides whose last is 1.
         v: ``(n_rows, nheads_kv, n_slots, head_dim_v)``, dtype and device of k. It may be a view of the first features
             of k, as in multi-head latent attention.
-        lengths: int32 ``(batch,)``: the tokens of each sequence.
+        lengths: int32 ``(batch,)``: the tokens of each sequence, changed in place when tokens are appended.
         block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in order, ``n_slots`` tokens each.
             Entries for pages that a sequence does not reach may be anything.
         rows: int32 ``(batch,)``: the row of each sequence, all different if it is appended to; the first rows by
@@ -326,26 +327,29 @@ class KVCache:
                 scale[at] = scales_of(own, cached.dtype, scale.shape[3])
                 cached[at] = quantised(own, scale[at], cached.dtype)
 
-    def check_values(self, n_new: Tensor | int = 0) -> None:
-        """Raise ValueError if a token has no place, or a sequence has fewer than its `n_new` tokens.
+    def check_values(self, n_new: Sequence[int] | None = None, *, counted: bool = True) -> None:
+        """Raise ValueError if a token has no place, or a sequence has fewer than its new tokens.
 
         Reads tensors, and so waits for a GPU.
+
+        Args:
+            n_new: the new tokens of each sequence; none by default.
+            counted: `lengths` counts them.
         """
-        if self.batch == 0:
-            return
-        if (self.lengths < n_new).any():
-            raise ValueError(
-                f"lengths: got {self.lengths.tolist()}, allowed are those that count the new tokens, {n_new}"
-            )
-        if not self.overwrites and (self.lengths > self.capacity).any():
-            raise ValueError(
-                f"lengths: got {int(self.lengths.max())}, allowed are 0 .. {self.capacity}: the cache is full"
-            )
+        lengths = self.lengths.tolist()
+        n_new = [0] * len(lengths) if n_new is None else n_new
+        if not counted:
+            lengths = [length + n for length, n in zip(lengths, n_new, strict=True)]
+        if any(length < n for length, n in zip(lengths, n_new, strict=True)):
+            raise ValueError(f"lengths: got {lengths}, allowed are those that count the new tokens, {list(n_new)}")
+        if not self.overwrites and max(lengths, default=0) > self.capacity:
+            raise ValueError(f"lengths: got {max(lengths)}, allowed are 0 .. {self.capacity}: the cache is full")
         if self.block_table is not None:
-            pages = torch.arange(self.block_table.shape[1], device=self.k.device) * self.k.shape[2]
-            _check_rows("block_table", self.block_table[pages < self.kept()[:, None]], self.k.shape[0])
+            for pages, length in zip(self.block_table, lengths, strict=True):
+                used = pages[: -(-min(length, self.capacity) // self.k.shape[2])]
+                _check_rows("block_table", used.tolist(), self.k.shape[0])
         if self.rows is not None:
-            _check_rows("rows", self.rows, self.k.shape[0])
+            _check_rows("rows", self.rows.tolist(), self.k.shape[0])
 
 
 def _memory(
@@ -414,6 +418,6 @@ def _check_int32(name: str, x: object, form: str, dim: int, batch: int | None = 
         raise ValueError(f"{name}: got strides {x.stride()}, allowed are any whose last is 1")
 
 
-def _check_rows(name: str, used: Tensor, n_rows: int) -> None:
-    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_rows:
-        raise ValueError(f"{name}: got rows {int(used.min())} .. {int(used.max())}, allowed are 0 .. {n_rows - 1}")
+def _check_rows(name: str, used: list[int], n_rows: int) -> None:
+    if used and not 0 <= min(used) <= max(used) < n_rows:
+        raise ValueError(f"{name}: got rows {min(used)} .. {max(used)}, allowed are 0 .. {n_rows - 1}")

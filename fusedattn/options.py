@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -48,6 +49,11 @@ class Packed:
     def n_sequences(self) -> int:
         """The number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
+
+
+def lengths_of(cu_seqlens: Tensor) -> list[int]:
+    """The lengths of packed sequences; waits for a GPU."""
+    return [stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist())]
 
 
 @dataclass(eq=False)  # not frozen: that would take a fiftieth of a short call

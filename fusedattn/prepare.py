@@ -41,7 +41,7 @@ def prepared(
         TypeError, ValueError, NotImplementedError: as :func:`fusedattn.attention`.
     """
     packed, mask, score_mod, cache = options.packed, options.mask, options.score_mod, options.cache
-    seqlen_k, kept = 0, None
+    seqlen_k = 0
     if cache is None:
         q, k, v = autocast(q, k, v)  # type: ignore[arg-type]
         if isinstance(k, Tensor) and k.dim() == 4:  # any other k is refused below
@@ -49,7 +49,7 @@ def prepared(
     else:
         call_checks.check_cache(cache, q, k, v)
         (q,), k, v = autocast(q), cache.k, cache.v
-        seqlen_k, kept = cache.capacity, cache.kept() if q.device.type == "cpu" else None
+        seqlen_k = cache.capacity
     if packed is not None:
         call_checks.check_packed(packed, q, seqlen_k)
     call_checks.check_backend(backend)
@@ -61,7 +61,7 @@ def prepared(
         call_checks.check_qkv(q, k, v)
     call_checks.check_mask(mask, q, seqlen_k, packed)
     if options.rope is not None:
-        call_checks.check_rope(options.rope, q, seqlen_k, packed, kept)
+        call_checks.check_rope(options.rope, q, seqlen_k, packed, cache)
     if options.bias is not None:
         call_checks.check_bias(options.bias, q, seqlen_k, packed)
     if options.num_splits is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Documents, Mask
-from fusedattn.options import Options
+from fusedattn.options import Options, lengths_of
 from fusedattn.readable import can_read
 from fusedattn.reference_varlen import (
     Attend,
@@ -114,15 +114,15 @@ def check_room(cache: KVCache, k: Tensor, cu_seqlens: Tensor | None, counted: bo
     """
     if not can_read(k):
         return
-    n = torch.full_like(cache.lengths, k.shape[2]) if cu_seqlens is None else cu_seqlens.diff()
-    longer = replace(cache, lengths=cache.lengths if counted else cache.lengths + n)
-    longer.check_values(n)
+    n_new = [k.shape[2]] * cache.batch if cu_seqlens is None else lengths_of(cu_seqlens)
+    cache.check_values(n_new, counted=counted)
     rows, rope = cache.rows, cache.rope
-    if rows is not None and rows.unique().numel() < cache.batch:
+    if rows is not None and len(set(rows.tolist())) < cache.batch:
         raise ValueError(f"rows: got {rows.tolist()}, allowed are different rows for sequences that are appended to")
-    if rope is not None and n.any():
+    if rope is not None and any(n_new):
         rope = rope.at(None, rope.positions_k)
-        rope.check_lengths(0, int(longer.lengths.max()))
+        longest = max(length + (0 if counted else n) for length, n in zip(cache.lengths.tolist(), n_new, strict=True))
+        rope.check_lengths(0, longest)
         rope.check_positions()
 
 

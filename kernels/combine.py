@@ -107,10 +107,12 @@ def attention_combine(
 
 def empty_partials(results: Results, n_splits: int, *, dropped: bool) -> Partials:
     """Uninitialised partials of `n_splits` splits, for `results`, which are tensors."""
-    n_rows, head_dim_v = results.lse.numel(), results.out.shape[3]
+    out = results.out
+    n_rows, head_dim_v = out.shape[:3].numel(), out.shape[3]
+    dtype = torch.promote_types(out.dtype, torch.float32)
 
     def new(*shape: int) -> torch.Tensor:
-        return replay.scratch(results.lse, (n_rows, n_splits, *shape), results.lse.dtype)
+        return replay.scratch(out, (n_rows, n_splits, *shape), dtype)
 
     has_residual = results.rounding_residual is not None
     rounded_sum = new() if has_residual else None

@@ -37,10 +37,7 @@ class OptionalRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of the forward; the last two may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`.
-
-    The tuples, two of which may be None, come last: docs/decisions/0007.
-    """
+    """The results of the forward; all but out may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`."""
 
     lse: Any
     row_max: Any
@@ -52,8 +49,10 @@ class Results(NamedTuple):
     def strided(self) -> "Results":
         """Results that are tensors, as a kernel takes them."""
         residual = None if self.rounding_residual is None else strided(self.rounding_residual)
-        largest = None if self.largest is None else OptionalRows(self.largest)
-        return Results(self.lse, self.row_max, self.row_sum, strided(self.out), residual, largest)
+        lse, row_max, row_sum, largest = (
+            None if x is None else OptionalRows(x) for x in (self.lse, self.row_max, self.row_sum, self.largest)
+        )
+        return Results(lse, row_max, row_sum, strided(self.out), residual, largest)
 
 
 class Partials(NamedTuple):
@@ -107,15 +106,17 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
     else:
         l_i = tl.where(unseen, 1.0, l_i)
     stats = row_offsets(place, rows)
-    if EXACT == 2:
-        lse = fma(m_i, softmax_scale, tl.log(l_i))
-    else:
-        lse = m_i * softmax_scale + tl.log(l_i)
-    tl.store(results.lse + stats, lse, mask=rows.exist)
-    m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-    m_i = tl.where(unseen, float("inf"), m_i)  # a maximum ignores NaN: one of -inf need not be unseen
-    tl.store(results.row_max + stats, m_i, mask=rows.exist)
-    tl.store(results.row_sum + stats, l_i, mask=rows.exist)
+    if results.lse is not None:
+        if EXACT == 2:
+            lse = fma(m_i, softmax_scale, tl.log(l_i))
+        else:
+            lse = m_i * softmax_scale + tl.log(l_i)
+        tl.store(results.lse.ptr + stats, lse, mask=rows.exist)
+    if results.row_max is not None:
+        m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
+        m_i = tl.where(unseen, float("inf"), m_i)  # a maximum ignores NaN: one of -inf need not be unseen
+        tl.store(results.row_max.ptr + stats, m_i, mask=rows.exist)
+        tl.store(results.row_sum.ptr + stats, l_i, mask=rows.exist)
     if results.rounding_residual is not None:
         # Divided by their sum, the rounded weights add up to 1, and the part that all values share passes unchanged,
         # so that the backward can cancel it. With a sink the sum may have no reciprocal.

@@ -316,11 +316,13 @@ def _forward(
     """out, lse and the seed of dropout."""
     seed = draw_seed(q.device) if dropout_p else None
     options = Options(
-        mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed, num_splits=num_splits
-    )
+        mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed, num_splits=num_splits,
+        return_lse=True,
+    )  # fmt: skip
     inputs = _problem(q, keys, options)
     constants = constants_of(options, keep_residual=False)
     out, lse, *_ = ops.forward((*inputs, *_OTHERS), constants)
+    assert lse is not None
     return out, lse, seed
 
 

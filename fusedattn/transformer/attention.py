@@ -160,7 +160,7 @@ class ScaledDotProductAttention(nn.Module):
         """
         _check_cached(q, k, v, cache)
         n, rope = q.shape[2], cache.rope
-        cache.check_values(n)
+        cache.check_values([n] * cache.batch)
         cache.write(k, v, positions=None if rope is None else rope.positions_k)
         if rope is not None:
             positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)

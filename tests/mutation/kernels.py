@@ -85,7 +85,7 @@ FORWARD = (
     Fault(EPILOGUE, "tl.where(unseen[:, None], 0.0, out)", "out", "forward: a NaN value in a row of scores of -inf", "tests/public/test_fuzz.py -k 'contract_holds and inf'"),
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(unseen, 0.0, m_i)", "forward: empty rows get weights in the backward", EMPTY),
     Fault(EPILOGUE, "m_i = tl.where(unseen, float(\"inf\"), m_i)", "m_i = tl.where(m_i == float(\"-inf\"), float(\"inf\"), m_i)", "forward: a row of NaN passes for an empty one", "tests/public/test_masking.py -k all_nan"),
-    Fault(EPILOGUE, "tl.store(results.row_sum + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
+    Fault(EPILOGUE, "tl.store(results.row_sum.ptr + stats, l_i, mask=rows.exist)", "tl.store(results.row_sum.ptr + stats, l_i * 1.01, mask=rows.exist)", "forward: row sums off by 1 %"),
     Fault(EPILOGUE, "l_i / tl.where(rounded_l_i < 2.0**-120, 1.0, rounded_l_i)", "l_i / l_i", "forward: rounding residual without the rounding of the weights", COMMON),
     Fault(EPILOGUE, "encode_residual(acc * exact_factor[:, None], out)", "encode_residual(acc * exact_factor[:, None] * 1.01, out)", "forward: rounding residual off by 1 %", COMMON),
     Fault(FWD, "            strided(v),\n", "            strided(k)._replace(ptr=v),\n", "forward: strides of k for v", STRIDES),

@@ -31,6 +31,7 @@ X = torch.zeros(1)
 ON = tl.constexpr(True)
 
 STRIDED = Strided(X, 1, 1, 1)
+ROWS = OptionalRows(X)
 PAIRS = Pairs(X, 1, 1, 1, 1)
 MASK = MaskArguments(
     HAS_LOWER=ON, HAS_UPPER=ON, BY_PAIR=ON, MAY_HIDE_ROWS=ON, valid_ptr=X, key_range_ptr=X, allowed=PAIRS,
@@ -48,12 +49,12 @@ CACHE = CacheArguments(
     N_SINKS=tl.constexpr(1), PAGE=tl.constexpr(1), FORMAT=tl.constexpr("int4"),
 )  # fmt: skip
 TUPLES: dict[str, tuple[Any, ...]] = {
-    "results": Results(lse=X, row_max=X, row_sum=X, out=STRIDED, rounding_residual=STRIDED, largest=None),
-    "results without a residual": Results(X, X, X, out=STRIDED, rounding_residual=None, largest=None),
-    "results with the largest scores": Results(
-        X, X, X, out=STRIDED, rounding_residual=STRIDED, largest=OptionalRows(X)
-    ),
-    "results with these alone": Results(X, X, X, out=STRIDED, rounding_residual=None, largest=OptionalRows(X)),
+    "results": Results(lse=ROWS, row_max=ROWS, row_sum=ROWS, out=STRIDED, rounding_residual=STRIDED, largest=None),
+    "results without a residual": Results(ROWS, ROWS, ROWS, out=STRIDED, rounding_residual=None, largest=None),
+    "results of a cache": Results(None, None, None, out=STRIDED, rounding_residual=None, largest=None),
+    "results of a cache, with lse": Results(ROWS, None, None, out=STRIDED, rounding_residual=None, largest=None),
+    "results with the largest scores": Results(ROWS, ROWS, ROWS, out=STRIDED, rounding_residual=STRIDED, largest=ROWS),
+    "results with these alone": Results(ROWS, ROWS, ROWS, out=STRIDED, rounding_residual=None, largest=ROWS),
     "partials": Partials(X, X, X, X, None),
     "mask": MASK,
     "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),

@@ -50,7 +50,7 @@ class DirectAttention(_Differentiable):
     """For calls outside any transform: torch's support for transforms takes longer than a short call."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         *inputs, constants, ctx.eager = args
         out, lse, row_max, row_sum, rounding_residual, largest = ops.forward(inputs, constants)
         of_constants, ctx.numbers = constants.split()
@@ -186,8 +186,11 @@ def _vmap_by_loop(function: Callable[..., Any], n: int, in_dims: Sequence[Any], 
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(out, lse, largest)`` by the Triton kernels, out and lse differentiable; largest may be None."""
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(out, lse, largest)`` by the Triton kernels, out and lse differentiable.
+
+    lse may be None with a cache, and largest, if they are not asked for.
+    """
     bias, sinks = options.bias, options.sinks
     added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)
     relative = None if bias is None or bias.relative is None else four_dimensional(bias.relative)

@@ -218,7 +218,7 @@ def _score(
 def forward(inputs: Sequence[Tensor | None], constants: Constants) -> results.ForwardResults:
     """``(out, lse, row_max, row_sum, rounding_residual, largest)``; the arguments and results are the operator's.
 
-    rounding_residual is None if it is not kept, largest if it is not asked for.
+    A result that is not needed is None (:func:`fusedattn.backends.triton.results.of_forward`).
     """
     q, _, v, *_ = inputs
     assert q is not None

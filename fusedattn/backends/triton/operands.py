@@ -60,7 +60,7 @@ class ConstantSizes(NamedTuple):
 
     `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
     -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already. `return_max` is 1 if the
-    forward returns largest scores.
+    forward returns largest scores, `return_lse` 0 if it need not return lse, which only attention to a cache can omit.
     """
 
     lower_start: int = -NO_BOUND
@@ -78,6 +78,7 @@ class ConstantSizes(NamedTuple):
     n_sinks: int = -1
     rotated: int = 0
     return_max: int = 0
+    return_lse: int = 1
 
 
 class AppendTensors(NamedTuple):
@@ -235,6 +236,7 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         num_splits=options.num_splits or 0,
         n_sinks=cache.n_sinks if cache is not None and cache.overwrites else -1,
         rotated=int(cache is not None and cache.rope is not None),
+        return_lse=int(cache is None or options.return_lse),
     )
     return Constants(
         tensors=tensors,

@@ -38,7 +38,8 @@ def attention_fwd(
     """``(out, lse, row_max, row_sum, rounding_residual, largest)`` by the Triton kernels.
 
     row_max, row_sum and rounding_residual are for the backward. rounding_residual is empty unless `keep_residual` is
-    True and the inputs have 16 bits; largest is empty unless it is asked for in `sizes`. `bias` and `relative` have
+    True and the inputs have 16 bits; largest is empty unless it is asked for in `sizes`. With a cache, row_max and
+    row_sum are empty, and lse unless it is asked for in `sizes`. `bias` and `relative` have
     four dimensions, `slopes` two, and `learned`, the args of the score function with a gradient, one; `sinks` are
     float32 or float64. :meth:`Constants.flat` makes the arguments from `tensors` on.
     """
@@ -57,12 +58,11 @@ def _attention_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[
 
 def _or_empty(found: results.ForwardResults) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of a forward, with empty tensors for those that are None: an operator returns tensors."""
-    *of_rows, rounding_residual, largest = found
-    lse = of_rows[1]
-    return (  # type: ignore[return-value]
-        *of_rows,
-        lse.new_empty(0, dtype=torch.int8) if rounding_residual is None else rounding_residual,
-        lse.new_empty(0) if largest is None else largest,
+    out = found[0]
+    of_rows = torch.promote_types(out.dtype, torch.float32)
+    dtypes = (out.dtype, of_rows, of_rows, of_rows, torch.int8, of_rows)
+    return tuple(  # type: ignore[return-value]
+        out.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(found, dtypes, strict=True)
     )
 
 

@@ -35,32 +35,31 @@ def features_of(x: Tensor) -> int:
     return x.shape[3] * (2 if x.dtype == torch.uint8 else 1)
 
 
-ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+# out, lse, row_max, row_sum, rounding_residual, largest
+ForwardResults = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def of_forward(q: Tensor, v: Tensor, constants: Constants) -> ForwardResults:
     """(out, lse, row_max, row_sum, rounding_residual, largest).
 
-    rounding_residual is None unless it is asked for, in 16 bits; largest is None unless it is asked for.
+    A result that is not needed is None: rounding_residual unless it is asked for, in 16 bits; largest unless it is
+    asked for; with a cache, which has no gradients, row_max and row_sum, and lse unless it is asked for.
     """
-    batch, nheads, seqlen, _ = q.shape
-    lse = q.new_empty((batch, nheads, seqlen), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    row_max, row_sum, out = (
-        torch.empty_like(lse),
-        torch.empty_like(lse),
-        new_like(q, v.shape[3] if v.dtype != torch.uint8 else features_of(v)),
+    sizes, is_cached = constants.sizes, constants.tensors.lengths is not None
+    of_rows, dtype = q.shape[:3], torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse, row_max, row_sum, largest = (
+        q.new_empty(of_rows, dtype=dtype) if needed else None
+        for needed in (not is_cached or sizes.return_lse, not is_cached, not is_cached, sizes.return_max)
     )
+    out = new_like(q, v.shape[3] if v.dtype != torch.uint8 else features_of(v))
     rounding_residual = None
     if constants.keep_residual and q.dtype.itemsize == 2:
         rounding_residual = torch.empty_like(out, dtype=torch.int8)
-    largest = torch.empty_like(lse) if constants.sizes.return_max else None
     if constants.tensors.cu_seqlens_q is not None:  # rows behind the last sequence see nothing
         out.zero_()
-        lse.fill_(-torch.inf)
-        row_max.fill_(torch.inf)
-        row_sum.fill_(1.0)
-        if largest is not None:
-            largest.fill_(-torch.inf)
+        for x, nothing in ((lse, -torch.inf), (row_max, torch.inf), (row_sum, 1.0), (largest, -torch.inf)):
+            if x is not None:
+                x.fill_(nothing)
     return out, lse, row_max, row_sum, rounding_residual, largest
 
 

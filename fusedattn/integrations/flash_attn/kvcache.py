@@ -114,7 +114,8 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         in_order = limits_of(causal, window_size) != (None, None)
         check_rotation(q, rotary_cos, rotary_sin, before, max(n_new, q.shape[1] if in_order else 1))
-        positions = _positions_of_queries(starts, q.shape[1], in_order)
+        is_new = q.shape[1] == n_new and (in_order or n_new == 1)  # each query is a new token, at its position
+        positions = None if is_new else _positions_of_queries(starts, q.shape[1], in_order)
         rope = Rope(rotary_cos.float(), rotary_sin.float(), rotary_interleaved, positions)
     cache = KVCache(
         k_cache.transpose(1, 2),
