@@ -267,6 +267,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "if poisoned.any() and (is_differentiated or ", "if poisoned.any() and (", "torch backend: a NaN of a query is lost from gradients", EAGER_STEPS),
     Fault(SDPA, "        out = out.masked_fill(poisoned[..., None], math.nan)\n", "", "torch backend: a NaN of a query is lost", EAGER_STEPS),
     Fault(SDPA, "range(first_batch + place.batches.start, first_batch + place.batches.stop)", "place.batches", "torch backend: sequences drop the same", PACKED),
+    Fault(FLASH_CPU, "value=value).contiguous()", "value=value)", "CPU: heads of one feature, in another memory order", "tests/public/test_strides.py -k one_feature"),
     Fault(FLASH_CPU, "    if dlse is None:\n        return tuple(", "    if True:\n        return tuple(", "flash: the gradient of lse is lost", TORCH),
     Fault(FLASH_CPU, "value=1.0", "value=0.0", "flash: the gradient of lse is lost on its way", TORCH),
     Fault(FLASH_CPU, "into_lse = into_lse if dlse is None else into_lse + dlse", "pass", "flash: sinks get nothing from lse", TORCH),

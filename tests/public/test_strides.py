@@ -15,6 +15,7 @@ from tests.conftest import (
     DEVICE,
     EVERYTHING,
     SMALL,
+    assert_accurate,
     assert_equal,
     inputs_of,
     leaves,
@@ -32,6 +33,18 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 KINDS = (
     "transposed", "seqlen_first", "sliced", "every_other", "over_batch", "over_heads", "over_seqlen", "windows",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim_v", [1, 3])
+@pytest.mark.parametrize("negated", [False, True])
+@backends
+def test_heads_of_one_feature(backend, negated, head_dim_v):
+    """A dimension of one element may have any stride: as large as that of channels, it means ``channels_last``."""
+    case = replace(SMALL, nheads_kv=2, seqlen_q=3, head_dim=1, head_dim_v=head_dim_v, rope=None, padding=None)
+    inputs = inputs_of(replace(case, scale=-0.5 if negated else None))
+    q, k = (x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in (inputs.q, inputs.k))
+    assert q.stride(3) == k.stride(3) == 2
+    assert_accurate(functools.partial(attention, backend=backend), replace(inputs, q=q, k=k))
 
 
 @quick.only(seqlen_q=5, layout=lambda layout: layout in ("seqlen_first", "sliced", "over_heads", "windows"))

@@ -43,6 +43,14 @@ def attention(
     return out, lse
 
 
+def padded(x: Tensor, n: int, value: float = 0.0) -> Tensor:
+    """``x`` with `n` more features of one value; its last stride is 1, as torch's kernel expects.
+
+    ``F.pad`` alone gives other strides to heads of one feature, whose memory order may be that of ``channels_last``.
+    """
+    return F.pad(x, (0, n), value=value).contiguous()
+
+
 def _results(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, added: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -124,8 +132,8 @@ def _gradients(
     # The kernel subtracts the sum of dout * out from the derivative of each weight; dlse must be added to it. One more
     # column does so: 1 in dout, -dlse in out and 0 in v.
     dtype = lse.dtype
-    wide = [F.pad(x.to(dtype), (0, 1)) for x in (q, k, v)]
-    dout = F.pad(dout.to(dtype), (0, 1), value=1.0)
+    wide = [padded(x.to(dtype), 1) for x in (q, k, v)]
+    dout = padded(dout.to(dtype), 1, value=1.0)
     out = torch.cat((out.to(dtype), -dlse[..., None].to(dtype)), dim=-1)
     added = None if added is None else added.to(dtype)
     grads = _backward(dout, *wide, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)

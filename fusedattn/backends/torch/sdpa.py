@@ -172,7 +172,7 @@ def _plain(
 def _of_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, padded with zeros to the same head_dim."""
     most = max(q.shape[3], v.shape[3])
-    q, k, v = (x if x.shape[3] == most else F.pad(x, (0, most - x.shape[3])) for x in (q, k, v))
+    q, k, v = (x if x.shape[3] == most else flash.padded(x, most - x.shape[3]) for x in (q, k, v))
     return q, k, v
 
 
