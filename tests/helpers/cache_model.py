@@ -107,29 +107,32 @@ def cache_in(
 
 
 def assert_results(
-    found: Sequence[tuple[Tensor, Tensor]],
+    found: Sequence[tuple[Tensor, ...]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     what: object = "",
     backend: str = "torch",
+    unit: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    """Fail if an (out, lse) of one sequence exceeds the error budget.
+    """Fail if an (out, lse) or (out, lse, largest score) of one sequence exceeds the error budget.
 
     Args:
         found, q: those of one sequence, with a batch of 1.
         k, v: the numbers in the cache, which may have more bits than q.
+        unit: a dtype with fewer bits than some results, to which the factors of scores are rounded.
         options: of :func:`fusedattn.attention`.
     """
-    q, (out, lse) = q.detach().cpu(), (x.cpu() for x in found[0])
+    q, (out, lse) = q.detach().cpu(), (x.cpu() for x in found[0][:2])
     options = {"mask": masks.full(), "rope": None, "scale": None} | options
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     inputs = testing.Inputs(q, k.to(q.dtype), v.to(q.dtype), dout, dlse, **options)
-    truth = _results(replace(inputs.to(torch.float64), k=k.double(), v=v.double()))
-    eager, terms = _results(inputs), None
-    for out, lse in found:
-        actual = {"out": out.cpu(), "lse": lse.cpu()}
+    wide, terms = replace(inputs.to(torch.float64), k=k.double(), v=v.double()), None
+    every_truth, every_eager = (_results(x, len(found[0]) == 3) for x in (wide, inputs))
+    for results in found:
+        actual = {name: x.cpu() for name, x in zip(("out", "lse", "largest"), results, strict=False)}
+        truth, eager = ({name: x[name] for name in actual} for x in (every_truth, every_eager))
         if backend == "triton":  # a query that sees a NaN or Inf may have NaN in all features, or if it is a NaN, must
             spoiled = ~truth["out"].isfinite().all(dim=-1)
             assert not (k.isnan().any() or v.isnan().any()) or actual["out"][spoiled].isnan().all()
@@ -137,24 +140,30 @@ def assert_results(
                 name: truth[name].to(x.dtype).where(spoiled.view(*spoiled.shape, *[1] * (x.dim() - 3)), x)
                 for name, x in actual.items()
             }
-        ratios = testing.compare_results(actual, truth, eager, q.dtype)
+        ratios = {name: testing.compare(x, truth[name], eager[name]) for name, x in actual.items()}
         bad = {name: r for name, r in ratios.items() if not r.used <= 1.0}
         if bad and terms is None:
             finite = {name: getattr(inputs, name).nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v")}
             terms = sum_of_terms(replace(inputs, **finite))
+            terms["largest"] = terms["lse"]
         for name in list(bad):
             assert terms is not None
-            unit = TERMS_LIMIT[q.dtype] * torch.finfo(actual[name].dtype).eps
+            eps = max(torch.finfo(dtype).eps for dtype in (actual[name].dtype, unit or actual[name].dtype))
             error = (actual[name].double() - truth[name]).abs()
             same = (actual[name] == truth[name]) | (actual[name].isnan() & truth[name].isnan())
-            if (same | (error <= unit * terms[name])).all():
+            if (same | (error <= TERMS_LIMIT[q.dtype] * eps * terms[name])).all():
                 del bad[name]
         assert_ratios(bad, what)
 
 
-def _results(inputs: testing.Inputs) -> dict[str, Tensor]:
+def _results(inputs: testing.Inputs, with_largest: bool) -> dict[str, Tensor]:
     out, lse, _ = reference.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
-    return {"out": out, "lse": lse}
+    results = {"out": out, "lse": lse}
+    if with_largest:
+        of_softmax = ("sinks", "dropout_p", "dropout_seed")
+        options = {name: x for name, x in inputs.options.items() if name not in of_softmax}
+        results["largest"] = reference.largest_scores(inputs.q, inputs.k, **options)
+    return results
 
 
 def rotated(x: Tensor, rope: Rope, positions: Sequence[int], batch: int = 0) -> Tensor:

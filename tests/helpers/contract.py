@@ -64,13 +64,13 @@ def _check_function(
     function: Callable[..., Any], problem: FuzzProblem, device: str, limit: float, *, strides: bool = True
 ) -> bool:
     inputs = problem.inputs(device)
-    before = {name: _memory(x).clone() for name, x in inputs.tensors().items()}
-    with _uninitialised_is_nan():
+    before = {name: memory_of(x).clone() for name, x in inputs.tensors().items()}
+    with uninitialised_is_nan():
         results = _run(function, inputs, list(inputs.leaves), problem.dlse)
         again = _run(function, inputs, problem.needed_of(inputs), problem.dlse)
         alone = function(inputs.q, inputs.k, inputs.v, **inputs.options)
     for name, x in inputs.tensors().items():
-        assert torch.equal(_memory(x), before[name]), f"{name} was modified, or the memory around it"
+        assert torch.equal(memory_of(x), before[name]), f"{name} was modified, or the memory around it"
     _assert_layouts(results, inputs, strides)
     # Further runs: with some of the gradients; without lse and without gradients.
     found = [results]
@@ -111,7 +111,7 @@ def _run(function: Callable[..., Any], inputs: Inputs, needed: list[str], with_d
 
 
 @contextmanager
-def _uninitialised_is_nan() -> Iterator[None]:
+def uninitialised_is_nan() -> Iterator[None]:
     """Inside, uninitialised memory holds NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -122,7 +122,7 @@ def _uninitialised_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _memory(x: Tensor) -> Tensor:
+def memory_of(x: Tensor) -> Tensor:
     """All bytes of the memory that ``x`` is a view of."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 

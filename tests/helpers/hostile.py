@@ -63,7 +63,7 @@ class FuzzProblem:
     needed: str = "qkvbrsl"
 
     def __repr__(self) -> str:
-        return _call(self)
+        return call_of(self)
 
     @property
     def command(self) -> str:
@@ -182,14 +182,14 @@ def added_leaves(case: Case) -> list[str]:
     return [name for name in ("bias", "relative", "sinks") if getattr(case, name)]
 
 
-def _call(x: FuzzProblem | Case) -> str:
-    """The call that makes ``x``, with the arguments that differ from the defaults."""
+def call_of(x: Any) -> str:
+    """The call that makes a dataclass, such as a Case, with the arguments that differ from the defaults."""
     arguments = []
     for f in dataclasses.fields(x):
         value = getattr(x, f.name)
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         if value != default:
-            arguments.append(f"{f.name}={_call(value) if isinstance(value, Case) else repr(value)}")
+            arguments.append(f"{f.name}={call_of(value) if isinstance(value, Case) else repr(value)}")
     return f"{type(x).__name__}({', '.join(arguments)})"
 
 

@@ -183,7 +183,7 @@ def test_contract(monkeypatch, name):
     """The whole contract for hostile inputs, except that gradients requested alone have the same bits."""
     problem = replace(PROBLEMS[name], needed="qkvbrsl")
     # torch's setting that fills memory with NaN would choose the two kernels; the fixture fills it too.
-    monkeypatch.setattr(contract, "_uninitialised_is_nan", nullcontext)
+    monkeypatch.setattr(contract, "uninitialised_is_nan", nullcontext)
     contract._check_function(one_pass, problem, DEVICE, 1.0)
 
 
@@ -199,7 +199,7 @@ def test_contract(monkeypatch, name):
 )
 @dtypes
 def test_contract_of_poison(monkeypatch, poison, rows, dtype):
-    monkeypatch.setattr(contract, "_uninitialised_is_nan", nullcontext)
+    monkeypatch.setattr(contract, "uninitialised_is_nan", nullcontext)
     case = Case(batch=1, nheads_q=3, nheads_kv=1, seqlen_q=37, seqlen_k=45, head_dim=12, causal="top_left")
     contract._check_function(one_pass, FuzzProblem(replace(case, dtype=dtype), poison=poison, rows=rows), DEVICE, 1.0)
 

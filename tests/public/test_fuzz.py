@@ -22,6 +22,7 @@ from tests.helpers import contract, quick
 from tests.helpers.contract import check
 from tests.helpers.hostile import LAYOUTS, FuzzProblem
 from tests.helpers.problems import HALF, PROBLEMS, SMALL
+from tests.helpers.strategies import problems
 from tests.tools import fuzz, reproduce
 
 
@@ -66,7 +67,7 @@ def test_the_contract_holds(problem):
 @quick.only(seed=0)
 @pytest.mark.parametrize("seed", range(4 if INTERPRETING else 2))
 def test_the_contract_holds_for_drawn_problems(seed):
-    fuzz.checked(seed, check, max_examples=fuzz.RUN, database=None)()
+    fuzz.checked(seed, check, problems(), max_examples=fuzz.RUN, database=None)()
 
 
 def test_overflow_is_recognised():
@@ -316,15 +317,15 @@ def test_the_long_mode(monkeypatch, tmp_path, capsys):
             raise AssertionError(f"{problem.command}\nbecause")
         return True
 
-    monkeypatch.setattr(fuzz, "check", lambda problem: True)
-    assert fuzz.main(25, tmp_path / "fuzz.json") == 0
+    subject = fuzz.SUBJECTS["calls"]
+    assert fuzz.main(25, tmp_path / "fuzz.json", subject._replace(check=lambda problem: True)) == 0
     results = json.loads((tmp_path / "fuzz.json").read_text())
     assert 25 <= results["problems"] < 25 + fuzz.RUN
     assert results["problems"] == sum(results["by_dtype"].values()) == results["compared_with_float64"]
     assert capsys.readouterr().out.startswith(f"{results['problems']} problems (float32 ")
 
-    monkeypatch.setattr(fuzz, "check", fails_on_float16)
-    assert fuzz.main(100, tmp_path / "fuzz.json") == 1
+    subject = subject._replace(check=fails_on_float16)
+    assert fuzz.main(100, tmp_path / "fuzz.json", subject) == 1
     n_tried = json.loads((tmp_path / "fuzz.json").read_text())["problems"]
     assert n_tried < len(tried)  # without the problems tried to shrink the failure
     (command,) = json.loads((tmp_path / "fuzz.json").read_text())["failures"]
@@ -332,7 +333,7 @@ def test_the_long_mode(monkeypatch, tmp_path, capsys):
     assert "dtype=torch.float16" in command
 
     tried.clear()
-    assert fuzz.main(100, tmp_path / "fuzz.json") == 1
+    assert fuzz.main(100, tmp_path / "fuzz.json", subject) == 1
     assert tried[0].command == command
 
 

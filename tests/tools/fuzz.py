@@ -1,67 +1,86 @@
 """``python -m tests.tools.fuzz 1000``: check 1000 new problems one by one, after those that failed before.
 
-Failures are kept in ``.hypothesis/``. The last line is a summary; ``docs/results/fuzz.json`` (or the file named as
-second argument) has the same as JSON.
+``--of caches`` draws calls with a cache. Failures are kept in ``.hypothesis/``. The last line is a summary;
+``docs/results/fuzz.json``, for caches ``fuzz_caches.json``, or the file named by ``--out`` has the same as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.strategies import SearchStrategy
 
 from fusedattn.cli.machine import versions
 from tests.conftest import DEVICE
-from tests.helpers.contract import check
+from tests.helpers import cached_contract, contract
+from tests.helpers.cached_eager import NUMBERS
+from tests.helpers.cached_problem import CachedProblem
+from tests.helpers.cached_strategies import cached_problems
 from tests.helpers.hostile import FuzzProblem, added_leaves
 from tests.helpers.strategies import problems
 
-RESULTS = "docs/results/fuzz.json"
 DATABASE = ".hypothesis/fuzz"
 RUN = 10  # beyond ten examples in one run, hypothesis draws variations of these
 PROGRESS = 100
 MAX_FAILURES = 5  # finding the smallest problem that fails takes minutes
 
 
-def checked(seed: int | None, function: Callable[[FuzzProblem], object], **settings: Any) -> Callable[[], None]:
-    """A test of `function` on random problems; the same ones for the same `seed`."""
+Problem = FuzzProblem | CachedProblem
+
+
+def checked(
+    seed: int | None, function: Callable[[Any], object], drawn: SearchStrategy[Any], **settings: Any
+) -> Callable[[], None]:
+    """A test of `function` on problems that are `drawn`; the same ones for the same `seed`."""
 
     @hypothesis.settings(deadline=None, suppress_health_check=list(HealthCheck), **settings)
-    @given(problems())
-    def test(problem: FuzzProblem) -> None:
+    @given(drawn)
+    def test(problem: Problem) -> None:
         function(problem)
 
     return test if seed is None else hypothesis.seed(seed)(test)
 
 
+class Subject(NamedTuple):
+    """What to draw, how to check it, and the kinds that a problem counts as."""
+
+    drawn: SearchStrategy[Any]
+    check: Callable[[Any], bool]
+    kinds: Callable[[Any], set[str]]
+    results: str
+
+
 class Tally:
     """Counts of the problems tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
         self.count: Counter[str] = Counter()
         self.failures: list[str] = []
         self.tried: set[str] = set()  # every run of hypothesis begins with the simplest problem
         self.shrinking = False
         self.start = time.monotonic()
 
-    def check(self, problem: FuzzProblem) -> None:
-        """As :func:`tests.helpers.contract.check`; attempts to make a failing problem smaller do not count."""
+    def check(self, problem: Problem) -> None:
+        """Check a problem; attempts to make a failing problem smaller do not count."""
         if repr(problem) in self.tried:
             return
         counts = not self.shrinking
         if counts:
-            self.count.update(kinds(problem))
+            self.count.update({"problems", str(_dtype(problem)).removeprefix("torch."), *self.subject.kinds(problem)})
         try:
-            fits = check(problem)
+            fits = self.subject.check(problem)
         except AssertionError:
             self.shrinking = True
             raise
@@ -72,7 +91,7 @@ class Tally:
     def run(self, **settings: Any) -> None:
         """One run of hypothesis; a failure is printed and kept."""
         try:
-            checked(None, self.check, report_multiple_bugs=False, derandomize=False, **settings)()
+            checked(None, self.check, self.subject.drawn, report_multiple_bugs=False, derandomize=False, **settings)()
         except AssertionError as error:
             command, _, reason = str(error).partition("\n")
             if command not in self.failures:
@@ -81,7 +100,7 @@ class Tally:
         self.shrinking = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for :data:`RESULTS`."""
+        """Plain data for the file of results."""
         by_dtype = {name: self.count[name] for name in ("float32", "float16", "bfloat16")}
         hostile = {name: n for name, n in sorted(self.count.items()) if name not in (*by_dtype, "problems")}
         return {
@@ -96,12 +115,14 @@ class Tally:
         }
 
 
-def kinds(problem: FuzzProblem) -> set[str]:
-    """The kinds that a problem counts as."""
+def _dtype(problem: Problem) -> torch.dtype:
+    return problem.dtype if isinstance(problem, CachedProblem) else problem.case.dtype
+
+
+def kinds_of_call(problem: FuzzProblem) -> set[str]:
+    """The kinds of a call without a cache."""
     case = problem.case
     found = {
-        "problems": True,
-        str(case.dtype).removeprefix("torch."): True,
         "zero sizes": 0 in (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_k),
         "length 1": 1 in (case.seqlen_q, case.seqlen_k),
         "strided, expanded or overlapping": bool(problem.layouts),
@@ -127,6 +148,49 @@ def kinds(problem: FuzzProblem) -> set[str]:
     return {name for name, is_so in found.items() if is_so}
 
 
+def kinds_of_cached(problem: CachedProblem) -> set[str]:
+    """The kinds of a call with a cache."""
+    if problem.wrong is not None:
+        return {"refused"}
+    found = {
+        "pages": problem.layout.startswith("pages"),
+        "rows": problem.layout == "rows",
+        "heads of a token together": problem.token_major,
+        "codes": problem.form != NUMBERS,
+        "given scales": problem.form.endswith("given"),
+        "ring": problem.ring is not None,
+        "ring with sinks": bool(problem.ring),
+        "overwritten tokens": problem.ring is not None and max(problem.lengths) > problem.capacity,
+        "full": problem.ring is None and max(problem.lengths) == problem.capacity,
+        "left padding": problem.padding is not None,
+        "NaN in padding": problem.poisoned,
+        "rope on appending": problem.rope == "appending",
+        "rope on reading": problem.rope == "reading",
+        "several appends": len(problem.steps) > 1,
+        "uneven lengths": len(set(problem.lengths)) > 1,
+        "empty sequences": 0 in problem.lengths,
+        "packed queries": not isinstance(problem.queries, int),
+        "several queries": problem.longest > 1,
+        "groups of heads": problem.group > 1,
+        "causal": problem.causal is not None,
+        "window": problem.window is not None,
+        "tree": problem.tree,
+        "pairs": problem.boolean,
+        "alibi": problem.alibi,
+        "soft-cap": problem.softcap is not None,
+        "sinks": problem.sinks,
+        "head_dim of values": problem.head_dim != problem.head_dim_v,
+        "given splits": problem.num_splits is not None,
+    }
+    return {name for name, is_so in found.items() if is_so}
+
+
+SUBJECTS = {
+    "calls": Subject(problems(), contract.check, kinds_of_call, "docs/results/fuzz.json"),
+    "caches": Subject(cached_problems(), cached_contract.check, kinds_of_cached, "docs/results/fuzz_caches.json"),
+}
+
+
 def summary(results: dict[str, Any]) -> str:
     """The results in one line."""
     dtypes = ", ".join(f"{name} {n}" for name, n in results["by_dtype"].items())
@@ -137,9 +201,9 @@ def summary(results: dict[str, Any]) -> str:
     )
 
 
-def main(n_problems: int, path: Path) -> int:
+def main(n_problems: int, path: Path, subject: Subject) -> int:
     """Try the problems that failed before, then at least `n_problems` new ones; 1 if any failed."""
-    tally, database = Tally(), DirectoryBasedExampleDatabase(DATABASE)
+    tally, database = Tally(subject), DirectoryBasedExampleDatabase(DATABASE)
     phases, shown = [Phase.reuse, Phase.generate, Phase.shrink], 0
     try:
         while tally.count["problems"] < n_problems and len(tally.failures) < MAX_FAILURES:
@@ -157,6 +221,16 @@ def main(n_problems: int, path: Path) -> int:
     return 1 if tally.failures else 0
 
 
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check new problems.")
+    parser.add_argument("problems", type=int, help="how many, at least")
+    parser.add_argument("--of", choices=SUBJECTS, default="calls", help="what to draw")
+    parser.add_argument("--out", type=Path, help="the file of results")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else RESULTS)))
+    arguments = parsed()
+    chosen = SUBJECTS[arguments.of]
+    sys.exit(main(arguments.problems, arguments.out or Path(chosen.results), chosen))

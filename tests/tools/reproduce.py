@@ -1,4 +1,7 @@
-"""``python -m tests.tools.reproduce "FuzzProblem(...)"``: check a problem, on the GPU or, without one, interpreted."""
+"""``python -m tests.tools.reproduce "FuzzProblem(...)"``: check a problem, on the GPU or, without one, interpreted.
+
+``"CachedProblem(...)"`` is a call with a cache.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ import sys
 
 import torch
 
-from tests.helpers.contract import check  # through tests.conftest, which decides how Triton runs
+from tests.helpers import cached_contract, contract  # through tests.conftest, which decides how Triton runs
+from tests.helpers.cached_problem import CachedProblem
 from tests.helpers.hostile import FuzzProblem
 
 
-def problem_of(text: str) -> FuzzProblem:
+def problem_of(text: str) -> FuzzProblem | CachedProblem:
     """The problem that printed as `text`."""
     from fusedattn.testing import Case
 
-    problem = eval(text, {"FuzzProblem": FuzzProblem, "Case": Case, "torch": torch})
-    if not isinstance(problem, FuzzProblem):
-        raise TypeError(f"got {type(problem).__name__}, allowed is a FuzzProblem")
+    named = {"FuzzProblem": FuzzProblem, "CachedProblem": CachedProblem, "Case": Case, "torch": torch}
+    problem = eval(text, named)
+    if not isinstance(problem, FuzzProblem | CachedProblem):
+        raise TypeError(f"got {type(problem).__name__}, allowed are FuzzProblem and CachedProblem")
     return problem
+
+
+def check(problem: FuzzProblem | CachedProblem) -> bool:
+    """Whether the numbers of a problem that keeps the contract were compared with the truth."""
+    return cached_contract.check(problem) if isinstance(problem, CachedProblem) else contract.check(problem)
 
 
 def main() -> int:
@@ -30,7 +40,7 @@ def main() -> int:
     except AssertionError as error:
         print(f"broken: {error}", file=sys.stderr)
         return 1
-    print("holds" if fits else "holds; the numbers overflow, or hang on one rounding, and were not compared")
+    print("holds" if fits else "holds; the call is refused, or its numbers overflow or hang on one rounding")
     return 0
 
 
