@@ -83,6 +83,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     quick.mark(item)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = filter(quick.is_kept, items)
+
+
 @pytest.fixture(autouse=True)
 def _checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget earlier calls, whose checks would not run again and would miss a test's replacements."""
