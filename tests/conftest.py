@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     quick.mark(item)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = filter(quick.is_kept, items)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Without the cases that a test leaves out."""
+    found = yield
+    return [item for item in found if quick.is_kept(item)] if isinstance(found, list) else found
 
 
 @pytest.fixture(autouse=True)

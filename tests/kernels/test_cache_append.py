@@ -98,7 +98,8 @@ def assert_appends(cache: KVCache, counts: Sequence[int], dtype: torch.dtype) ->
         assert {tuple(x) for x in changed.nonzero().tolist()} <= allowed
 
 
-@quick.covering(pairs=True)
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [NUMBERS, *FORMATS])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,7 +112,8 @@ def test_tokens_and_scales(layout, form, dtype):
         assert_appends(cache, counts, dtype)
 
 
-@quick.every(4)
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("n_sinks", [0, 3])
 @pytest.mark.parametrize("form", [NUMBERS, "e4m3", "int4", "int8, given"])
 @pytest.mark.parametrize("layout", ["contiguous", "rows", "pages of 16"])
@@ -204,6 +206,8 @@ def test_tokens_without_a_row_are_left_out(rows):
         assert torch.equal(as_bytes(getattr(cache, name)), as_bytes(expected)), name
 
 
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("n_sinks", [None, 0, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 16"])
 @pytest.mark.parametrize("length", [15, 16, 40, 3, -1, -7, 2**31 - 100], ids=str)

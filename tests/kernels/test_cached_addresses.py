@@ -27,8 +27,8 @@ from tests.helpers.interpreted import interpreted
 
 pytestmark = pytest.mark.usefixtures("poison", "_seed")
 
-FEW = Case(batch=3, seqlen_q=2, seqlen_k=3 * SPLIT + 5, nheads_q=16, nheads_kv=2, head_dim=16, causal="bottom_right")
-MANY = replace(FEW, seqlen_q=40, nheads_q=4)
+FEW = Case(batch=3, seqlen_q=2, seqlen_k=2 * SPLIT + 5, nheads_q=16, nheads_kv=2, head_dim=16, causal="bottom_right")
+MANY = replace(FEW, seqlen_q=20, nheads_q=4)
 GARBAGE = (-(2**31), -1, 10**6, 2**31 - 1)
 forms = pytest.mark.parametrize("form", [NUMBERS, "e4m3", "int4, groups of 4", "int8, given"])
 shapes = pytest.mark.parametrize("case", [FEW, MANY], ids=["few", "many"])
@@ -48,6 +48,7 @@ def unchecked() -> Iterator[None]:
 
 
 @quick.covering()
+@quick.pairwise()
 @interpreted
 @shapes
 @pytest.mark.parametrize("form", [NUMBERS, *FORMATS])
@@ -102,6 +103,7 @@ def test_packed_queries_and_masks(form, case):
 
 
 @quick.covering()
+@quick.pairwise()
 @shapes
 @forms
 @pytest.mark.parametrize("row", GARBAGE)
@@ -141,6 +143,7 @@ def test_a_row_that_is_not_there(rows, case):
 
 
 @quick.covering()
+@quick.pairwise()
 @shapes
 @forms
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 16"])
@@ -186,6 +189,7 @@ def one_of(inputs: testing.Inputs, cache: KVCache, i: int) -> tuple[testing.Inpu
 
 
 @quick.covering()
+@quick.pairwise()
 @shapes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [NUMBERS, *FORMATS])

@@ -93,24 +93,26 @@ def test_codes_of_hard_numbers(dtype, backend):
             assert_codes(sign * x[at], getattr(cache, name)[at].cpu(), getattr(cache, f"{name}_scale")[at].cpu())
 
 
+@quick.covering()
+@quick.pairwise()
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("source", DTYPES, ids=lambda d: str(d).partition(".")[2])
 @codes
 @backends
-def test_codes_of_tokens(dtype, source, backend):
-    """In every layout and group size, for tokens of any size."""
+def test_codes_of_tokens(dtype, source, layout, backend):
+    """In every group size, for tokens of any size."""
     device = device_of(backend)
-    for layout in LAYOUTS:
-        for group_size in GROUPS.get(dtype, (None,)):
-            cache = cache_in(layout, 2, 20, dtype=dtype, group_size=group_size, device=device)
-            k, v = (x.to(source) for x in tokens(18, torch.float32, (2,)))
-            k = k * torch.logspace(-4, 4, 18).to(source)[:, None]
-            caches.append(cache, k.to(device), v.to(device), backend=backend)
-            rows, slots = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
-            for i, t in ((0, 0), (1, 16), (0, 17), (1, 3)):
-                for x, name in ((k, "k"), (v, "v")):
-                    at = (rows[i, t], 1, slots[i, t])
-                    scale = getattr(cache, f"{name}_scale")[at].cpu()
-                    assert_codes(x[i, 1, t], getattr(cache, name)[at].cpu(), scale)
+    for group_size in GROUPS.get(dtype, (None,)):
+        cache = cache_in(layout, 2, 20, HEADS, DIM, DIM, dtype=dtype, group_size=group_size, device=device)
+        k, v = (x[..., :DIM].to(source) for x in tokens(18, torch.float32, (2,)))
+        k = k * torch.logspace(-4, 4, 18).to(source)[:, None]
+        caches.append(cache, k.to(device), v.to(device), backend=backend)
+        rows, slots = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
+        for i, t in ((0, 0), (1, 16), (0, 17), (1, 3)):
+            for x, name in ((k, "k"), (v, "v")):
+                at = (rows[i, t], 1, slots[i, t])
+                scale = getattr(cache, f"{name}_scale")[at].cpu()
+                assert_codes(x[i, 1, t], getattr(cache, name)[at].cpu(), scale)
 
 
 @codes
@@ -173,7 +175,8 @@ def decoded(cache: KVCache, sequence: int, n: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@quick.every(5)
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("source", DTYPES, ids=lambda d: str(d).partition(".")[2])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 17"])

@@ -104,6 +104,7 @@ def _drawn(_seed: None) -> None:
 
 
 @quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 17"])
 @pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])

@@ -40,6 +40,7 @@ def _drawn(_seed: None) -> None:
 
 
 @quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,7 +64,8 @@ def test_lengths(layout, dtype, seqlen_q, head_dim_v, backend):
     assert_attends(cache, model, backend, dtype, seqlen_q, mask=masks.causal())
 
 
-@quick.every(7)
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("head_dim_v", [DIM, DIM_V])
 @pytest.mark.parametrize("n_sinks", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -82,6 +84,8 @@ def test_a_ring(layout, n_sinks, head_dim_v, backend):
     assert_attends(cache, model, backend, dtype, 3, mask=masks.causal())
 
 
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 16"])
 @backends
@@ -139,6 +143,8 @@ def rope_of_sequence(rope: Rope, i: int) -> Rope:
     return rope if rope.cos.dim() == 2 else Rope(rope.cos[i], rope.sin[i], interleaved=rope.interleaved)
 
 
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
 @pytest.mark.parametrize("name", ROPES)
 @backends
@@ -247,11 +253,12 @@ def test_packed_queries(dtype, backend):
         assert (lse[:, rows] == -torch.inf).all()
 
 
+@quick.covering()
 @pytest.mark.parametrize("layout", LAYOUTS)
 @backends
 def test_tokens_one_by_one(layout, backend):
     """A prompt and then one token at a time give the same as causal attention to all."""
-    device, n = device_of(backend), 40
+    device, n = device_of(backend), 20
     cache = cache_in(layout, 2, n, device=device)
     q, (k, v) = torch.randn(2, HEADS_Q, n, DIM), tokens(n, torch.float32, (2,))
     outs, lses = [], []
@@ -310,6 +317,8 @@ def test_groups_of_heads(nheads_kv, backend):
     assert out.isnan().any(dim=-1)[0, :, 0].tolist() == [h // group == nheads_kv - 1 for h in range(HEADS_Q)]
 
 
+@quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("of", ["k", "v"])
 @pytest.mark.parametrize("layout", ["contiguous", "pages of 17"])

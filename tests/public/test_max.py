@@ -80,6 +80,7 @@ def by_reference(inputs: testing.Inputs, dtype: torch.dtype | None = None) -> Te
 
 
 @quick.covering()
+@quick.pairwise()
 @backends
 @QUERIES
 @pytest.mark.parametrize("feature", FEATURES)
@@ -97,6 +98,7 @@ def test_the_budget(feature, queries, backend):
 
 
 @quick.covering()
+@quick.pairwise()
 @backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 3])

@@ -74,6 +74,7 @@ def in_parts(stops: Sequence[int], backend: str) -> Callable[..., tuple[Tensor, 
 
 
 @quick.covering()
+@quick.pairwise()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stops", PARTS, ids=lambda stops: f"{len(stops) - 1} parts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_which_cases_are_quick(choose, expected) -> None:
     assert sorted(tuple(case.values()) for case in mark.args[0]) == sorted(expected)
 
 
+def test_which_cases_stay() -> None:
+    """Of 27, nine with every two values of two marks, and one that is named; quick ones are among them."""
+
+    def test(a, b, c):
+        pass
+
+    for name in "abc":
+        test = pytest.mark.parametrize(name, [0, 1, 2])(test)
+    test = quick.only(c=0)(quick.pairwise(a=1, b=1, c=1)(test))
+    kept = [tuple(case[name] for name in "abc") for case in test.kept_cases.values()]
+    assert len(kept) == len(set(kept)) <= 11
+    assert (1, 1, 1) in kept
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert {(case[i], case[j]) for case in kept} == set(itertools.product(range(3), repeat=2))
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "quick"]
+    assert {tuple(case[name] for name in "abc") for case in mark.args[0]} == {x for x in kept if x[2] == 0}
+
+
 def test_a_choice_of_nothing_is_an_error() -> None:
     def test(c):
         pass
@@ -80,13 +99,16 @@ def test_a_choice_of_nothing_is_an_error() -> None:
 
 def test_chosen_cases_are_not_thorough(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        "from tests.helpers import quick\n\n\ndef pytest_itemcollected(item):\n    quick.mark(item)\n"
+        "from tests.conftest import pytest_itemcollected, pytest_pycollect_makeitem\n"
     )
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\naddopts = --import-mode=importlib\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\nfrom tests.helpers import quick\n\n\n"
         "@quick.only(x=1.5)\n@pytest.mark.parametrize('x', [1.5, 2.5])\ndef test_it(x):\n    pass\n\n\n"
-        "def test_without_a_choice():\n    pass\n"
+        "def test_without_a_choice():\n    pass\n\n\n"
+        "@quick.pairwise()\n@pytest.mark.parametrize('x', [1, 2])\n@pytest.mark.parametrize('y', [1, 2])\n"
+        "@pytest.mark.parametrize('z', [1, 2])\ndef test_pairs(x, y, z):\n    pass\n"
     )
-    out = output(*COLLECT, cwd=tmp_path)
-    assert out.split()[:2] == ["test_it.py::test_it[1.5]", "test_it.py::test_without_a_choice"], out
+    found = output(*COLLECT, cwd=tmp_path).split()
+    assert found[:2] == ["test_it.py::test_it[1.5]", "test_it.py::test_without_a_choice"], found
+    assert 4 <= sum("::test_pairs[" in x for x in found) < 8, found

@@ -69,7 +69,8 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-@quick.covering(pairs=True)
+@quick.covering()
+@quick.pairwise()
 @positions
 @kinds
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
@@ -92,7 +93,8 @@ def test_uneven_lengths(kind, positions, layout):
     assert cache.lengths.tolist() == [n + 6 for n in prompts]
 
 
-@quick.covering(pairs=True)
+@quick.covering()
+@quick.pairwise()
 @positions
 @kinds
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -144,11 +146,10 @@ def test_a_step_reads_and_writes_the_cache_alone(monkeypatch):
     assert len({step[2] for step in seen}) == LAYERS
 
 
-@quick.covering(pairs=True)
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(kind, dtype) for kind in KINDS for dtype in FORMATS],
-)
+@quick.covering()
+@quick.pairwise()
+@kinds
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 def test_codes(kind, dtype, layout):
     """Near the model without a cache, but not equal to it; and what the first layer holds is its keys, in codes."""
