@@ -65,7 +65,7 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size, form, dtype, many):
     """Of keys and of values, the others being ordinary; those of some tokens differ."""
-    case = replace(BASE, dtype=dtype, nheads_q=2, nheads_kv=1, seqlen_q=20 if many else 2, seqlen_k=SPLIT + 5)
+    case = shaped(replace(BASE, dtype=dtype, seqlen_k=SPLIT + 5), *((20, 1) if many else (2, 3)))
     inputs = cached_inputs(case, "pages of 17")
     allowed = torch.ones(1, 1, case.seqlen_q, inputs.k.shape[2], dtype=torch.bool, device=inputs.q.device)
     if "hidden" in size:
