@@ -27,7 +27,7 @@ def lengths_for(capacity: int, shortest: int) -> list[int]:
     return [max(shortest, capacity - SPLIT - 3), capacity]
 
 
-@quick.every(5, feature=lambda feature: feature in ("block-sparse", "everything"))
+@quick.every(7, feature=lambda feature: feature in ("block-sparse", "everything"))
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature, many):
@@ -101,6 +101,7 @@ def test_a_large_value_that_another_query_sees(form):
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3 * expected.abs().max().item())
 
 
+@quick.covering()
 @pytest.mark.parametrize("form", [NUMBERS, "e4m3", "int4"])
 @pytest.mark.parametrize("shape", ["few", "many"])
 def test_a_window_over_blocks_of_a_layout(shape, form):
@@ -141,7 +142,7 @@ POISON = (torch.nan, torch.inf, -torch.inf)
 @pytest.mark.parametrize("form", [NUMBERS, "e4m3", "e5m2", "int8", "int4", "int4, groups of 4"])
 def test_tokens_that_are_not_finite(form, dtype, of, many):
     """Queries that see one are NaN; the others do not notice it, not even in the same block."""
-    case = shaped(replace(BASE, dtype=dtype), *(MANY[0] if many else (4, 3)))
+    case = shaped(replace(BASE, dtype=dtype, seqlen_k=SPLIT + 5), *(MANY[0] if many else (4, 3)))
     inputs = cached_inputs(case, "pages of 17")
     n = inputs.k.shape[2]
     keys, lengths = [2, n - 3, n - 1], [n, n]
@@ -200,7 +201,8 @@ def test_rotated_queries_of_a_ring(many, packed):
 def test_packed_queries(feature, form):
     """Sequences of no, few and many queries, and queries of none; tensors are padded to the longest sequence."""
     counts = [0, 23, 5]
-    case = replace(BASE, **FEATURES[feature], batch=3, seqlen_q=max(counts), dtype=DTYPES[len(form) % 3])
+    case = replace(BASE, **FEATURES[feature], batch=3, seqlen_q=max(counts), seqlen_k=SPLIT + 5)
+    case = replace(case, dtype=DTYPES[len(form) % 3])
     inputs = cached_inputs(case, "pages of 17")
     n = inputs.k.shape[2]
     cache = filled("pages of 17", inputs, [3, n - 20, n], form)
