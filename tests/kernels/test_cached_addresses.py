@@ -152,7 +152,7 @@ def test_more_tokens_than_the_cache_holds(layout, form, case):
     inputs = cached_inputs(replace(case, causal=None, seqlen_k=48), layout)
     cache = filled(layout, inputs, [48, 48, 20], form)
     expected = attend(inputs, cache)
-    for length in (49, 50, 10**6, 2**31 - 1):
+    for length in (49, 2**31 - 1):
         cache.lengths[0] = length
         with unchecked(), checked_accesses() if INTERPRETING else contextlib.nullcontext():
             got = attend(inputs, cache)
@@ -189,24 +189,24 @@ def one_of(inputs: testing.Inputs, cache: KVCache, i: int) -> tuple[testing.Inpu
 
 
 @quick.covering()
-@quick.pairwise()
 @shapes
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [NUMBERS, *FORMATS])
-def test_bits_of_a_sequence(form, dtype, case):
-    """The same alone and in a batch, in pages of any size and order and in rows, with a wider table, packed."""
-    inputs = cached_inputs(replace(case, dtype=dtype, seqlen_k=128), "pages of 64")
+def test_bits_of_a_sequence(form, case):
+    """The same alone and in a batch, in another layout, with a wider table, packed; each with another dtype."""
+    turn = [NUMBERS, *FORMATS].index(form) + (case is MANY)
+    inputs = cached_inputs(replace(case, dtype=DTYPES[turn % 3], seqlen_k=128), "pages of 64")
     lengths = lengths_of(inputs)
     cache = filled("pages of 64", inputs, lengths, form)
     expected = attend(inputs, cache)
-    for i in range(cache.batch):
+    for i, is_wider in ((0, False), (1, True)):
         own, alone = one_of(inputs, cache, i)
-        wider = torch.cat((alone.block_table, torch.full_like(alone.block_table, -5)), dim=1)
-        for other in (alone, replace(alone, block_table=wider)):
-            assert_equal(attend(own, other), {name: x[i : i + 1] for name, x in expected.items()})
+        if is_wider:
+            wider = torch.cat((alone.block_table, torch.full_like(alone.block_table, -5)), dim=1)
+            alone = replace(alone, block_table=wider)
+        assert_equal(attend(own, alone), {name: x[i : i + 1] for name, x in expected.items()})
     if "given" not in form:  # the scales of rows are drawn
-        for layout in ("contiguous", "token-major", "rows", "pages of 16"):
-            assert_equal(attend(inputs, filled(layout, inputs, lengths, form)), expected)
+        layout = ("contiguous", "token-major", "rows", "pages of 16")[turn % 4]
+        assert_equal(attend(inputs, filled(layout, inputs, lengths, form)), expected)
     q = inputs.q.transpose(1, 2).flatten(0, 1)
     stops = torch.arange(cache.batch + 1, dtype=torch.int32, device=DEVICE) * case.seqlen_q
     out, lse = attention_varlen(
@@ -217,9 +217,9 @@ def test_bits_of_a_sequence(form, dtype, case):
     assert_equal(packed, expected)
 
 
-@quick.every(3)
+@quick.every(4)
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize("form", [NUMBERS, "e5m2", "int4"])
+@pytest.mark.parametrize("form", [NUMBERS, "int4"])
 def test_bits_of_given_splits_do_not_depend_on_the_batch(form, num_splits):
     inputs = cached_inputs(FEW, "pages of 16")
     cache = filled("pages of 16", inputs, lengths_of(inputs), form)

@@ -229,7 +229,7 @@ def test_nested_tensors(backend):
     assert torch.equal(attention(x, x, x, return_max=True, backend=backend)[1].values(), largest.values())
 
 
-@quick.only(queries=2)
+@quick.only(queries=2, backend="triton")
 @backends
 @QUERIES
 def test_under_a_compiler(queries, backend):
