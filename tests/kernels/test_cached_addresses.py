@@ -188,7 +188,7 @@ def one_of(inputs: testing.Inputs, cache: KVCache, i: int) -> tuple[testing.Inpu
     return replace(inputs, q=inputs.q[i : i + 1]), alone
 
 
-@quick.covering()
+@quick.every(3)
 @shapes
 @pytest.mark.parametrize("form", [NUMBERS, *FORMATS])
 def test_bits_of_a_sequence(form, case):

@@ -25,6 +25,7 @@ def script(monkeypatch) -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 def test_it_runs_as_the_page_shows():
     found = output(SCRIPT, PYTHONPATH=str(ROOT))
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
