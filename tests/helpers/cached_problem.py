@@ -132,7 +132,7 @@ class CachedProblem:
         """The cache before the first append; its memory is NaN, or any codes with NaN scales."""
         codes, group, given = FORMATS.get(self.form, (self.dtype, 1, False))
         generator = torch.Generator().manual_seed(self.seed)
-        options: dict[str, Any] = {"n_groups": self.head_dim // group if group > 1 else 1}
+        options: dict[str, Any] = {"group_size": group if group > 1 else None}
         if self.padding is not None:
             options["left_padding"] = torch.tensor(self.padding, dtype=torch.int32, device=device)
         if self.rope == "appending":

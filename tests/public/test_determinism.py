@@ -80,7 +80,13 @@ def test_tiles_do_not_depend_on_batch_or_length():
     """Otherwise a sequence would be summed in another order if its neighbours changed."""
     assert set(inspect.signature(configs.lookup).parameters) == {"arch", "head_dim", "dtype", "work"}
     assert set(inspect.signature(configs.lookup_exact_rows).parameters) == {"arch", "head_dim"}
-    assert set(inspect.signature(configs.lookup_few_queries).parameters) == {"arch", "head_dim", "dtype", "work", "of_cache"}
+    assert set(inspect.signature(configs.lookup_few_queries).parameters) == {
+        "arch",
+        "head_dim",
+        "dtype",
+        "work",
+        "of_cache",
+    }
 
 
 @dtypes
