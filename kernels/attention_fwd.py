@@ -529,7 +529,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     """
     tiling = tiling_of(problem)
     config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
-    if k.dtype != q.dtype and problem.async_products and config.BLOCK_M >= 64:  # codes go through registers
+    if k.dtype != q.dtype and config.BLOCK_M >= 64:  # codes go through registers
         config = config.unpipelined if q.shape[3] <= 128 else config.unpipelined.narrow
     filled, partials = Results(None, None, None, None, None, None), None
     if tiling.split_keys:
