@@ -78,7 +78,8 @@ def assert_memory(problem: CachedProblem, numbers: Numbers, cache: KVCache, befo
 
 def _assert_unchanged(x: Tensor, before: Tensor, empty: Tensor, name: str) -> None:
     """Compare the `empty` slots ``(n_rows, n_slots)`` with the bytes of the memory before, or all given scales."""
-    was = torch.empty(0, dtype=x.dtype, device=x.device).set_(before.untyped_storage(), 0, x.shape, x.stride())
+    was = torch.empty(0, dtype=x.dtype, device=x.device)
+    was.set_(before.untyped_storage(), x.storage_offset(), x.shape, x.stride())
     if x.dim() == 4:
         x, was = (y.transpose(1, 2)[empty.to(y.device)] for y in (x, was))
     x, was = (y.contiguous().view(torch.uint8) for y in (x, was))

@@ -71,7 +71,8 @@ OPERATION_TESTS = tuple(
     f"tests/{'kernels' if name in ('blocks', 'one_pass') else 'public'}/test_{name}.py"
     for name in (
         "attention", "strides", "masking", "blocks", "rope", "dropout", "float64", "properties", "memory",
-        "determinism", "learned", "fuzz", "large_tensors", "varlen", "second_order", "gradcheck", "one_pass",
+        "determinism", "learned", "fuzz", "fuzz_cached", "large_tensors", "varlen", "second_order", "gradcheck",
+        "one_pass",
     )
 )  # fmt: skip
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")

@@ -10,6 +10,7 @@ CACHED, TILES = "fusedattn/backends/torch/cached.py", "fusedattn/backends/torch/
 NUMBERS = "fusedattn/backends/torch/cache_numbers.py"
 PUBLIC, CODES, ERRORS = (f"tests/public/test_{name}.py" for name in ("caches", "cache_codes", "cache_errors"))
 OPTIONS, ON_CPU = "tests/public/test_cached_options.py", "tests/torch_backend/test_cached.py"
+PACKED, PADDED = (f"tests/public/test_fuzz_cached.py -k 'contract and {name}'" for name in ("packed", "padded"))
 
 FAULTS = (
     Fault(KV_CACHE, "% ring)", "% self.capacity)", "cache: a ring that forgets its sinks", f"{PUBLIC} -k ring"),
@@ -28,6 +29,7 @@ FAULTS = (
     Fault(QUANTIZATION, ".unflatten(-1, (n_groups, -1)).abs()", ".unflatten(-1, (-1, n_groups)).transpose(-1, -2).abs()", "codes: groups of features far apart", f"{CODES} -k codes_of_tokens"),
     Fault(EAGER, "positions = None if positions is None else positions.reshape(-1)[at]", "positions = None if positions is None else positions.reshape(-1)[: at.shape[1]]", "cache: packed tokens get the positions of the first sequence", f"{PUBLIC} -k rope_on_appending"),
     Fault(EAGER, "torch.arange(length - q.shape[2], length", "torch.arange(length - q.shape[2] + 1, length + 1", "cache: queries are one position ahead", f"{PUBLIC} -k rope_on_appending"),
+    Fault(EAGER, "else positions_q[rows]", "else positions_q[: rows.stop - rows.start]", "cache: packed queries get the positions of the first sequence", PACKED),
     Fault(EAGER, "lse_dtype  # codes", "q.dtype  # codes", "cache: codes in float16", f"{CODES} -k beyond_float16"),
     Fault(EAGER, "    rows, rope = cache.rows, cache.rope\n    if rows is not None and", "    rows, rope = cache.rows, cache.rope\n    if False and", "cache: two sequences are appended to one row", f"{ERRORS} -k appending"),
     Fault(EAGER, "        rope.check_lengths(0, int(longer.lengths.max()))\n", "", "cache: keys at positions outside the tables", f"{ERRORS} -k appending"),
@@ -44,6 +46,7 @@ FAULTS = (
     Fault(CACHED, "max(start, lower + n_queries - 1)", "max(start, lower)", "decoding on a CPU: the start of a window of several queries", OPTIONS),
     Fault(CACHED, "min(max(first, upper + 1), stop)", "stop", "decoding on a CPU: later keys are seen", OPTIONS),
     Fault(CACHED, "slice(at, at + k.shape[2])", "slice(start, start + k.shape[2])", "decoding on a CPU: the mask of the first tile for all", f"{ON_CPU} -k many_tiles"),
+    Fault(CACHED, "rotated(x, cache.rope, j,", "rotated(x, cache.rope, i,", "decoding on a CPU: sequences of one length get the positions of the first", PADDED),
     Fault(CACHED, "blind = ~visible.any(dim=-1, keepdim=True)", "blind = ~visible.all(dim=-1, keepdim=True)", "decoding on a CPU: rows that see something count as blind", OPTIONS),
     Fault(CACHED, "visible = visible & (bias != -math.inf)", "visible = visible & (bias > -1e4)", "decoding on a CPU: a large bias hides", OPTIONS),
     Fault(CACHED, "weights = torch.exp(parts - lse.masked_fill(lse == -math.inf, 0.0))", "weights = torch.exp(parts - parts.amax(0))", "decoding on a CPU: weights of tiles whose sum is not 1", f"{ON_CPU} -k many_tiles"),

@@ -28,7 +28,8 @@ def with_figures(page: str) -> str:
 def figures() -> Iterator[tuple[str, str]]:
     """Pairs of a quantity and its figure."""
     yield from _accuracy(_results("accuracy"))
-    yield from _fuzz(_results("fuzz"))
+    yield from _fuzz("fuzzing", _results("fuzz"))
+    yield from _fuzz("fuzzing, caches", _results("fuzz_caches"))
     yield from _mutants(_results("mutants"))
     yield from _soak(_results("soak"))
     yield from _compiled(_results("compiled"))
@@ -49,9 +50,11 @@ def _accuracy(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
 
 
-def _fuzz(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _fuzz(what: str, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in report["by_dtype"].items())
-    yield "fuzzing", f"{report['problems']} problems ({dtypes}), {len(report['failures'])} failures"
+    refused = report["of_these"].get("refused")
+    to_refuse = "" if refused is None else f", {refused} of them calls that must be refused"
+    yield what, f"{report['problems']} problems ({dtypes}){to_refuse}, {len(report['failures'])} failures"
 
 
 def _mutants(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
