@@ -110,17 +110,22 @@ ATTENDED: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ATTENDED)
-def test_faults_of_attention_are_noticed(monkeypatch, fault):
+ON_TORCH = ("one row of out", "lse", "the largest score", "a cache that is modified")
+
+
+@pytest.mark.parametrize(
+    ("fault", "backend"), [*((fault, "triton") for fault in ATTENDED), *((fault, "torch") for fault in ON_TORCH)]
+)
+def test_faults_of_attention_are_noticed(monkeypatch, fault, backend):
     change, message = ATTENDED[fault]
     original = cached_contract.attention
 
     def wrong(q: Tensor, *, cache: KVCache, return_lse: bool = False, return_max: bool = False, **options: Any) -> Any:
         results = change(*original(q, cache=cache, return_lse=True, return_max=True, **options), cache)
-        return results if return_max else results[0]
+        return results[: 3 if return_max else 2] if return_lse else results[0]
 
     monkeypatch.setattr(cached_contract, "attention", wrong)
-    monkeypatch.setattr(cached_contract, "CACHED", ("triton",))
+    monkeypatch.setattr(cached_contract, "CACHED", (backend,))
     with pytest.raises(AssertionError, match=message) as raised:
         check(SMALL)
     assert str(raised.value).startswith(f"{SMALL.command}\n")
