@@ -134,7 +134,7 @@ FP8 = [None, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def packed_case(i: int, name: str, large: bool) -> dict[str, Any]:
-    """One of 24 that have every value of every axis, and many of the pairs."""
+    """The `i`-th of 12 that together have every value of every axis, and many of the pairs."""
     windows = [None, 64, 128, 256] if large else [None, 7, 16, 40]
     return {
         "seq_lens": (PROMPTS if large else SMALL)[name],
@@ -154,7 +154,7 @@ CASES = [
     pytest.param(packed_case(i, name, large), large, id=f"{name}-{'large' if large else 'small'}-{i}")
     for large in (False, True)
     for name in PROMPTS
-    for i in range(12)
+    for i in range(large, 12, 5 if large else 1)
 ]
 
 
@@ -227,10 +227,8 @@ def listed(batch: int, kv_len: int, size: int, uneven: bool) -> tuple[Tensor, li
         (8, 8, "HND", True, 1e4, torch.float16, False),
         (16, 8, "NHD", False, None, torch.float8_e4m3fn, False),
         (16, 4, "HND", False, 1e4, torch.float8_e4m3fn, False),
-        (1, 32, "NHD", True, 1e4, torch.float16, True),
         (8, 32, "HND", False, None, torch.float16, True),
         (16, 4, "NHD", True, 1e4, torch.float8_e4m3fn, True),
-        (8, 4, "NHD", True, None, torch.float8_e4m3fn, True),
     ],
 )
 @backends
@@ -260,7 +258,6 @@ def unit_scales(k: Tensor) -> dict[str, Tensor]:
         (54, 37, 1, True, None, None, False),
         (54, 17, 5, False, 1e4, None, False),
         (97, 37, 16, True, 1e4, 8.0, False),
-        (97, 127, 5, False, None, 30.0, True),
         (512, 127, 16, True, None, None, True),
         (512, 17, 1, True, 1e4, 30.0, True),
     ],
