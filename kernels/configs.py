@@ -521,7 +521,7 @@ _FEW_OF_CACHES: dict[int, dict[int, TileConfig]] = {
 FEW_QUERIES_OF_CACHES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "sm_80": _FEW_OF_CACHES,
     "sm_86": {
-        2: FEW_QUERIES["sm_86"][2] | {64: _T(32, 32, 4, 3, BOUNDARY=32), 128: _T(32, 32, 4, 3, BOUNDARY=16)},
+        2: FEW_QUERIES["sm_86"][2] | {64: _FEW_OF_CACHES[2][64], 128: _T(32, 32, 4, 3, BOUNDARY=16)},
         4: _FEW[4],
     },
     "sm_90": {2: _FEW_OF_CACHES[2], 4: FEW_QUERIES["sm_90"][4]},
