@@ -165,6 +165,8 @@ class KVCache:
                 raise ValueError("rows: got a tensor together with block_table, allowed is one of them")
         elif self.rows is None and self.k.shape[0] < batch:
             raise ValueError(f"k: got {self.k.shape[0]} rows, allowed are batch = {batch} and more")
+        if self.overwrites and self.capacity == 0:
+            raise ValueError("overwrites: got True for a capacity of 0, allowed are 1 and more")
         if not 0 <= self.n_sinks < max(1, self.capacity):
             raise ValueError(f"n_sinks: got {self.n_sinks}, allowed are 0 .. {self.capacity - 1}")
         if self.n_sinks and (not self.overwrites or self.left_padding is not None):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusedattn.call_checks import DTYPES
+from fusedattn.parts import sum_of_parts
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -51,25 +51,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
             the argument, the value it got and the values that are allowed.
     """
     _check(outs, lses)
-    stacked = torch.stack(tuple(lses))
-    hidden = stacked == -math.inf
-    weights, lse = _weights(stacked, hidden)
-    out = torch.zeros_like(outs[0], dtype=weights.dtype)
-    for x, weight, is_hidden in zip(outs, weights, hidden, strict=True):
-        out = out + weight[..., None] * x.to(weights.dtype).masked_fill(is_hidden[..., None], 0.0)
+    out, lse = sum_of_parts(outs, lses)
     return out.to(outs[0].dtype), lse
-
-
-def _weights(lses: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of each part, ``(parts, ...)``, and their common lse; `lses` are stacked, -inf where `hidden`.
-
-    Gradients are computed from the weights. Computed from the value of a large lse they would be wrong.
-    """
-    largest = lses.detach().amax(dim=0)
-    # Constants in place of hidden numbers: no NaN goes forward from -inf minus -inf, nor back from a gradient.
-    terms = (lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)
-    total = terms.sum(dim=0).masked_fill(hidden.all(dim=0), 1.0)
-    return terms / total, largest + total.log()
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

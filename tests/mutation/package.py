@@ -8,7 +8,7 @@ MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/r
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
 MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
 TESTING, BLOCKS = "fusedattn/testing/budget.py", "fusedattn/transformer/attention.py"
-MERGE = "fusedattn/merge.py"
+MERGE, SUMS = "fusedattn/merge.py", "fusedattn/parts.py"
 GPT, LAYERS, POSITIONS = (f"fusedattn/transformer/{name}.py" for name in ("gpt", "cache", "positions"))
 CHECKS, SUPPORT, SCORE_MOD = "fusedattn/call_checks.py", "fusedattn/support.py", "fusedattn/score_mod.py"
 FUNCTIONS = "fusedattn/functions.py"
@@ -130,14 +130,14 @@ OTHERS = (
 
 # fmt: off
 JOINED = (
-    Fault(MERGE, ".to(weights.dtype).masked_fill(is_hidden[..., None], 0.0)", ".to(weights.dtype)", "merge: NaN of a part that sees nothing", PARTS),
-    Fault(MERGE, "(lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)", "(lses - largest).masked_fill(hidden, 0.0).exp()", "merge: a part that sees nothing has the weight of the largest", PARTS),
-    Fault(MERGE, "(lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)", "(lses - largest).exp()", "merge: what comes back NaN reaches an lse of -inf", PARTS),
-    Fault(MERGE, "terms.sum(dim=0).masked_fill(hidden.all(dim=0), 1.0)", "terms.sum(dim=0)", "merge: 0 divided by 0", PARTS),
-    Fault(MERGE, "return terms / total, largest", "return (lses - (largest + total.log())).exp(), largest", "merge: weights by the value of lse", PARTS),
-    Fault(MERGE, "out = out + weight[..., None] * x.to(weights.dtype)", "out = out + weight[..., None].to(x.dtype) * x", "merge: weights rounded to 16 bits", PARTS),
-    Fault(MERGE, "hidden.all(dim=0)", "hidden.any(dim=0)", "merge: a row that one part does not see", PARTS),
-    Fault(MERGE, "lses.detach().amax", "lses.detach().amin", "merge: weights relative to the least", PARTS),
+    Fault(SUMS, ".to(weights.dtype).masked_fill(is_hidden[..., None], 0.0)", ".to(weights.dtype)", "merge: NaN of a part that sees nothing", PARTS),
+    Fault(SUMS, "(lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)", "(lses - largest).masked_fill(hidden, 0.0).exp()", "merge: a part that sees nothing has the weight of the largest", PARTS),
+    Fault(SUMS, "(lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)", "(lses - largest).exp()", "merge: what comes back NaN reaches an lse of -inf", PARTS),
+    Fault(SUMS, "terms.sum(dim=0).masked_fill(hidden.all(dim=0), 1.0)", "terms.sum(dim=0)", "merge: 0 divided by 0", PARTS),
+    Fault(SUMS, "return terms / total, largest", "return (lses - (largest + total.log())).exp(), largest", "merge: weights by the value of lse", PARTS),
+    Fault(SUMS, "out = out + weight[..., None] * x.to(weights.dtype)", "out = out + weight[..., None].to(x.dtype) * x", "merge: weights rounded to 16 bits", PARTS),
+    Fault(SUMS, "hidden.all(dim=0)", "hidden.any(dim=0)", "merge: a row that one part does not see", PARTS),
+    Fault(SUMS, "lses.detach().amax", "lses.detach().amin", "merge: weights relative to the least", PARTS),
     Fault(MERGE, "if len(lses) != len(outs):", "if len(lses) > len(outs):", "merge: fewer lses are not refused", PARTS),
 )
 # fmt: on

@@ -59,6 +59,9 @@ BUILT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"block_table": ints(0, 1)[:, None], "rows": ints(0, 1)}, ValueError, "rows: got a tensor together with",
     ),
     "padding of another batch": ({"left_padding": ints(1)}, ValueError, "left_padding: got shape (1,)"),
+    "a ring without room": (
+        {"k": K[:, :, :0], "v": V[:, :, :0], "overwrites": True}, ValueError, "overwrites: got True for a capacity of",
+    ),
     "sinks without a ring": ({"n_sinks": 1}, ValueError, "n_sinks: got sinks"),
     "sinks and padding": (
         {"n_sinks": 1, "overwrites": True, "left_padding": LENGTHS}, ValueError, "n_sinks: got sinks",

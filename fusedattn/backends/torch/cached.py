@@ -20,6 +20,7 @@ from fusedattn.backends.torch.cache_numbers import joined_pairs, numbers_of, spl
 from fusedattn.backends.torch.cache_tiles import Sequences, sequences
 from fusedattn.masks import Mask
 from fusedattn.options import Options
+from fusedattn.parts import sum_of_parts
 from fusedattn.reference_varlen import bias_of
 from fusedattn.strides import rows_overlap
 
@@ -181,13 +182,7 @@ def _by_kernel(problem: _Problem, ranges: list[_Range]) -> Results | None:
             lses.append(lse)
     if len(outs) == 1:
         return outs[0], lses[0]
-    parts = torch.stack(lses)
-    lse = parts.logsumexp(dim=0)
-    weights = torch.exp(parts - lse.masked_fill(lse == -math.inf, 0.0))
-    out = torch.zeros_like(outs[0])
-    for part, weight in zip(outs, weights, strict=True):
-        out.addcmul_(part, weight[..., None])
-    return out, lse
+    return sum_of_parts(outs, lses)
 
 
 def _by_scores(problem: _Problem, ranges: list[_Range]) -> Results | None:

@@ -7,7 +7,9 @@ dropout with a soft-cap, gradients of ``alibi_slopes`` and of ``softmax_lse``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedattn.attention import attention
@@ -176,8 +178,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: lengths that no sequence exceeds; queries beyond would be left out. A tensor is
             waited for.
         block_table: int32 ``(batch, max_num_blocks_per_seq)``: the pages of the keys and values of each sequence, in
-            order; pages may have any size. The used tokens are copied, into room for ``batch * max_seqlen_k`` tokens,
-            or for all tokens of the table if that is less.
+            order; pages may have any size. They are read in place. With gradients, S_dmask or autocast the used tokens
+            are copied, into room for ``batch * max_seqlen_k`` tokens, or for all tokens of the table if that is less.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
             :func:`flash_attn_func`, for each sequence.
 
@@ -196,17 +198,29 @@ def flash_attn_varlen_func(
         check_shape(name, x, shape)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     max_seqlen_q, max_seqlen_k = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
-    if block_table is not None:
-        k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)
-    q, k, v = (with_contiguous_features(x) for x in (q, k, v))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    has_weights = return_attn_probs and dropout_p > 0.0
+    inputs: tuple[Any, ...]
+    if block_table is not None and not has_weights and _reads_in_place(q, k, v, alibi_slopes):
+        options["cache"] = paging.cache_of(k, v, block_table, cu_seqlens_k, max_seqlen_k)
+        inputs = (with_contiguous_features(q), None, None, cu_seqlens_q, None, max_seqlen_q)
+    else:
+        if block_table is not None:
+            k, v = paging.packed(k, v, block_table, cu_seqlens_k, max_seqlen_k)
+        inputs = (*(with_contiguous_features(x) for x in (q, k, v)), *lengths)
     if not return_attn_probs:
-        return attention_varlen(q, k, v, *lengths, **options).contiguous()
-    if dropout_p > 0.0:
+        return attention_varlen(*inputs, **options).contiguous()
+    if has_weights:
         options["dropout_seed"] = draw_seed(q.device)
-    out, lse = attention_varlen(q, k, v, *lengths, **options, return_lse=True)
-    weights = s_dmask_packed(q, k, lse, *lengths, **options) if dropout_p > 0.0 else q.new_empty(0)
+    out, lse = attention_varlen(*inputs, **options, return_lse=True)
+    weights = s_dmask_packed(inputs[0], inputs[1], lse, *lengths, **options) if has_weights else q.new_empty(0)
     return out.contiguous(), lse, weights
+
+
+def _reads_in_place(*tensors: Tensor | None) -> bool:
+    """Whether attention to these can read a cache: a cache has no gradients, and autocast does not cast it."""
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+    return not needs_gradient and not torch._C._is_any_autocast_enabled()
 
 
 def flash_attn_varlen_kvpacked_func(
