@@ -292,6 +292,21 @@ def test_packed_sequences(name, paged, place):
     assert_right(ours, truth, packed_leaves(place))
 
 
+@pytest.mark.parametrize("name", VARLEN)
+def test_pages_are_read_in_place(name, place, monkeypatch):
+    """Without gradients nothing is gathered."""
+    monkeypatch.setattr(paging, "packed", None)
+    options, leaves = options_at(place, VARLEN[name]), packed_leaves(place)
+    table, pages = pages_of(LENGTHS_K, 4, place["device"])
+    keys = [in_pages(leaves[x], pages, 4, n_pages=12) for x in "kv"]
+    lengths = *cu_seqlens_at(place), 7, 9
+    found = out_and_lse(leaves["q"], *keys, *lengths, **options, block_table=table, function=flash_attn_varlen_func)
+    expected = attend_packed(*(leaves[x].double() for x in "qkv"), LENGTHS_Q, LENGTHS_K, **options)
+    tolerance = 1e-9 if place["dtype"] == torch.float64 else 1e-5
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
 def pages_of(lengths: list[int], size: int, device: str) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return a block table, with pages in random order and garbage in unused entries, and each token's page and row."""
     free = iter([7, 2, 10, 0, 5, 11, 3, 8, 1, 6, 4, 9])

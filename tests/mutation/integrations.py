@@ -214,6 +214,7 @@ FLASH_ATTN = (
     Fault(FA_CHECKS, "if first + n_tokens > cos.shape[0]:", "if first > cos.shape[0]:", "flash_attn: positions outside of the tables are refused after the write", flash_cache("written_beside")),
     Fault(FA_CHECKS, "        call_checks.check_softcap(softcap)\n", "        pass\n", "flash_attn: a wrong number is refused after the write", flash_cache("written_beside")),
     Fault(FA_CHECKS, "if n_new and can_read(cache_batch_idx)", "if False and can_read(cache_batch_idx)", "flash_attn: one row for two sequences is refused as another argument", flash_cache("written_beside")),
+    Fault(FA_PAGES, "KVCache(k, v, cu_seqlens.diff(),", "KVCache(k, v, cu_seqlens[1:],", "flash_attn: pages of a sequence as long as all before it", flash_api("read_in_place")),
     Fault(FA_PAGES, "masked_select(starts < ", "masked_select(starts <= ", "flash_attn: a page behind the last is checked", flash_cache("looked_up")),
     Fault(FA_PACKING, "token, right=True)", "token)", "flash_attn: a sequence begins with the last token of another", flash_layers("packed")),
     Fault(FA_PADDING, "packed | (unused_mask != 0)", "packed & (unused_mask != 0)", "flash_attn: unused tokens alone are packed", flash_layers("unused")),
