@@ -32,7 +32,7 @@ FAULTS = (
     Fault(EAGER, "else positions_q[rows]", "else positions_q[: rows.stop - rows.start]", "cache: packed queries get the positions of the first sequence", PACKED),
     Fault(EAGER, "lse_dtype  # codes", "q.dtype  # codes", "cache: codes in float16", f"{CODES} -k beyond_float16"),
     Fault(EAGER, "    rows, rope = cache.rows, cache.rope\n    if rows is not None and", "    rows, rope = cache.rows, cache.rope\n    if False and", "cache: two sequences are appended to one row", f"{ERRORS} -k appending"),
-    Fault(EAGER, "        rope.check_lengths(0, int(longer.lengths.max()))\n", "", "cache: keys at positions outside the tables", f"{ERRORS} -k appending"),
+    Fault(EAGER, "        rope.check_lengths(0, longest)\n", "", "cache: keys at positions outside the tables", f"{ERRORS} -k appending"),
     Fault(CHECKS, "min(lefts) + seqlen_q > room", "min(lefts) > room", "cache: a window that was overwritten", f"{ERRORS} -k attending"),
     Fault(CHECKS, "                cache.rope.check_lengths(length_q, length)\n", "                pass\n", "cache: queries at positions outside the tables", f"{ERRORS} -k attending"),
     Fault(GROWING, "new[:, :, : self.length] = x[:, :, : self.length]", "new[:, :, : self.length - 1] = x[:, :, : self.length - 1]", "growing cache: the last token is lost", f"{PUBLIC} -k growing"),

@@ -80,7 +80,7 @@ FLASH_OF_TORCH = (
     Fault(FLASH, "        if not is_packed:\n", "        if False:\n", "torch's flash: used keys of queries that are not packed", torch_flash("refused")),
     Fault(FLASH, "cum_seq_k[:-1, None] + torch.arange", "0 * cum_seq_k[:-1, None] + torch.arange", "torch's flash: the first sequence's keys for all", torch_flash("used_keys")),
     Fault(FLASH, "return KVCache(k, v, seqused_k.contiguous(), block_table=block_table)", "return KVCache(k, v, torch.full_like(seqused_k, block_table.shape[1] * k.shape[2]), block_table=block_table)", "torch's flash: keys behind those that are used are seen", torch_flash("used_keys")),
-    Fault(FLASH, "packed=packed, num_splits=num_splits\n", "packed=packed\n", "torch's flash: the number of splits is ignored", torch_flash("not_copied")),
+    Fault(FLASH, "packed=packed, num_splits=num_splits,\n", "packed=packed,\n", "torch's flash: the number of splits is ignored", torch_flash("not_copied")),
     Fault(FLASH, "for x in _heads_first(key, value))", "for x in _heads_first(key.clone(), value))", "torch's flash: a copy of the pages", torch_flash("not_copied")),
     Fault(FLASH, "    if key.shape[-1] != value.shape[-1]:\n", "    if False:\n", "torch's flash: values of another width are not refused", torch_flash("refused")),
     Fault(FLASH, "query.shape[2], key.shape[2], *_for_backward", "key.shape[2], query.shape[2], *_for_backward", "torch's flash: longest lengths exchanged", torch_flash("test_dense")),

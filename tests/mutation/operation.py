@@ -63,7 +63,7 @@ OPTIONS, ATTENTION = "fusedattn/options.py", "fusedattn/attention.py"
 
 # fmt: off
 OPERATION = (
-    Fault(RESULTS, "            largest.fill_(-torch.inf)\n", "            pass\n", "largest: rows behind packed sequences", LARGEST),
+    Fault(RESULTS, "(row_sum, 1.0), (largest, -torch.inf)):", "(row_sum, 1.0)):", "largest: rows behind packed sequences", LARGEST),
     Fault(OPERANDS, "return_max=int(return_max))", "return_max=0)", "largest: never asked for", LARGEST),
     Fault(AUTOGRAD, "            ctx.mark_non_differentiable(largest)\n", "            pass\n", "largest: seems differentiable", LARGEST),
     Fault(OPS, "ctx.mark_non_differentiable(row_max, row_sum, rounding_residual, largest)", "ctx.mark_non_differentiable(row_max, row_sum, rounding_residual)", "largest: seems differentiable under a compiler", LARGEST),
@@ -185,8 +185,8 @@ DIFFERENTIATED = (
 
 PACKING = (
     Fault(RESULTS, "        out.zero_()\n", "", "packed: rows of no sequence have no out", PACKED),
-    Fault(RESULTS, "lse.fill_(-torch.inf)", "lse.fill_(0.0)", "packed: rows of no sequence have a finite lse", PACKED),
-    Fault(RESULTS, "row_max.fill_(torch.inf)", "row_max.fill_(0.0)", "packed: rows of no sequence count as seen by their sink", PACKED),
+    Fault(RESULTS, "((lse, -torch.inf), ", "((lse, 0.0), ", "packed: rows of no sequence have a finite lse", PACKED),
+    Fault(RESULTS, "(row_max, torch.inf), ", "(row_max, 0.0), ", "packed: rows of no sequence count as seen by their sink", PACKED),
     Fault(RESULTS, "    if packed:  # rows", "    if False:  # rows", "packed: rows of no sequence have no gradient", PACKED),
     Fault(RESULTS, "        for x in found:\n", "        for x in found[:1]:\n", "packed: keys of no sequence have no gradient", PACKED),
     Fault(LAUNCHING, "max_seqlen_k = sizes.max_seqlen_k if", "max_seqlen_k = sizes.max_seqlen_q if", "packed: keys as long as queries", "tests/kernels/test_decode.py -k alone"),
