@@ -91,7 +91,7 @@ def prepared(
         _known[kind] = chosen
     # Reading the positions on a GPU would wait for it; there, the kernels turn rows outside the tables into NaN.
     rope = options.rope if cache is None else options.rope or cache.rope
-    if rope is not None and can_read(q):
+    if rope is not None and not (rope.positions_q is None and rope.positions_k is None) and can_read(q):
         rope.check_positions()
     if options.dropout_p and options.dropout_seed is None:
         options.dropout_seed = draw_seed(q.device)

@@ -49,10 +49,14 @@ class Results(NamedTuple):
     def strided(self) -> "Results":
         """Results that are tensors, as a kernel takes them."""
         residual = None if self.rounding_residual is None else strided(self.rounding_residual)
-        lse, row_max, row_sum, largest = (
-            None if x is None else OptionalRows(x) for x in (self.lse, self.row_max, self.row_sum, self.largest)
+        return Results(
+            None if self.lse is None else OptionalRows(self.lse),
+            None if self.row_max is None else OptionalRows(self.row_max),
+            None if self.row_sum is None else OptionalRows(self.row_sum),
+            strided(self.out),
+            residual,
+            None if self.largest is None else OptionalRows(self.largest),
         )
-        return Results(lse, row_max, row_sum, strided(self.out), residual, largest)
 
 
 class Partials(NamedTuple):

@@ -91,7 +91,7 @@ def _unit(problem: CachedProblem, backend: str) -> torch.dtype | None:
     Rotated numbers are rounded, and so are those of codes with several scales. In 16 bits torch's own kernel
     approximates the exponential, with an error of 1e-5.
     """
-    rounds = problem.rope is not None or FORMATS.get(problem.form, (None, 1))[1] > 1 or backend == "torch"
+    rounds = problem.rope is not None or FORMATS.get(problem.form, (None, None))[1] is not None or backend == "torch"
     return problem.dtype if rounds else None
 
 

@@ -130,9 +130,9 @@ class CachedProblem:
 
     def empty(self, device: str) -> KVCache:
         """The cache before the first append; its memory is NaN, or any codes with NaN scales."""
-        codes, group, given = FORMATS.get(self.form, (self.dtype, 1, False))
+        codes, group, given = FORMATS.get(self.form, (self.dtype, None, False))
         generator = torch.Generator().manual_seed(self.seed)
-        options: dict[str, Any] = {"group_size": group if group > 1 else None}
+        options: dict[str, Any] = {"group_size": group}
         if self.padding is not None:
             options["left_padding"] = torch.tensor(self.padding, dtype=torch.int32, device=device)
         if self.rope == "appending":

@@ -46,11 +46,11 @@ def of_forward(q: Tensor, v: Tensor, constants: Constants) -> ForwardResults:
     asked for; with a cache, which has no gradients, row_max and row_sum, and lse unless it is asked for.
     """
     sizes, is_cached = constants.sizes, constants.tensors.lengths is not None
-    of_rows, dtype = q.shape[:3], torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse, row_max, row_sum, largest = (
-        q.new_empty(of_rows, dtype=dtype) if needed else None
-        for needed in (not is_cached or sizes.return_lse, not is_cached, not is_cached, sizes.return_max)
-    )
+    rows, dtype = q.shape[:3], torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(rows, dtype=dtype) if sizes.return_lse or not is_cached else None
+    row_max = None if is_cached else q.new_empty(rows, dtype=dtype)
+    row_sum = None if is_cached else q.new_empty(rows, dtype=dtype)
+    largest = q.new_empty(rows, dtype=dtype) if sizes.return_max else None
     out = new_like(q, v.shape[3] if v.dtype != torch.uint8 else features_of(v))
     rounding_residual = None
     if constants.keep_residual and q.dtype.itemsize == 2:
