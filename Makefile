@@ -53,8 +53,10 @@ test-triton: .venv/.test .triton/$(NEWEST_TRITON)/.installed .triton/$(OLDEST_TR
 	@status=0; \
 	PYTHONPATH=.triton/$(NEWEST_TRITON) $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 \
 	    $(addprefix tests/public/test_,biases.py learned.py gradcheck.py ones.py) tests/kernels/test_interpreter.py \
+	    tests/bench/test_versions.py \
 	    -k "not of_a_pair" $(ARGS) || status=1; \
-	PYTHONPATH=.triton/$(OLDEST_TRITON) $(VENV_PYTHON) -m pytest --maxfail=0 tests/public/test_ones.py || status=1; \
+	PYTHONPATH=.triton/$(OLDEST_TRITON) $(VENV_PYTHON) -m pytest --maxfail=0 tests/public/test_ones.py \
+	    tests/bench/test_versions.py || status=1; \
 	exit $$status
 
 lint: .venv/.test ## ruff check, ruff format --check and mypy

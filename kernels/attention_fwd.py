@@ -32,7 +32,15 @@ from fusedattn.kernels import combine, launcher
 from fusedattn.kernels.cached import first_visible, load_cached, load_factors
 from fusedattn.kernels.configs import MAX_HEAD_DIM
 from fusedattn.kernels.descriptors import full_tile, tiles_of
-from fusedattn.kernels.epilogue import Results, Sums, store_nothing, store_partials, store_results
+from fusedattn.kernels.epilogue import (
+    NO_PARTIALS,
+    NO_RESULTS,
+    Results,
+    Sums,
+    store_nothing,
+    store_partials,
+    store_results,
+)
 from fusedattn.kernels.grid import tiling_of
 from fusedattn.kernels.grouped_heads import grouped_program, load_rows, rows_of, with_rows
 from fusedattn.kernels.masking import (
@@ -170,7 +178,7 @@ def _add_coded(acc, p, factors, v_tile, tile):
 def accumulate(sums, scores, v_tile, walk, call, block, qk_scale, HAS_RESIDUAL: tl.constexpr, tile):
     """Add one block to the sums: a step of the online softmax, and the product of its weights and values."""
     p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, qk_scale, HAS_RESIDUAL, tile.EXACT)
-    if call.cache is not None and call.cache.v_scale is not None:
+    if call.cache.v_scale is not None:
         factors = _factors(call.cache.v_scale, walk, block.keys, call, tile)
         acc = _add_coded(sums.acc * alpha[:, None], p, factors, v_tile, tile)
         return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
@@ -187,7 +195,7 @@ def _load_rows(
 
     Those that are not `readable` are 0. None: all exist, in a full block.
     """
-    if call.cache is not None:
+    if call.cache.FORMAT is not None:
         keys = start_n + tl.arange(0, BLOCK)
         if readable is None:
             readable = keys < walk.place.seqlen_k
@@ -248,7 +256,7 @@ def _products(walk, k_tile, start_n, readable, keys, call, tile):
             FIRST=tile.HEAD_DIM,
         )  # fmt: skip
         products += dot(walk.q_tail, tl.trans(k_tail), dtype_of(tile.ACC), tile.PRECISION)
-    if call.cache is not None:
+    if call.cache.FORMAT is not None:
         products = products * _factors(call.cache.k_scale, walk, keys, call, tile)[None, :]
     return products
 
@@ -363,7 +371,7 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
-        if call.cache is not None and call.cache.v_scale is not None:
+        if call.cache.v_scale is not None:
             factors = _factors(call.cache.v_scale, walk, block.keys, call, tile)
             finite = tl.abs(factors) < float("inf")
             p = tl.where(pairs, tl.where((poisoned | ~finite)[None, :], float("nan"), p), 0.0)
@@ -378,7 +386,7 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
 def _bounds(call, place, numbers):
     """The :class:`~fusedattn.kernels.masking.Bounds` of a sequence."""
     bounds = bounds_of(call.mask, place, numbers)
-    if call.cache is not None:
+    if call.cache.FORMAT is not None:
         bounds = starting_at(bounds, first_visible(call.cache, place))
     return bounds
 
@@ -392,7 +400,7 @@ def _attend(
     offs_n = tl.arange(0, tile.BLOCK_N)
     queries = rows.queries[:, None]
     exist = rows.exist[:, None]
-    if call.cache is not None:
+    if call.cache.FORMAT is not None:
         k = inputs.k
         v = inputs.v
     else:
@@ -469,7 +477,7 @@ def attention_fwd(
 ):
     inputs = QKV(q, k, v, k_tiles, v_tiles)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
-    IS_SPLIT: tl.constexpr = partials is not None
+    IS_SPLIT: tl.constexpr = partials.weighted is not None
     HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if IS_SPLIT else results.rounding_residual) is not None
     if n_tile_ids is None:
         number, head, head_kv, sequence = grouped_program(
@@ -531,7 +539,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
     if k.dtype != q.dtype and config.BLOCK_M >= 64:  # codes go through registers
         config = config.unpipelined if q.shape[3] <= 128 else config.unpipelined.narrow
-    filled, partials = Results(None, None, None, None, None, None), None
+    filled, partials = NO_RESULTS, NO_PARTIALS
     if tiling.split_keys:
         dropped = problem.call.dropout.seed_ptr is not None
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
@@ -577,5 +585,5 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         ),
         problem.known_call,
     )
-    if partials is not None:
+    if tiling.split_keys:
         combine.launch(partials, results, problem)

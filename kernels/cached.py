@@ -35,7 +35,7 @@ class CacheArguments(NamedTuple):
     `table_ptr` is int32 ``(sequences, max_pages)``, for pages of PAGE slots, or None. `rows_ptr` is int32
     ``(sequences,)``, or None. `first_ptr`, int32 ``(sequences,)``, has the tokens at the start that no query sees, or
     is None. `n_rows` limits the entries of the table and of `rows_ptr`. `ring` slots, or None, follow N_SINKS slots
-    that are not overwritten. FORMAT is that of the codes, "" for none.
+    that are not overwritten. FORMAT is that of the codes, "" for numbers, and None without a cache.
     """
 
     table_ptr: Any
@@ -49,6 +49,9 @@ class CacheArguments(NamedTuple):
     N_SINKS: Any
     PAGE: Any
     FORMAT: Any
+
+
+NO_CACHE = CacheArguments(None, None, None, None, None, None, None, None, None, None, None)
 
 
 @triton.jit

@@ -59,6 +59,9 @@ class Results(NamedTuple):
         )
 
 
+NO_RESULTS = Results(None, None, None, None, None, None)
+
+
 class Partials(NamedTuple):
     """The sums of each split of the keys, contiguous, in ACC.
 
@@ -75,6 +78,7 @@ class Partials(NamedTuple):
     kept_sum: Any
 
 
+NO_PARTIALS = Partials(None, None, None, None, None)
 NOTHING = tl.constexpr(-1.0)  # cannot be a sum of weights
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import triton
 
+from fusedattn.kernels.cached import NO_CACHE
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.problem import Problem
 
@@ -51,7 +52,7 @@ def tiling_of(problem: Problem) -> Tiling:
                 return Tiling(config, heads, split_keys, n_splits, n_splits * n_groups)
             return Tiling(config, heads, 0, 1, n_groups)
     config = problem.configs.fwd
-    if problem.call.cache is not None:
+    if problem.call.cache is not NO_CACHE:
         config = config.gathered
     elif problem.rotates_in_place:
         config = config.rotating

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from fusedattn.kernels.cached import CacheArguments
+from fusedattn.kernels.cached import NO_CACHE, CacheArguments
 from fusedattn.kernels.dropout import NO_DROPOUT, DropoutArguments
 from fusedattn.kernels.masking import MaskArguments
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     score: ScoreArguments = UNMODIFIED
     dropout: DropoutArguments = NO_DROPOUT
     sequences: Sequences = NOT_PACKED
-    cache: CacheArguments | None = None
+    cache: CacheArguments = NO_CACHE
 
 
 # Numbers that depend on the heads, the lengths, the bounds of a mask, or the tables of a rotation.

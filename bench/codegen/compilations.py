@@ -32,7 +32,7 @@ HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table but the las
 ALL = ("plain", "causal", "causal+rope", "all but boolean", "all")
 HEAVIEST = ALL[-2:]
 ONE_PASS = tuple(name for name in launches.FEATURES if name.startswith("one pass"))
-WHOLE = tuple(name for name in launches.FEATURES if name not in (*ALL, *ONE_PASS))
+WHOLE = tuple(name for name in launches.FEATURES if name not in (*ALL, *ONE_PASS, "latent"))
 
 # dtype -> the head_dims and features that are compiled in it. fp16 and bf16 differ only in the names of instructions;
 # tf32, which the user must allow, runs the configs of fp32.
@@ -44,6 +44,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
+        ((launches.KEYS,), ("latent",)),
     ),
     "fp16": (((128,), HEAVIEST),),
     "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode",)), ((512,), ("causal", "decode"))),

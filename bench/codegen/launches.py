@@ -142,7 +142,6 @@ NAMES = {
     "lengths": "cache",
     "GROUP": "groups",
     "BLOCK": "one-token",
-    "HEAD_DIM": "latent",
     "FROM_START": "rotated",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
@@ -181,8 +180,6 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
             value = value > (name == "HEADS")
         if name == "BLOCK":
             value = value == 1
-        if name == "HEAD_DIM":
-            value = value >= KEYS
         name = name.removesuffix("_ptr")
         if isinstance(value, tuple):
             if hasattr(value, "ptr"):  # one tensor and its strides
@@ -286,7 +283,7 @@ def call(
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
     sizes = sizes or Sizes.of(features)
     if "latent" in features:
-        head_dim, sizes = KEYS, replace(sizes, nheads_q=LATENT_HEADS, nheads_kv=1)
+        sizes = replace(sizes, nheads_q=LATENT_HEADS, nheads_kv=1)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
     shape_q = (sizes.batch, nheads, sizes.seqlen_q, head_dim)
     shape_k = (sizes.batch, sizes.nheads_kv, sizes.seqlen_k, head_dim)

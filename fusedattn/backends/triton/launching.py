@@ -24,7 +24,7 @@ from fusedattn.kernels import (
     devices,
     rope,
 )
-from fusedattn.kernels.cached import CacheArguments, as_bytes, cache_arguments
+from fusedattn.kernels.cached import NO_CACHE, CacheArguments, as_bytes, cache_arguments
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
@@ -110,21 +110,22 @@ def problem_of(
     cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     n_sequences, nheads_q, seqlen_q, _ = q.shape
     _, nheads_kv, seqlen_k, _ = k.shape
-    cache = None if tensors.lengths is None else _cache(k, v, constants)
+    is_cached = tensors.lengths is not None
+    cache = _cache(k, v, constants) if is_cached else NO_CACHE
     if tensors.block_table is not None:
         seqlen_k *= tensors.block_table.shape[1]
     if cu_seqlens_q is None:
         shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
     else:
         n_sequences = cu_seqlens_q.shape[0] - 1
-        max_seqlen_k = sizes.max_seqlen_k if cache is None else seqlen_k
+        max_seqlen_k = seqlen_k if is_cached else sizes.max_seqlen_k
         shape = Shape(n_sequences, nheads_q, nheads_kv, seqlen_q, seqlen_k, sizes.max_seqlen_q, max_seqlen_k)
     band = _band(*sizes[:4])
     score = UNMODIFIED
     if not (bias is None and relative is None and sinks is None and slopes is None) or constants.changes_scores:
         score = _score(constants, bias, relative, sinks, slopes, learned)
     plain = score is UNMODIFIED and not constants.hides_by_tensors and tensors.dropout_seed is None
-    if plain and cu_seqlens_q is None and cache is None:
+    if plain and cu_seqlens_q is None and not is_cached:
         call, call_kind = _plain_call(band)
     else:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, tensors.lengths)
@@ -137,14 +138,14 @@ def problem_of(
     by_pair = by_pair or bool(constants.functions.mask)
     scored = score is not UNMODIFIED or tensors.dropout_seed is not None
     work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
-    head_dim = min(max(q.shape[3], v.shape[3] if cache is None else results.features_of(v)), configs.MAX_HEAD_DIM)
+    head_dim = min(max(q.shape[3], results.features_of(v) if is_cached else v.shape[3]), configs.MAX_HEAD_DIM)
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     few_queries = None
     if q.shape[3] > configs.MAX_HEAD_DIM:
         tiles = replace(tiles, fwd=tiles.fwd.gathered)
     if tensors.layout is None:
-        few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work, cache is not None)
+        few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work, is_cached)
     else:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
@@ -164,7 +165,7 @@ def problem_of(
         exact_rows=exact_rows,
         few_queries=few_queries,
         rotates_in_place=rotation_k is not None
-        and (cache is not None or shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv),
+        and (is_cached or shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv),
         nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
         num_splits=sizes.num_splits or None,
@@ -237,7 +238,7 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
     if constants.tensors.lengths is None:
         k, v = tileable(k), tileable(v)
     problem = problem_of(q, k, v, constants, *others)
-    if problem.call.cache is not None:
+    if problem.call.cache is not NO_CACHE:
         k, v = as_bytes(k), as_bytes(v)
     if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
         k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)

@@ -1,0 +1,30 @@
+"""Inference compiles under the installed Triton; ``make test-triton`` asks the oldest and the newest too.
+
+Triton 3.6 refuses kernels that later versions compile, and no interpreter does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.compiling import compiling
+
+KERNELS = {"attention_fwd", "attention_combine", "cache_append"}
+FEATURES = ("few queries", "decode", "cache", "cache, rotated on reading", "cache of int8", "cache of int4")
+FEATURES += ("cache, chunk", "cache of e4m3, chunk")
+
+
+@pytest.mark.thorough
+def test_inference_compiles(tmp_path: Path) -> None:
+    chosen = [f"--kernel={kernel}" for kernel in sorted(KERNELS)] + [f"--features={name}" for name in FEATURES]
+    done = compiling(
+        "-m", "bench.codegen", "--json", "--jobs=1", "--target=sm_90", "--dtype=bf16", "--head-dim=64", *chosen,
+        cache=tmp_path,
+    )  # fmt: skip
+    reports = json.loads(done.stdout)
+    assert {r["kernel"]: r["error"] for r in reports if r["error"]} == {}
+    assert {r["kernel"] for r in reports} == KERNELS
+    assert sum(r["kernel"] == "attention_fwd" for r in reports) == len(FEATURES)
