@@ -18,8 +18,8 @@ from fusedattn.testing.cases import CODES, Inputs
 PAGE_SIZE = 16
 
 
-def run_cached(inputs: Inputs, backend: Backend) -> Results:
-    """Out and lse of a case that has a cache, ``(batch, nheads_q, seqlen_q, head_dim_v)`` and without head_dim_v.
+def run_cached(inputs: Inputs, backend: Backend, *, return_lse: bool = True) -> Results:
+    """Out, and lse if asked for, of a case that has a cache, in the shapes of :func:`fusedattn.attention`.
 
     The keys and values before those of the queries are appended first, the others by a second call. Keys are rotated
     when they are appended, those of codes when they are read.
@@ -30,12 +30,12 @@ def run_cached(inputs: Inputs, backend: Backend) -> Results:
         k, v = (x[:, :, tokens].detach() for x in (inputs.k, inputs.v))
         if k.shape[2]:
             caches.append(cache, k, v, backend=backend)
-    options = inputs.options
+    options = inputs.options | {"return_lse": return_lse}
     if cache.rope is not None:
         del options["rope"]
     with torch.no_grad():
-        out, lse = attention(inputs.q, cache=cache, return_lse=True, backend=backend, **options)
-    return {"out": out, "lse": lse}
+        found: Any = attention(inputs.q, cache=cache, backend=backend, **options)
+    return dict(zip(("out", "lse"), found, strict=True)) if return_lse else {"out": found}
 
 
 def check_cached(

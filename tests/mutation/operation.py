@@ -189,7 +189,7 @@ PACKING = (
     Fault(RESULTS, "(row_max, torch.inf), ", "(row_max, 0.0), ", "packed: rows of no sequence count as seen by their sink", PACKED),
     Fault(RESULTS, "    if packed:  # rows", "    if False:  # rows", "packed: rows of no sequence have no gradient", PACKED),
     Fault(RESULTS, "        for x in found:\n", "        for x in found[:1]:\n", "packed: keys of no sequence have no gradient", PACKED),
-    Fault(LAUNCHING, "max_seqlen_k = sizes.max_seqlen_k if", "max_seqlen_k = sizes.max_seqlen_q if", "packed: keys as long as queries", "tests/kernels/test_decode.py -k alone"),
+    Fault(LAUNCHING, "else sizes.max_seqlen_k\n", "else sizes.max_seqlen_q\n", "packed: keys as long as queries", "tests/kernels/test_decode.py -k alone"),
     Fault(LAUNCHING, "n_sequences = cu_seqlens_q.shape[0] - 1", "n_sequences = cu_seqlens_q.shape[0] - 2", "packed: the last sequence left out", PACKED),
     Fault(LAUNCHING, "Sequences(cu_seqlens_q, cu_seqlens_k, ", "Sequences(cu_seqlens_q, cu_seqlens_q, ", "packed: keys where the queries are", PACKED),
     Fault(OPERANDS, "max_seqlen_q=0 if packed is None else packed.max_seqlen_q", "max_seqlen_q=0 if packed is None else packed.max_seqlen_k", "packed: queries as long as keys", PACKED),

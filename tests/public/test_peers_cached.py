@@ -228,7 +228,7 @@ def listed(batch: int, kv_len: int, size: int, uneven: bool) -> tuple[Tensor, li
         (16, 8, "NHD", False, None, torch.float8_e4m3fn, False),
         (16, 4, "HND", False, 1e4, torch.float8_e4m3fn, False),
         (8, 32, "HND", False, None, torch.float16, True),
-        (16, 4, "NHD", True, 1e4, torch.float8_e4m3fn, True),
+        (16, 32, "NHD", True, 1e4, torch.float8_e4m3fn, True),
     ],
 )
 @backends
