@@ -516,16 +516,19 @@ FEW_QUERIES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
 # The same for calls that read a cache. A load of keys waits for one of their place, so each gets half of the stages.
 _FEW_OF_CACHES: dict[int, dict[int, TileConfig]] = {
     2: _FEW[2] | {64: _T(32, 32, 4, 5, BOUNDARY=32), 128: _T(32, 32, 4, 5, BOUNDARY=16)},
-    4: _FEW[4],
+    4: _FEW[4] | {64: _T(16, 32, 8, 1, BOUNDARY=16)},
 }
 FEW_QUERIES_OF_CACHES: dict[Arch, dict[int, dict[int, TileConfig]]] = {
     "sm_80": _FEW_OF_CACHES,
     "sm_86": {
         2: FEW_QUERIES["sm_86"][2] | {64: _FEW_OF_CACHES[2][64], 128: _T(32, 32, 4, 3, BOUNDARY=16)},
-        4: _FEW[4],
+        4: _FEW_OF_CACHES[4],
     },
     "sm_90": {2: _FEW_OF_CACHES[2], 4: FEW_QUERIES["sm_90"][4]},
-    "sm_100": _FEW_OF_CACHES | {2: _FEW_OF_CACHES[2] | {128: _T(32, 32, 8, 5, BOUNDARY=16)}},
+    "sm_100": {
+        2: _FEW_OF_CACHES[2] | {128: _T(32, 32, 8, 5, BOUNDARY=16)},
+        4: _FEW[4] | {64: _T(16, 32, 4, 1, BOUNDARY=16)},
+    },
     "gfx942": FEW_QUERIES["gfx942"],
 }
 
