@@ -32,8 +32,7 @@ def test_the_targets_run_every_test_together() -> None:
 
 # Modules that compile, time or type-check the whole package, which takes too long for any quick test.
 WITHOUT = {"tests/bench/test_gate_kernels.py", "tests/bench/test_host_time.py", "tests/bench/test_prebuilt.py"}
-WITHOUT |= {"tests/bench/test_versions.py"}
-WITHOUT |= {"tests/repo/test_typing.py"}
+WITHOUT |= {"tests/bench/test_versions.py", "tests/repo/test_typing.py"}
 
 
 COLLECT = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not thorough")
