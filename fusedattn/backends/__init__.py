@@ -24,10 +24,11 @@ def append(
 ) -> None:
     """Append checked tokens to a cache; arguments are those of :func:`fusedattn.caches.append`."""
     reference_cached.check_room(cache, k, cu_seqlens, counted)
-    if not counted and cu_seqlens is None:
-        cache.lengths.add_(k.shape[2])
-    elif not counted and cu_seqlens is not None:
-        cache.lengths.add_(cu_seqlens[1:]).sub_(cu_seqlens[:-1])
+    if not counted:
+        if cu_seqlens is None:
+            cache.lengths.add_(k.shape[2])
+        else:
+            cache.lengths.add_(cu_seqlens[1:]).sub_(cu_seqlens[:-1])
     if backend == "triton":
         appending.append(cache, k, v, cu_seqlens, max_seqlen)
     else:

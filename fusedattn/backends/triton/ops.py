@@ -39,9 +39,9 @@ def attention_fwd(
 
     row_max, row_sum and rounding_residual are for the backward. rounding_residual is empty unless `keep_residual` is
     True and the inputs have 16 bits; largest is empty unless it is asked for in `sizes`. With a cache, row_max and
-    row_sum are empty, and lse unless it is asked for in `sizes`. `bias` and `relative` have
-    four dimensions, `slopes` two, and `learned`, the args of the score function with a gradient, one; `sinks` are
-    float32 or float64. :meth:`Constants.flat` makes the arguments from `tensors` on.
+    row_sum are empty, and lse unless it is asked for in `sizes`. `bias` and `relative` have four dimensions, `slopes`
+    two, and `learned`, the args of the score function with a gradient, one; `sinks` are float32 or float64.
+    :meth:`Constants.flat` makes the arguments from `tensors` on.
     """
     if not scale > 0:
         raise ValueError(f"scale: got {scale}, allowed are positive numbers")
