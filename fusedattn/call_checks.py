@@ -237,6 +237,8 @@ def check_append(
     if not torch.compiler.is_compiling() and (v is None) != cache.shares_memory:  # a compiler knows no addresses
         got = "None" if v is None else "a tensor"
         raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
+    if v is None and not torch.compiler.is_compiling() and not cache.shares_scales:
+        raise ValueError("v_scale: got memory of its own, allowed is a view of k_scale, as v is one of k")
     first = (cache.batch, cache.k.shape[1]) if cu_seqlens is None else ()
     for name, x, head_dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
         if x is None:

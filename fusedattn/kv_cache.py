@@ -31,7 +31,8 @@ class KVCache:
             or codes: float8_e4m3fn, float8_e5m2, int8, or uint8, which has two 4-bit codes in each element and
             ``head_dim / 2`` of them. Any strides whose last is 1.
         v: ``(n_rows, nheads_kv, n_slots, head_dim_v)``, dtype and device of k. It may be a view of the first features
-            of k, as in multi-head latent attention.
+            of k, as in multi-head latent attention; scales that are written when tokens are appended are then a view
+            of those of k, too.
         lengths: int32 ``(batch,)``: the tokens of each sequence, changed in place when tokens are appended.
         block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in order, ``n_slots`` tokens each.
             Entries for pages that a sequence does not reach may be anything.
@@ -232,9 +233,13 @@ class KVCache:
     @property
     def shares_memory(self) -> bool:
         """Whether values are the first features of the keys."""
-        k, v = self.k, self.v
-        same_start = torch._C._is_alias_of(v, k) and v.storage_offset() == k.storage_offset()  # type: ignore[attr-defined]
-        return same_start and v.stride() == k.stride()
+        return _starts_in(self.v, self.k)
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether scales of values that are written when tokens are appended are those of the keys."""
+        k_scale, v_scale = self.k_scale, self.v_scale
+        return k_scale is None or v_scale is None or v_scale.dim() == 2 or _starts_in(v_scale, k_scale)
 
     def kept(self) -> Tensor:
         """The tokens of each sequence that the cache holds, int32 ``(batch,)``."""
@@ -403,6 +408,12 @@ def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Te
     else:
         numbers = dequantised(codes, scale[rows][..., None] if scale.dim() == 2 else scale[rows, :, slots])
     return numbers.transpose(1, 2)
+
+
+def _starts_in(x: Tensor, y: Tensor) -> bool:
+    """Whether x is a view of the first features of y."""
+    same_start = torch._C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset()  # type: ignore[attr-defined]
+    return same_start and x.stride() == y.stride()
 
 
 def _shown(x: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def run_cached(inputs: Inputs, backend: Backend, *, return_lse: bool = True) -> 
     for tokens in (slice(None, before), slice(before, None)):
         k, v = (x[:, :, tokens].detach() for x in (inputs.k, inputs.v))
         if k.shape[2]:
-            caches.append(cache, k, v, backend=backend)
+            caches.append(cache, k, None if inputs.latent else v, backend=backend)
     options = inputs.options | {"return_lse": return_lse}
     if cache.rope is not None:
         del options["rope"]
@@ -57,7 +58,9 @@ def empty_cache(inputs: Inputs) -> KVCache:
         "rope": inputs.rope if inputs.codes is None else None,
     }
     if inputs.cache == "contiguous":
-        return KVCache.contiguous(batch, capacity=seqlen_k, device=inputs.k.device, **options)
-    n_pages = -(-seqlen_k // PAGE_SIZE)
-    table = torch.arange(batch * n_pages, dtype=torch.int32, device=inputs.k.device).flip(0).view(batch, n_pages)
-    return KVCache.paged(table, batch * n_pages, PAGE_SIZE, **options)
+        cache = KVCache.contiguous(batch, capacity=seqlen_k, device=inputs.k.device, **options)
+    else:
+        n_pages = -(-seqlen_k // PAGE_SIZE)
+        table = torch.arange(batch * n_pages, dtype=torch.int32, device=inputs.k.device).flip(0).view(batch, n_pages)
+        cache = KVCache.paged(table, batch * n_pages, PAGE_SIZE, **options)
+    return replace(cache, v=cache.k[..., : cache.v.shape[3]], v_scale=cache.k_scale) if inputs.latent else cache

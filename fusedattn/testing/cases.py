@@ -63,6 +63,7 @@ class Case:
     dropout_p: float = 0.0
     cache: Literal["contiguous", "paged"] | None = None  # keys and values are appended to one; without gradients
     codes: Literal["e4m3", "e5m2", "int8", "int4"] | None = None  # of a cache; they represent k and v exactly
+    latent: bool = False  # the values in a cache are the first head_dim_v features of the keys
     seed: int = 0
 
     @property
@@ -91,6 +92,7 @@ class Inputs:
     dropout_seed: Tensor | None = None
     cache: Literal["contiguous", "paged"] | None = None
     codes: str | None = None
+    latent: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -186,6 +188,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
         dlse = torch.zeros_like(dlse)  # its part in dq would hide terms that fail to cancel
     if case.codes:
         k, v = (_representable(x, CODES[case.codes]) for x in (k, v))
+    if case.latent:
+        v = k[..., :head_dim_v]
     bias = _make_bias(case, large)
     score_mod = _make_score_mod(case, generator)
     sinks = torch.randn(case.nheads_q, generator=generator).to(case.bias_dtype or case.dtype) if case.sinks else None
@@ -207,6 +211,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
         None if dropout_seed is None else dropout_seed.to(device),
         case.cache,
         case.codes,
+        case.latent,
     )
 
 
@@ -430,4 +435,8 @@ CACHED_CASES = (
     Case("cache of e5m2, chunk", cache="paged", codes="e5m2", seqlen_q=33, seqlen_k=75, causal="bottom_right"),
     Case("cache of int8, chunk", cache="contiguous", codes="int8", seqlen_q=33, seqlen_k=75, causal="bottom_right"),
     Case("cache of int4, one query", cache="paged", codes="int4", seqlen_q=1, seqlen_k=75),
+    Case(
+        "cache of latent keys, chunk", cache="paged", latent=True, nheads_kv=1, seqlen_q=5, seqlen_k=75, head_dim=576,
+        head_dim_v=512, causal="bottom_right",
+    ),
 )  # fmt: skip

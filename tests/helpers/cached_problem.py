@@ -31,6 +31,7 @@ class CachedProblem:
         room: the tokens that each sequence has room for, or a few more in pages.
         token_major: the heads of a token lie together, rather than the tokens of a head.
         group: query heads that share a KV head.
+        latent: values are the first features of the keys.
         ring: later tokens overwrite earlier ones, but for the first `ring`.
         padding: tokens at the start of each sequence that no query sees.
         poisoned: these tokens are NaN.
@@ -54,6 +55,7 @@ class CachedProblem:
     group: int = 1
     head_dim: int = 16
     head_dim_v: int = 16
+    latent: bool = False
     ring: int | None = None
     padding: tuple[int, ...] | None = None
     poisoned: bool = False
@@ -152,12 +154,21 @@ class CachedProblem:
             scales = largest * (0.5 + torch.rand(2, *cache.k.shape[:2], generator=generator))
             k_scale, v_scale = scales.to(device).unbind()
             cache = replace(cache, k_scale=k_scale, v_scale=v_scale)
-        return cache
+        return _with_latent_values(cache) if self.latent else cache
 
     def rotation(self, device: str) -> Rope:
         """The tables."""
         tables = Rope.from_theta(self.rotary_dim, POSITIONS, 100.0)
         return Rope(tables.cos, tables.sin, interleaved=self.interleaved).to(device)
+
+
+def _with_latent_values(cache: KVCache) -> KVCache:
+    """The cache, its values the first features of its keys."""
+    scale = cache.k_scale
+    if scale is not None and scale.dim() == 4:
+        assert cache.v_scale is not None
+        scale = scale[..., : cache.v_scale.shape[3]]
+    return replace(cache, v=cache.k[..., : cache.v.shape[3]], v_scale=scale)
 
 
 class Numbers:
@@ -178,6 +189,8 @@ class Numbers:
             [(size * normal(problem.nheads_kv, n, width)).to(problem.dtype) for n in problem.lengths]
             for size, width in zip(problem.sizes, (problem.head_dim, problem.head_dim_v), strict=True)
         )
+        if problem.latent:
+            self.v = [x[..., : problem.head_dim_v] for x in self.k]
         if problem.poisoned and problem.padding is not None:
             for tokens in (self.k, self.v):
                 for x, n in zip(tokens, problem.padding, strict=True):
@@ -211,9 +224,9 @@ class Numbers:
         options: dict[str, Any] = {"counted": problem.counted, "backend": backend}
         as_rows = not problem.packed and len(set(counts)) == 1
         if as_rows:
-            k, v = (torch.stack(x) for x in new)
+            k, v = (torch.stack(x).to(device) for x in new)
         else:
-            k, v = (torch.cat(x, dim=1).transpose(0, 1) for x in new)
+            k, v = (torch.cat(x, dim=1).transpose(0, 1).to(device) for x in new)
             options |= {"cu_seqlens": self.stops(counts).to(device), "max_seqlen": max(counts)}
         if problem.rope == "appending" and problem.positions:
             at = [[problem.position(i, t) for t in range(own.start, own.stop)] for i, own in enumerate(rows)]
@@ -222,7 +235,7 @@ class Numbers:
             cache = replace(cache, rope=cache.rope.at(None, own_at))
         if problem.counted:
             cache.lengths.add_(torch.tensor(counts, dtype=torch.int32, device=device))
-        caches.append(cache, k.to(device), v.to(device), **options)
+        caches.append(cache, k, None if problem.latent else v, **options)
 
     def options(self, device: str) -> dict[str, Any]:
         """The options of the call of attention, but those that a backend has alone."""

@@ -41,6 +41,7 @@ def _tokens(p: CachedProblem, n: int) -> dict[str, Tensor]:
     return {
         name: torch.zeros(p.batch, p.nheads_kv, n, width, dtype=p.dtype)
         for name, width in (("k", p.head_dim), ("v", p.head_dim_v))
+        if name == "k" or not p.latent
     }
 
 
@@ -63,6 +64,11 @@ def _short(p: CachedProblem, rows: int) -> Rope:
 def _without_page(c: KVCache) -> KVCache:
     assert c.block_table is not None
     return replace(c, block_table=torch.full_like(c.block_table, c.k.shape[0]))
+
+
+def _with_other_scales(c: KVCache) -> KVCache:
+    assert c.v_scale is not None
+    return replace(c, v_scale=c.v_scale.clone())
 
 
 # The last argument of `change` is k, of one new token for each sequence, or q.
@@ -94,9 +100,14 @@ APPENDED = {
         lambda p, c, k: {"k": torch.cat((k, k), dim=1)}, ValueError, "k: got shape",
     ),
     "values of other tokens": Refusal(
-        lambda p, c, k: {"v": _tokens(p, 2)["v"]}, ValueError, "v: got shape",
+        lambda p, c, k: {"v": _tokens(p, 2)["v"]}, ValueError, "v: got shape", lambda p: not p.latent,
     ),
-    "no values": Refusal(lambda p, c, k: {"v": None}, ValueError, "v: got None"),
+    "no values": Refusal(lambda p, c, k: {"v": None}, ValueError, "v: got None", lambda p: not p.latent),
+    "values beside latent keys": Refusal(lambda p, c, k: {"v": k}, ValueError, "v: got a tensor", lambda p: p.latent),
+    "scales of latent values": Refusal(
+        lambda p, c, k: {"cache": _with_other_scales(c)}, ValueError, "v_scale: got memory",
+        lambda p: p.latent and p.form != NUMBERS and not p.form.endswith("given"),
+    ),
     "keys that are learned": Refusal(
         lambda p, c, k: {"k": k.requires_grad_()}, NotImplementedError, "k: got requires_grad=True",
     ),

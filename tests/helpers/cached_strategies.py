@@ -26,7 +26,8 @@ def cached_problems(draw: st.DrawFn) -> CachedProblem:
     padded = (ring or 0) == 0 and draw(SELDOM)
     lengths = [draw(_lengths(layout, capacity, MOST if ring is not None else capacity)) for _ in range(batch)]
     form = draw(st.sampled_from([NUMBERS, NUMBERS, NUMBERS, *FORMATS]))
-    head_dim, head_dim_v = draw(_head_dims(form))
+    latent = draw(SELDOM)
+    head_dim, head_dim_v = draw(_head_dims(form, latent))
     problem = CachedProblem(
         steps=draw(_steps(lengths)),
         queries=draw(_queries(batch)),
@@ -39,6 +40,7 @@ def cached_problems(draw: st.DrawFn) -> CachedProblem:
         group=draw(st.sampled_from([1, 1, 2, 3, 5])),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
+        latent=latent,
         ring=ring,
         padding=tuple(draw(st.integers(0, n + 2)) for n in lengths) if padded else None,
         poisoned=padded and draw(st.booleans()),
@@ -96,7 +98,9 @@ def _queries(draw: st.DrawFn, batch: int) -> int | tuple[int, ...]:
     return draw(numbers) if draw(st.booleans()) else tuple(draw(st.sampled_from([0, 1, 1, 2, 5])) for _ in range(batch))
 
 
-def _head_dims(form: str) -> st.SearchStrategy[tuple[int, int]]:
+def _head_dims(form: str, latent: bool) -> st.SearchStrategy[tuple[int, int]]:
+    if latent:  # those of multi-head latent attention have a kernel path of their own
+        return st.sampled_from([(16, 16), (24, 16), (40, 8), (576, 512)])
     if form.startswith("int4"):  # groups of 4
         return st.sampled_from([(16, 16), (8, 8), (32, 16), (24, 24) if form == "int4" else (4, 4)])
     return st.tuples(st.sampled_from([1, 3, 8, 16, 16, 24, 40]), st.sampled_from([1, 3, 8, 16, 16, 24, 40]))

@@ -157,6 +157,7 @@ def kinds_of_cached(problem: CachedProblem) -> set[str]:
         "rows": problem.layout == "rows",
         "heads of a token together": problem.token_major,
         "codes": problem.form != NUMBERS,
+        "values that are features of keys": problem.latent,
         "given scales": problem.form.endswith("given"),
         "ring": problem.ring is not None,
         "ring with sinks": bool(problem.ring),
