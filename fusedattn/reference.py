@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedattn import dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
+from fusedattn.readable import is_readable
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -194,21 +195,6 @@ def large_rows(lse: Tensor) -> Tensor | None:
     """Bool, True for finite numbers beyond LARGE; None if there are certainly none."""
     large = (lse.abs() > LARGE) & lse.isfinite()
     return None if is_readable(large) and not large.any() else large
-
-
-def is_readable(*tensors: Tensor) -> bool:
-    """Whether Python can read values: not under a compiler or tracer, not in ``torch.func.vmap``, not without data."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return False
-    functorch = torch._C._functorch
-    for x in tensors:
-        if x.is_meta:
-            return False
-        while functorch.is_functorch_wrapped_tensor(x):
-            if functorch.is_batchedtensor(x):
-                return False
-            x = functorch.get_unwrapped(x)
-    return True
 
 
 def _products_leak(x: Tensor) -> bool:

@@ -130,9 +130,16 @@ def compile_case(case: Case, sizes: launches.Sizes | None = None) -> list[Report
         with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
-                for training in (True, False)[: 1 + (name in case.inference)]:
+                for training in _modes(case, name):
                     launches.call(case.head_dim, DTYPES[case.dtype], features, training=training, sizes=sizes)
         return [_report(case, launch) for launch in found]
+
+
+def _modes(case: Case, features: str) -> tuple[bool, ...]:
+    """Whether a call has gradients: with them where there is a backward, and without them if there is a reason."""
+    if not configs.has_backward(case.target, case.head_dim, DTYPES[case.dtype]):
+        return (False,)
+    return (True, False) if features in case.inference else (True,)
 
 
 @contextmanager

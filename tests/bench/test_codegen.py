@@ -77,6 +77,20 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     assert tiles_of(target) <= tiles
 
 
+def test_every_call_of_the_whole_list_is_possible() -> None:
+    """Nothing is compiled here. On sm_86, float32 has no backward beyond 256 features."""
+    script = """
+from dataclasses import replace
+from bench.codegen import __main__, compilations
+options = __main__._parser().parse_args([])
+options.target = list(compilations.launches.TARGETS)
+for case in (*compilations.cases(options), *compilations.cases_of_ones(options)):
+    assert compilations.compile_case(replace(case, kernels=("none",))) == []
+print("all")
+"""
+    assert output("-c", script) == "all\n"
+
+
 @pytest.mark.thorough
 def test_a_config_that_spills_is_found() -> None:
     """The check above can fail: a tile too large for its warps spills and serialises its products."""

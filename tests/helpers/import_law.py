@@ -121,6 +121,7 @@ ALLOWED: dict[str, set[str]] = {
         "reference",
         "reference_varlen",
         "options",
+        "readable",
     },
     "testing.triton_functions": VALUES,
     "testing.peers": VALUES,

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedattn import indices, reference, reference_cached, reference_varlen
+from fusedattn import indices, reference_cached, reference_varlen
 from fusedattn.backends.torch import largest, sdpa
 from fusedattn.backends.torch.cache_numbers import joined_pairs, numbers_of, split_pairs
 from fusedattn.backends.torch.cache_tiles import Sequences, sequences
 from fusedattn.masks import Mask
 from fusedattn.options import Options
 from fusedattn.parts import sum_of_parts
+from fusedattn.readable import is_readable
 from fusedattn.reference_varlen import bias_of
 from fusedattn.strides import rows_overlap
 
@@ -48,7 +49,7 @@ def _is_short(q: Tensor, options: Options) -> bool:
     if options.rope is not None or options.score_mod is not None or options.dropout_p or options.return_max:
         return False
     given = [q, cache.k, cache.v, *(() if options.sinks is None else (options.sinks,))]
-    if q.device.type != "cpu" or not reference.is_readable(*given) or sdpa.is_transformed(*given):
+    if q.device.type != "cpu" or not is_readable(*given) or sdpa.is_transformed(*given):
         return False
     longest = q.shape[2] if packed is None else int(packed.cu_seqlens_q.diff().max()) if cache.batch else 0
     is_bounded = options.sinks is None or bool((options.sinks < math.inf).all())

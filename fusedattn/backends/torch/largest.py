@@ -11,6 +11,7 @@ from fusedattn import reference
 from fusedattn.backends.torch import sdpa
 from fusedattn.backends.torch.eager import LEAST_ROWS, SCORES
 from fusedattn.options import Options
+from fusedattn.readable import is_readable
 from fusedattn.reference_varlen import Results
 
 
@@ -29,7 +30,7 @@ def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
             q, k = options.rope.rotate(q, k)
         k = k.repeat_interleave(nheads // k.shape[1], dim=1)
         options = replace(options, rope=None)
-        if not reference.is_readable(q):  # lengths may be symbols
+        if not is_readable(q):  # lengths may be symbols
             return reference.largest_scores(q, k, **options.of_scores())
         size = max(LEAST_ROWS, SCORES // max(1, batch * nheads * k.shape[2]))
         parts = [

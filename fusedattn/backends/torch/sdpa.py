@@ -23,6 +23,7 @@ from fusedattn.backends.torch.boxes import cut, paste
 from fusedattn.backends.torch.eager import Place, Steps
 from fusedattn.masks import Mask, boolean
 from fusedattn.options import Options
+from fusedattn.readable import is_readable
 from fusedattn.reference import LARGE
 from fusedattn.strides import rows_overlap
 
@@ -52,7 +53,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     given = [q, k, v, *(x for x in (options.sinks, options.dropout_seed) if x is not None)]
     for value in (bias, options.score_mod):
         given += [] if value is None else value.tensors().values()
-    readable = reference.is_readable(*given, *mask.tensors().values())
+    readable = is_readable(*given, *mask.tensors().values())
     can_plan = readable and q.device.type == "cpu" and not is_transformed(*given)
     if not can_plan and (return_lse or not is_plain):
         return _by_reference(q, k, v, options)
@@ -248,7 +249,7 @@ def _has_large_rows(added: Tensor, mask: Mask, q: Tensor, k: Tensor) -> bool:
 
     In that case lse has too few digits for torch's kernels, which recompute the weights from it in the backward.
     """
-    if not reference.is_readable(added):
+    if not is_readable(added):
         return True
     visible = mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device)
     largest = added.detach().masked_fill(~visible, -torch.inf).amax(dim=-1)
@@ -355,7 +356,7 @@ def _whole(
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float | None) -> Tensor:
     """The output alone, in one call, without reading the mask; inputs must be finite if their values can be read."""
     visible = _everywhere(mask, q, k)
-    if not reference.is_readable(q):
+    if not is_readable(q):
         # At least the keys hidden from every query are made harmless.
         hidden = ~visible.any(dim=(1, 2))[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
@@ -377,7 +378,7 @@ class _Rows(NamedTuple):
 def _rows(visible: Tensor, added: Tensor | None, dtype: torch.dtype) -> _Rows:
     """Combine `visible`, bool, and `added`, finite where `visible` is True, for queries of `dtype`."""
     seen = mask_plan.some(visible, -1, keepdim=True)
-    empty = None if reference.is_readable(seen) and seen.all() else ~seen
+    empty = None if is_readable(seen) and seen.all() else ~seen
     if added is None:
         kept = visible if empty is None else visible | empty
         # 0 if kept, else -inf; torch.where takes four times as long.
