@@ -417,6 +417,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(64, 64, 4, 2), dkdv=_T(64, 128, 8, 2), dq=_T(128, 64, 8, 2)),
                 pairwise=KernelConfigs(fwd=_T(128, 32, 8, 2), dkdv=_T(32, 64, 4, 1), dq=_T(128, 64, 8, 2)),
+                combined=KernelConfigs(fwd=_T(64, 16, 8, 2), dkdv=_T(16, 32, 4, 1), dq=_T(64, 16, 8, 2)),
             ),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(128, 64, 8, 2), dkdv=_T(32, 64, 8, 2), dq=_T(64, 64, 8, 2)),
