@@ -79,8 +79,9 @@ def _check_backend(problem: CachedProblem, backend: str) -> None:
         own_q = _of_sequence(problem, i, (numbers.q,))[0]
         assert_results(found, own_q, k, v, f"sequence {i} of {k.shape[2]}", backend, **options)
     if not isinstance(problem.queries, int):
-        assert not out[-PADDED:].any(), "queries of no sequence"
-        assert (lse[:, -PADDED:] == -torch.inf).all(), "queries of no sequence"
+        for out, lse, *_ in (results, *others):
+            assert not out[-PADDED:].any(), "queries of no sequence"
+            assert (lse[:, -PADDED:] == -torch.inf).all(), "queries of no sequence"
     if backend == "triton" and problem.num_splits in (None, 1) and isinstance(problem.queries, int):
         _assert_independent(problem, numbers, cache, results)
 

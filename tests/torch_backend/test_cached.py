@@ -13,7 +13,8 @@ from fusedattn import KVCache, Rope, attention_varlen, biases, caches, masks, re
 from fusedattn.backends.torch import cache_tiles, cached
 from fusedattn.testing import triton_functions
 from tests.conftest import torch_attention as attention
-from tests.helpers.cache_model import DIM, HEADS_Q, LAYOUTS, Model, append, assert_attends, cache_in
+from tests.helpers import quick
+from tests.helpers.cache_model import DIM, HEADS_Q, LAYOUTS, Model, append, assert_attends, assert_results, cache_in
 
 N = 40
 
@@ -167,14 +168,14 @@ def test_hidden_numbers_are_not_read(head_dim_v):
 
 def tiles(cache: KVCache, x: Tensor, sequence: int, start: int, stop: int) -> list[Tensor]:
     own = cache_tiles.sequences(cache, together=False)[sequence]
-    return [tile.clone() for tile in own.tiles(x, start, stop)]
+    return [tile.clone() for (tile,) in own.tiles((x,), start, stop)]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "token-major", "rows"])
 def test_one_view_of_adjacent_tokens(layout):
     cache = filled(layout)
     own = cache_tiles.sequences(cache, together=False)[1]
-    (view,) = own.tiles(cache.k, 3, 30)
+    ((view,),) = own.tiles((cache.k,), 3, 30)
     assert view.untyped_storage().data_ptr() == cache.k.untyped_storage().data_ptr()
     assert view.shape == (1, 2, 27, DIM)
 
@@ -186,7 +187,7 @@ def test_one_view_of_adjacent_pages():
     k = torch.randn(8, 16, 2, DIM).transpose(1, 2)
     cache = replace(cache, k=k)
     own = cache_tiles.sequences(cache, together=False)[0]
-    (view,) = own.tiles(k, 16, 80)
+    ((view,),) = own.tiles((k,), 16, 80)
     assert view.data_ptr() == k[2].data_ptr()
     assert torch.equal(view[0], torch.cat([k[p] for p in (2, 3, 4, 5)], dim=1))
     assert torch.equal(torch.cat(tiles(cache, k, 0, 0, 96), dim=2)[0], torch.cat(list(k[table[0]]), dim=1))
@@ -210,6 +211,40 @@ def test_tiles_are_all_tokens_in_order(layout, copied, is_flat, monkeypatch):
             assert torch.equal(torch.cat(found, dim=2), expected[:, :, start:stop])
             size = cache.k.shape[2]
             assert is_flat or all(tile.shape[2] <= max(copied, size) for tile in found)
+
+
+def in_order_of(x: Tensor, order: str) -> Tensor:
+    """The same numbers, ``(rows, heads, slots, ...)``, in other memory."""
+    if order == "expanded":
+        return x[:1].expand_as(x)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if order == "token-major" else x.contiguous()
+
+
+@quick.pairwise()
+@pytest.mark.parametrize("of_v", ["head-major", "token-major"])
+@pytest.mark.parametrize("of_k", ["head-major", "token-major"])
+@pytest.mark.parametrize("of_scale", [None, "head-major", "token-major", "given", "given, expanded"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_tensors_that_lie_differently(heads, of_scale, of_k, of_v, monkeypatch):
+    """Some are views of many adjacent pages, and others must be copied a few at a time."""
+    monkeypatch.setattr(cache_tiles, "COPIED", 48)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    n_pages, size = 20, 16
+    dtype = torch.float32 if of_scale is None else torch.int8
+    table = torch.cat((torch.arange(8), 8 + torch.randperm(12))).int()[None]
+    lengths = torch.tensor([n_pages * size - 5], dtype=torch.int32)
+    cache = KVCache.paged(table, n_pages, size, heads, DIM, dtype=dtype, lengths=lengths)
+    k, v = (in_order_of(torch.randn(cache.k.shape).mul(40).to(dtype), order) for order in (of_k, of_v))
+    scales = None
+    if of_scale is not None:
+        scales = torch.rand(n_pages, heads, size, 1)
+        scales = scales[:, :, 0, 0] if of_scale.startswith("given") else in_order_of(scales, of_scale)
+        scales = scales[:1].expand_as(scales) if "expanded" in of_scale else scales
+    cache = replace(cache, k=k, v=v, k_scale=scales, v_scale=scales)
+    keys, values, _ = cache.dense()
+    q, n = torch.randn(1, HEADS_Q, 2, DIM) / 40, int(lengths)
+    found = attention(q, cache=cache, return_lse=True, backend="torch")
+    assert_results([found], q, keys[:, :, :n], values[:, :, :n])
 
 
 @pytest.mark.parametrize("head_dim_v", [DIM, DIM + 8])

@@ -5,7 +5,6 @@ The scale of a token is left to the products: there it is one factor for a score
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -29,19 +28,18 @@ def numbers_of(
     """
     if scale is not None and scale.dim() == 2:
         scale = scale[..., None, None].expand(*x.shape[:3], 1)
-    scales = itertools.repeat(None) if scale is None else own.tiles(scale, start, stop)
     memory, at = _Memory(dtype), 0
-    for tile, of_tile in zip(own.tiles(x, start, stop), scales, strict=False):
+    for tile, *scales in own.tiles((x,) if scale is None else (x, scale), start, stop):
         n = tile.shape[2]
         size = n if tile.dtype == dtype else max(16, NUMBERS // (tile.shape[0] * tile.shape[1] * tile.shape[3]))
         for first in range(0, n, size):
             codes = tile[:, :, first : first + size]
             keys = slice(at, at + codes.shape[2])
             at = keys.stop
-            if of_tile is None:
+            if not scales:
                 yield keys, codes if codes.dtype == dtype else memory.copied(codes), None
                 continue
-            factors = of_tile[:, :, first : first + size]
+            factors = scales[0][:, :, first : first + size]
             if dtype == torch.float64:  # in which the product of a code and its scale is rounded to float32
                 numbers = dequantised(codes, factors).to(dtype)
                 yield keys, split_pairs(numbers) if codes.dtype == torch.uint8 else numbers, None

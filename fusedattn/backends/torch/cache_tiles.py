@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,23 +35,23 @@ class Sequences:
         """The first kept token that is not padding."""
         return max(0, self.padding - (self.length - self.kept))
 
-    def tiles(self, x: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-        """The kept tokens ``start .. stop - 1`` of ``x``, a tensor of the cache: ``(batches, nheads_kv, n, ...)``.
+    def tiles(self, tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
+        """The kept tokens ``start .. stop - 1`` of tensors of the cache: ``(batches, nheads_kv, n, ...)`` of each.
 
-        The next tile may overwrite this one.
+        All are cut at the same tokens, however they lie in memory. The next tiles may overwrite these.
         """
         cache, i = self.cache, self.batches.start
         if cache.block_table is not None:
             pages = cache.block_table[i].tolist()
             for slot, n in self._runs(start, stop):
-                yield from _of_pages(x, pages, slot, n)
+                yield from _of_pages(tensors, pages, slot, n)
             return
         rows = self.batches
         if cache.rows is not None:
             row = int(cache.rows[i])
             rows = slice(row, row + 1)
         for slot, n in self._runs(start, stop):
-            yield x[rows, :, slot : slot + n]
+            yield tuple(x[rows, :, slot : slot + n] for x in tensors)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """(slot, number) of adjacent slots that hold these tokens, in order."""
@@ -78,45 +78,65 @@ def sequences(cache: KVCache, together: bool) -> list[Sequences]:
     return [Sequences(cache, slice(i, i + 1), lengths[i], kept[i], padding[i]) for i in range(cache.batch)]
 
 
-def _of_pages(x: Tensor, pages: list[int], slot: int, n: int) -> Iterator[Tensor]:
+Run = tuple[int, int]  # the first of adjacent slots, counted through all pages of the memory, and their number
+
+
+def _of_pages(tensors: Sequence[Tensor], pages: list[int], slot: int, n: int) -> Iterator[tuple[Tensor, ...]]:
     """The `n` tokens from `slot` on of a sequence with these pages."""
-    size = x.shape[2]
-    # If all tokens of a head have one stride, adjacent pages are one long page.
-    is_flat = x.stride(0) == size * x.stride(2)
-    if is_flat:
-        x = x.as_strided((1, x.shape[1], x.shape[0] * size, x.shape[3]), x.stride())
-    memory = x.new_empty(0)
-    for parts in _tiles_of(pages, size, slot, n, is_flat):
-        views = [x[row] if n == x.shape[2] else x[row, :, at : at + n] for row, at, n in parts]
-        if len(views) == 1:
-            yield views[0][None]
-            continue
-        shape = (x.shape[1], sum(n for _, _, n in parts), x.shape[3])
-        if memory.shape != shape:  # new memory would take longer than the copy
-            memory = x.new_empty(shape)
-        yield torch.cat(views, dim=1, out=memory)[None]
+    size = tensors[0].shape[2]
+    flat = [_as_one_page(x) for x in tensors]
+    memory = [x.new_empty(0) for x in tensors]
+    for runs in _tiles_of(pages, size, slot, n, all(x is not None for x in flat)):
+        shape = sum(n for _, n in runs)
+        tile = []
+        for i, (x, whole) in enumerate(zip(tensors, flat, strict=True)):
+            views = _views(x, whole, runs)
+            if len(views) > 1:
+                if memory[i].shape[:2] != (x.shape[1], shape):  # new memory would take longer than the copy
+                    memory[i] = x.new_empty(x.shape[1], shape, x.shape[3])
+                views = [torch.cat(views, dim=1, out=memory[i])]
+            tile.append(views[0][None])
+        yield tuple(tile)
 
 
-Part = tuple[int, int, int]  # row, first slot, number of tokens
+def _as_one_page(x: Tensor) -> Tensor | None:
+    """``(nheads_kv, all slots, features)``, if all tokens of a head have one stride."""
+    n_rows, nheads_kv, size, width = x.shape
+    if n_rows > 1 and x.stride(0) != size * x.stride(2):
+        return None
+    return x.as_strided((nheads_kv, n_rows * size, width), x.stride()[1:])
 
 
-def _tiles_of(pages: list[int], size: int, slot: int, n: int, is_flat: bool) -> Iterator[list[Part]]:
-    """The parts of each tile: one of any length, or several of at most ``COPIED`` tokens for each thread."""
+def _views(x: Tensor, whole: Tensor | None, runs: list[Run]) -> list[Tensor]:
+    """The slots of a tensor, which is `whole` as one page: ``(nheads_kv, n, features)`` each."""
+    if whole is not None:
+        return [whole[:, start : start + n] for start, n in runs]
+    size, found = x.shape[2], []
+    for start, n in runs:
+        stop = start + n
+        for first in range(start - start % size, stop, size):
+            own = slice(max(start, first) - first, min(stop - first, size))
+            found.append(x[first // size, :, own])
+    return found
+
+
+def _tiles_of(pages: list[int], size: int, slot: int, n: int, are_views: bool) -> Iterator[list[Run]]:
+    """The runs of each tile: several of at most ``COPIED`` tokens for each thread, or one, of any length if a view."""
     most = COPIED * torch.get_num_threads()
-    parts: list[Part] = []
+    runs: list[Run] = []
     held = 0
     while n:
         page, at = divmod(slot, size)
         count = min(size - at, n)
-        row, at = (0, pages[page] * size + at) if is_flat else (pages[page], at)
-        is_next = is_flat and bool(parts) and parts[-1][1] + parts[-1][2] == at
-        if parts and held + count > most and not (is_next and len(parts) == 1):
-            yield parts
-            parts, held, is_next = [], 0, False
+        at += pages[page] * size
+        is_next = bool(runs) and sum(runs[-1]) == at
+        if runs and held + count > most and not (are_views and is_next and len(runs) == 1):
+            yield runs
+            runs, held, is_next = [], 0, False
         if is_next:
-            parts[-1] = (row, parts[-1][1], parts[-1][2] + count)
+            runs[-1] = (runs[-1][0], runs[-1][1] + count)
         else:
-            parts.append((row, at, count))
+            runs.append((at, count))
         held += count
         slot, n = slot + count, n - count
-    yield parts
+    yield runs

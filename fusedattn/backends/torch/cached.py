@@ -80,7 +80,11 @@ def _in_place(q: Tensor, options: Options) -> Results | None:
             return None
         out[at], lse[at] = results
     if options.sinks is not None:
-        whole = torch.logaddexp(lse, options.sinks[:, None].to(wide))
+        sinks = options.sinks[:, None].to(wide)
+        if stops is not None:  # queries of no sequence have none
+            number = torch.arange(q.shape[2])
+            sinks = sinks.where((stops[0] <= number) & (number < stops[-1]), -math.inf)
+        whole = torch.logaddexp(lse, sinks)
         out = out * torch.exp(lse - whole).nan_to_num(0.0)[..., None]
         lse = whole
     return out.to(q.dtype), lse
@@ -164,7 +168,7 @@ def _by_kernel(problem: _Problem, ranges: list[_Range]) -> Results | None:
     outs, lses = [], []
     for start, stop, cut in ranges:
         at = start
-        for k, v in zip(own.tiles(cache.k, start, stop), own.tiles(cache.v, start, stop), strict=True):
+        for k, v in own.tiles((cache.k, cache.v), start, stop):
             added = blind = None
             if cut:
                 added, blind = problem.added(slice(at, at + k.shape[2]))
