@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedattn import backends, call_checks
 from fusedattn.kv_cache import KVCache
 from fusedattn.rope import Rope
-from fusedattn.support import Backend, default_backend
+from fusedattn.support import Backend, append_reasons, default_backend
 
 __all__ = ["GrowingCache", "KVCache", "append"]
 
@@ -51,9 +51,26 @@ def append(
             attention to the sequence is NaN.
         NotImplementedError: the backend cannot run this.
     """
+    backend = _checked(cache, k, v, cu_seqlens, max_seqlen, backend)
+    backends.append(cache, k, v, cu_seqlens, max_seqlen, counted, backend)
+
+
+def _checked(
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    backend: Backend | None,
+) -> Backend:
+    """The backend that appends these, after all checks but those of values."""
     call_checks.check_append(cache, k, v, cu_seqlens, max_seqlen)
     call_checks.check_backend(backend)
-    backends.append(cache, k, v, cu_seqlens, max_seqlen, counted, backend or default_backend(k.device))
+    chosen = backend or default_backend(k.device)
+    reasons = append_reasons(cache, chosen)
+    if reasons:
+        raise NotImplementedError(f"append cannot run on backend {chosen!r}: " + "; ".join(reasons))
+    return chosen
 
 
 class GrowingCache:
@@ -89,8 +106,7 @@ class GrowingCache:
 
     def append(self, k: Tensor, v: Tensor, *, backend: Backend | None = None) -> None:
         """Append ``(batch, nheads_kv, n, head_dim)`` and v, likewise, as :func:`append` does."""
-        call_checks.check_append(self.cache, k, v, None, None)
-        call_checks.check_backend(backend)
+        _checked(self.cache, k, v, None, None, backend)
         length = self.length + k.shape[2]
         if length > self.cache.capacity:
             self._grow(max(length, 2 * self.cache.capacity))

@@ -234,11 +234,7 @@ def check_append(
     """Raise an error unless k and v can be appended to the cache; whether it has room is not checked."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: got {type(cache).__name__}, allowed is a fusedattn.KVCache")
-    if not torch.compiler.is_compiling() and (v is None) != cache.shares_memory:  # a compiler knows no addresses
-        got = "None" if v is None else "a tensor"
-        raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
-    if v is None and not torch.compiler.is_compiling() and not cache.shares_scales:
-        raise ValueError("v_scale: got memory of its own, allowed is a view of k_scale, as v is one of k")
+    _check_memory(cache, v is not None)
     first = (cache.batch, cache.k.shape[1]) if cu_seqlens is None else ()
     for name, x, head_dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
         if x is None:
@@ -270,6 +266,47 @@ def check_append(
         _check_longest("", cu_seqlens, k.shape[0] if max_seqlen is None else max_seqlen, k.shape[0])
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed is None")
+
+
+def _check_memory(cache: KVCache, has_values: bool) -> None:
+    """Raise an error unless tokens with or without values can be written to the memory of a cache."""
+    written = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    for name, x in written.items():
+        if x is None or x.dim() == 2:  # given scales are only read
+            continue
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(
+                f"cache.{name}: got expanded memory, shape {tuple(x.shape)} with strides {x.stride()}, allowed is "
+                "memory in which each number has a place of its own"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"cache.{name}: got requires_grad=True, allowed is False, and torch.no_grad()")
+        if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"cache.{name}: got a tensor of torch.inference_mode(), allowed outside of it are others")
+    if torch.compiler.is_compiling():  # a compiler knows no addresses
+        shares_memory = cache.v.stride() == cache.k.stride() and not has_values
+    else:
+        shares_memory = cache.shares_memory
+    if has_values == shares_memory:
+        got = "a tensor" if has_values else "None"
+        raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
+    if torch.compiler.is_compiling():
+        return
+    if not has_values and not cache.shares_scales:
+        raise ValueError(
+            f"v_scale: got memory of its own or other groups, allowed are the scales in k_scale of the first "
+            f"{cache.head_dim_v} features, as v is part of k"
+        )
+    if has_values and (_overlap(cache.k, cache.v) or _overlap(cache.k_scale, cache.v_scale)):
+        raise ValueError("v, v_scale: got memory that keys have too, allowed is other memory, or v=None")
+
+
+def _overlap(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether rows of two tensors of the same strides share memory."""
+    if x is None or y is None or x.dim() == 2 or not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
+        return False
+    first, second = sorted((x, y), key=Tensor.storage_offset)
+    return x.stride() == y.stride() and second.storage_offset() < first.storage_offset() + first.shape[3]
 
 
 def check_num_splits(num_splits: int) -> None:

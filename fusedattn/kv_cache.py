@@ -6,6 +6,7 @@ they define what a cache holds. The kernels read and write the same memory direc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -239,7 +240,12 @@ class KVCache:
     def shares_scales(self) -> bool:
         """Whether scales of values that are written when tokens are appended are those of the keys."""
         k_scale, v_scale = self.k_scale, self.v_scale
-        return k_scale is None or v_scale is None or v_scale.dim() == 2 or _starts_in(v_scale, k_scale)
+        if k_scale is None or v_scale is None or k_scale.dim() == v_scale.dim() == 2:
+            return True
+        if k_scale.dim() != v_scale.dim() or not _starts_in(v_scale, k_scale):
+            return False
+        n, n_v = k_scale.shape[3], v_scale.shape[3]
+        return n == n_v == 1 or self.head_dim * n_v == self.head_dim_v * n
 
     def kept(self) -> Tensor:
         """The tokens of each sequence that the cache holds, int32 ``(batch,)``."""
@@ -263,41 +269,55 @@ class KVCache:
             }
         return {name: x for name, x in named.items() if x is not None}
 
-    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(row, slot) of tokens, int64 ``(batch, n)`` each; a token that was overwritten has that of a later one."""
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where tokens lie: (row, slot, exists), int64 and bool ``(batch, n)``.
+
+        A token that was overwritten has the place of a later one. One without a place, because it is beyond the
+        capacity or its page or row is not there, has row and slot 0.
+        """
         slots = tokens
         if self.overwrites:
             ring = self.capacity - self.n_sinks
             slots = torch.where(tokens < self.n_sinks, tokens, self.n_sinks + (tokens - self.n_sinks) % ring)
+        exists = (slots >= 0) & (slots < self.capacity)
+        slots = slots.where(exists, 0)
         if self.block_table is not None:
-            return self.block_table.long().gather(1, slots // self.k.shape[2]), slots % self.k.shape[2]
-        rows = torch.arange(self.batch, device=tokens.device) if self.rows is None else self.rows.long()
-        return rows[:, None].expand_as(slots), slots
+            rows, slots = self.block_table.long().gather(1, slots // self.k.shape[2]), slots % self.k.shape[2]
+        else:
+            rows = torch.arange(self.batch, device=tokens.device) if self.rows is None else self.rows.long()
+            rows = rows[:, None].expand_as(slots)
+        exists = exists & (rows >= 0) & (rows < self.k.shape[0])
+        return rows.where(exists, 0), slots.where(exists, 0), exists
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """The keys and values that are kept, in order, and which of them queries may see.
 
         Returns:
             ``(k, v, visible)``: k ``(batch, nheads_kv, capacity, head_dim)`` and v, in the dtype of the cache, or
-            float32 for codes, 0 behind the last token; visible, bool ``(batch, capacity)``.
+            float32 for codes, 0 behind the last token, NaN for tokens without a place and for all of a sequence that
+            is longer than the cache; visible, bool ``(batch, capacity)``.
         """
         keys = torch.arange(self.capacity, device=self.k.device)
         kept = self.kept()[:, None]
         dropped = self.lengths[:, None] - kept
-        exists = keys < kept
+        is_kept = keys < kept
         tokens = torch.where(keys < self.n_sinks, keys, keys + dropped)
-        # Entries of the table behind the last page may be anything.
-        rows, slots = self.place(tokens.where(exists, 0).clamp(min=0))
-        rows = rows.where(exists, 0)
-        visible = exists
+        rows, slots, exists = self.place(tokens)
+        visible = is_kept
         if self.left_padding is not None:
             visible = visible & (tokens >= self.left_padding[:, None])
+        if not self.overwrites:
+            exists = exists & (kept <= self.capacity)
+        # Entries of the table behind the last page may be anything.
+        unread, lost = (x[:, None, :, None] for x in (~is_kept, is_kept & ~exists))
         numbers = (_numbers(x, s, rows, slots) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
-        k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in numbers)
+        k, v = (x.masked_fill(unread, 0.0).masked_fill(lost, math.nan) for x in numbers)
         return k, v, visible
 
     def write(self, k: Tensor, v: Tensor | None, counts: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Write the newest tokens of each sequence, which `lengths` counts already; in eager PyTorch.
+
+        Tokens without a place are left out.
 
         Args:
             k, v: ``(batch, nheads_kv, n, head_dim)``; v is None if values are features of the keys.
@@ -308,31 +328,36 @@ class KVCache:
         number = torch.arange(n, device=k.device)
         count = torch.full_like(self.lengths, n) if counts is None else counts
         tokens = (self.lengths - count)[:, None] + number
-        exists = number < count[:, None]
+        rows, slots, exists = self.place(tokens)
+        exists = exists & (number < count[:, None])
         if self.overwrites:  # the others are overwritten by the last ones
             exists = exists & (
                 (tokens < self.n_sinks) | (tokens >= self.lengths[:, None] - self.capacity + self.n_sinks)
             )
+        if exists.numel() == 0 or self.k.numel() == 0:
+            return
         wide = torch.promote_types(k.dtype, torch.float32)
         if self.rope is not None:
             positions = tokens if positions is None else positions
             k = apply_rope(k.to(wide), self.rope.cos, self.rope.sin, positions, interleaved=self.rope.interleaved)
-        rows, slots = self.place(tokens.where(exists, 0))
-        everywhere = counts is None and not self.overwrites
-        chosen = slice(None) if everywhere else exists  # a compiler cannot follow the number of those chosen
-        at = rows[chosen].flatten(), slice(None), slots[chosen].flatten()
+        # A compiler cannot follow the number of tokens that exist: the first of them is written in place of the others.
+        exists = exists.flatten()
+        chosen = torch.arange(len(exists), device=k.device).where(exists, exists.int().argmax())
+        some = exists.any()
+        at = rows.flatten()[chosen], slice(None), slots.flatten()[chosen]
         for x, cached, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if x is None:
                 continue
-            own = x.transpose(1, 2)
-            own = own.flatten(0, 1) if everywhere else own[exists]  # (tokens, nheads_kv, head_dim)
+            own = x.transpose(1, 2).flatten(0, 1)[chosen]  # (tokens, nheads_kv, head_dim)
             if scale is None:
-                cached[at] = own.to(cached.dtype)
+                new = own.to(cached.dtype)
             elif scale.dim() == 2:
-                cached[at] = quantised(own, scale[at[0]][..., None], cached.dtype)
+                new = quantised(own, scale[at[0]][..., None], cached.dtype)
             else:
-                scale[at] = scales_of(own, cached.dtype, scale.shape[3])
-                cached[at] = quantised(own, scale[at], cached.dtype)
+                scales = scales_of(own, cached.dtype, scale.shape[3])
+                new = quantised(own, scales, cached.dtype)
+                scale[at] = torch.where(some, scales, scale[at])
+            cached[at] = torch.where(some, new, cached[at])
 
     def check_values(self, n_new: Sequence[int] | None = None, *, counted: bool = True) -> None:
         """Raise ValueError if a token has no place, or a sequence has fewer than its new tokens.

@@ -38,6 +38,8 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
         return _padded(q, cache, options)
     stops = None if packed is None else packed.cu_seqlens_q.tolist()
     n_packed = q.shape[2]
+    if not can_read(q):  # a CPU has checked them
+        cache.check_values()
     lengths, kept = cache.lengths.tolist(), cache.kept().tolist()
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     wide = q.dtype if cache.format is None else lse_dtype  # codes times scales may exceed float16

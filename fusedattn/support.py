@@ -163,6 +163,11 @@ def reasons_of(
     return reasons
 
 
+def append_reasons(cache: KVCache, backend: Backend) -> list[str]:
+    """Every reason why tokens cannot be appended to a cache."""
+    return [] if backend == "torch" else _triton_reasons(cache.k, cache.head_dim, cache.head_dim_v, False)
+
+
 def _require_grad(args: tuple[Any, ...]) -> list[int]:
     """The indices of the args that require grad."""
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]

@@ -107,7 +107,7 @@ def test_codes_of_tokens(dtype, source, layout, backend):
         k, v = (x[..., :DIM].to(source) for x in tokens(18, torch.float32, (2,)))
         k = k * torch.logspace(-4, 4, 18).to(source)[:, None]
         caches.append(cache, k.to(device), v.to(device), backend=backend)
-        rows, slots = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
+        rows, slots, _ = (x.cpu() for x in cache.place(torch.arange(18, device=device).expand(2, 18)))
         for i, t in ((0, 0), (1, 16), (0, 17), (1, 3)):
             for x, name in ((k, "k"), (v, "v")):
                 at = (rows[i, t], 1, slots[i, t])
@@ -162,7 +162,7 @@ def test_given_scales(dtype, backend):
 
 def decoded(cache: KVCache, sequence: int, n: int) -> tuple[Tensor, Tensor]:
     """The numbers of a contiguous or paged cache, float64 ``(1, nheads_kv, n, head_dim)``, by plain Python."""
-    rows, slots = cache.place(torch.arange(n, device=cache.k.device).expand(cache.batch, n))
+    rows, slots, _ = cache.place(torch.arange(n, device=cache.k.device).expand(cache.batch, n))
     found = []
     for x, scales in ((cache.k.cpu(), cache.k_scale.cpu()), (cache.v.cpu(), cache.v_scale.cpu())):
         heads = []
@@ -245,7 +245,7 @@ def test_groups_of_keys_and_of_values(head_dims, group_size, backend):
     k, v = (torch.randn(2, HEADS, n, d) * 4.0 ** (torch.arange(d) // group_size % 3) for d in head_dims)
     caches.append(cache, k.to(device), v.to(device), backend=backend)
     for i, t in ((0, 0), (1, n - 1)):
-        row, slot = (x[i, t].item() for x in cache.place(torch.arange(n, device=device).expand(2, n)))
+        row, slot, _ = (x[i, t].item() for x in cache.place(torch.arange(n, device=device).expand(2, n)))
         for x, codes, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
             assert_codes(x[i, 1, t], codes[row, 1, slot].cpu(), scale[row, 1, slot].cpu())
     for seqlen_q in (1, 20):

@@ -334,7 +334,7 @@ def test_numbers_that_are_not_finite(layout, of, poison, backend):
         x = (k if of == "k" else v).clone()
         x[1, 5] = poison
         model.tokens[i][t] = (x, v) if of == "k" else (k, x)
-        row, slot = (int(x) for x in (y[i, 0] for y in cache.place(torch.full((3, 1), t, device=device))))
+        row, slot = (int(x) for x in (y[i, 0] for y in cache.place(torch.full((3, 1), t, device=device))[:2]))
         getattr(cache, of)[row, :, slot] = x.to(device)
     for mask in (masks.full(), masks.causal(), masks.window(4, 0)):
         assert_attends(cache, model, backend, torch.float32, 3, mask=mask)

@@ -161,7 +161,7 @@ def test_hidden_numbers_are_not_read(head_dim_v):
     cache.k[:, :, :4], cache.v[:, :, :4] = torch.nan, torch.inf
     assert attention(torch.randn(3, HEADS_Q, 3, DIM), cache=cache).isfinite().all()
     cache = filled("pages of 16", head_dim_v=head_dim_v)
-    rows, slots = cache.place(torch.arange(30).expand(3, 30))
+    rows, slots, _ = cache.place(torch.arange(30).expand(3, 30))
     cache.k[rows, :, slots], cache.v[rows, :, slots] = torch.nan, torch.inf
     assert attention(torch.randn(3, HEADS_Q, 3, DIM), cache=cache, mask=masks.window(7, 0)).isfinite().all()
 
@@ -243,8 +243,8 @@ def test_tensors_that_lie_differently(heads, of_scale, of_k, of_v, monkeypatch):
     cache = replace(cache, k=k, v=v, k_scale=scales, v_scale=scales)
     keys, values, _ = cache.dense()
     q, n = torch.randn(1, HEADS_Q, 2, DIM) / 40, int(lengths)
-    found = attention(q, cache=cache, return_lse=True, backend="torch")
-    assert_results([found], q, keys[:, :, :n], values[:, :, :n])
+    out, lse = attention(q, cache=cache, return_lse=True, backend="torch")
+    assert_results([(out, lse)], q, keys[:, :, :n], values[:, :, :n])
 
 
 @pytest.mark.parametrize("head_dim_v", [DIM, DIM + 8])

@@ -66,3 +66,4 @@ def append(cache: KVCache, k: Tensor, v: Tensor | None, cu_seqlens: Tensor | Non
     from fusedattn.backends.triton import append_launching
 
     append_launching.append(k, v, memory, tensors, *numbers)
+    torch.autograd.graph.increment_version([x for x in memory if x is not None])  # what torch does for operators
