@@ -100,19 +100,14 @@ class TileConfig:
     def rotating(self) -> TileConfig:
         """The config for a forward that rotates keys as it loads them.
 
-        The rotation takes the registers of the style `pipelined` and, with `prerotate_q`, those of rows above 64.
+        The rotation takes the registers of the style `pipelined` and, with `prerotate_q`, those of rows above 64. By
+        pointers it also loads the partners of keys, which takes the registers of half of the rows above 32.
         """
+        rows = min(self.BLOCK_M, 64) if self.prerotate_q else self.BLOCK_M
+        tile = replace(self, BLOCK_M=rows, BLOCK_N=min(self.BLOCK_N, 32), num_stages=min(self.num_stages, 2))
         if self.style == "pointers":
-            return self
-        return replace(
-            self,
-            BLOCK_M=min(self.BLOCK_M, 64) if self.prerotate_q else self.BLOCK_M,
-            BLOCK_N=min(self.BLOCK_N, 32),
-            num_stages=min(self.num_stages, 2),
-            style="descriptors",
-            BOUNDARY=min(self.BOUNDARY, 32),
-            BOUNDARY_STAGES=1,
-        )
+            return replace(tile, BLOCK_M=min(rows, max(32, rows // 2)))
+        return replace(tile, style="descriptors", BOUNDARY=min(self.BOUNDARY, 32), BOUNDARY_STAGES=1)
 
     @cached_property
     def gathered(self) -> TileConfig:
