@@ -230,6 +230,62 @@ APPENDED: dict[str, Case] = {
 }  # fmt: skip
 
 
+WIDE = memory(2, HEADS, 8, DIM + 8)
+BYTES, GROUPS = memory(2, HEADS, 8, 32, dtype=torch.uint8), memory(2, HEADS, 8, 4)
+INT8 = BYTES.char()
+with torch.inference_mode():
+    OF_INFERENCE = memory(2, HEADS, 8, DIM)
+
+# Memory in which tokens would overwrite each other: a cache, whether it gets values, and how the message begins.
+WRITTEN: dict[str, tuple[KVCache, bool, str]] = {
+    "expanded rows": (KVCache(SHARED[:1].expand_as(SHARED), SHARED.clone(), LENGTHS), True, "cache.k: got expanded"),
+    "expanded heads": (
+        KVCache(SHARED.clone(), SHARED[:, :1].expand_as(SHARED), LENGTHS), True, "cache.v: got expanded memory"
+    ),
+    "expanded scales": (
+        KVCache(**CODES, lengths=LENGTHS, k_scale=SCALE.clone(), v_scale=SCALE[:1].expand_as(SCALE)), True,
+        "cache.v_scale: got expanded memory",
+    ),
+    "the last features of k": (KVCache(WIDE[..., :DIM], WIDE[..., 8:], LENGTHS), True, "v, v_scale: got memory"),
+    "k before v": (KVCache(WIDE[..., 8:], WIDE[..., :DIM], LENGTHS), True, "v, v_scale: got memory that keys have"),
+    "one tensor of scales": (KVCache(**CODES, lengths=LENGTHS, **SCALES), True, "v, v_scale: got memory that keys"),
+    "groups that differ": (
+        KVCache(BYTES, BYTES[..., :16], LENGTHS, k_scale=GROUPS, v_scale=GROUPS[..., :1]), False, "v_scale: got memory",
+    ),
+    "given scales of latent values": (
+        KVCache(INT8, INT8[..., :16], LENGTHS, k_scale=SCALE[:2], v_scale=SCALE[:2, :, 0, 0]), False,
+        "v_scale: got memory",
+    ),
+    "memory that is learned": (
+        KVCache(SHARED.clone().requires_grad_(), SHARED.clone(), LENGTHS), True, "cache.k: got requires_grad=True",
+    ),
+    "memory of inference_mode": (KVCache(OF_INFERENCE, SHARED, LENGTHS), True, "cache.k: got a tensor of torch.inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_memory_that_cannot_be_appended_to(name):
+    cache, has_values, start = WRITTEN[name]
+    k, v = (torch.ones(2, HEADS, 1, n) for n in (cache.head_dim, cache.head_dim_v))
+    lengths = cache.lengths.clone()
+    with pytest.raises((ValueError, NotImplementedError), match=message(start)):
+        caches.append(cache, k, v if has_values else None, backend="torch")
+    assert torch.equal(cache.lengths, lengths)
+    assert not cache.k.any()
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_memory_beside_that_of_keys(has_values):
+    """Keys and values that alternate, or lie in the same rows, are no error."""
+    both, wide = memory(2, HEADS, 8, 2, DIM), memory(2, HEADS, 8, DIM)
+    for k, v in ((both[..., 0, :], both[..., 1, :]), (wide[..., :8], wide[..., 8:])):
+        cache = KVCache(k, k[..., :4] if not has_values else v, LENGTHS.clone())
+        new = torch.randn(2, HEADS, 3, k.shape[3])
+        caches.append(cache, new, 2 * new if has_values else None, backend="torch")
+        assert torch.equal(k[:, :, :3], new)
+        assert torch.equal(v[:, :, :3], 2 * new if has_values else torch.zeros_like(new))
+
+
 @pytest.mark.parametrize("name", APPENDED)
 def test_appending(name):
     change, error, start = APPENDED[name]
