@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.quantization import FORMATS, Format, dequantised, quantised, scales_of
+from fusedattn.readable import can_read
 from fusedattn.rope import Rope, apply_rope
 
 UNQUANTISED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -273,21 +274,23 @@ class KVCache:
         """Where tokens lie: (row, slot, exists), int64 and bool ``(batch, n)``.
 
         A token that was overwritten has the place of a later one. One without a place, because it is beyond the
-        capacity or its page or row is not there, has row and slot 0.
+        capacity or its page or row is not there, has some place of the cache.
         """
         slots = tokens
         if self.overwrites:
             ring = self.capacity - self.n_sinks
             slots = torch.where(tokens < self.n_sinks, tokens, self.n_sinks + (tokens - self.n_sinks) % ring)
-        exists = (slots >= 0) & (slots < self.capacity)
-        slots = slots.where(exists, 0)
+        near = slots.clamp(0, self.capacity - 1)
+        exists = slots == near
+        if self.block_table is None and self.rows is None:
+            return torch.arange(self.batch, device=tokens.device)[:, None].expand_as(near), near, exists
         if self.block_table is not None:
-            rows, slots = self.block_table.long().gather(1, slots // self.k.shape[2]), slots % self.k.shape[2]
+            rows, near = self.block_table.long().gather(1, near // self.k.shape[2]), near % self.k.shape[2]
         else:
-            rows = torch.arange(self.batch, device=tokens.device) if self.rows is None else self.rows.long()
-            rows = rows[:, None].expand_as(slots)
-        exists = exists & (rows >= 0) & (rows < self.k.shape[0])
-        return rows.where(exists, 0), slots.where(exists, 0), exists
+            assert self.rows is not None
+            rows = self.rows.long()[:, None].expand_as(near)
+        near_rows = rows.clamp(0, self.k.shape[0] - 1)
+        return near_rows, near, exists & (rows == near_rows)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """The keys and values that are kept, in order, and which of them queries may see.
@@ -325,25 +328,22 @@ class KVCache:
             positions: of keys to rotate, ``(n,)`` or ``(batch, n)``; the numbers of the tokens by default.
         """
         n = k.shape[2]
+        if 0 in (self.batch, n, self.k.numel()):
+            return
         number = torch.arange(n, device=k.device)
-        count = torch.full_like(self.lengths, n) if counts is None else counts
-        tokens = (self.lengths - count)[:, None] + number
+        tokens = (self.lengths - (n if counts is None else counts))[:, None] + number
         rows, slots, exists = self.place(tokens)
-        exists = exists & (number < count[:, None])
+        if counts is not None:
+            exists = exists & (number < counts[:, None])
         if self.overwrites:  # the others are overwritten by the last ones
             exists = exists & (
                 (tokens < self.n_sinks) | (tokens >= self.lengths[:, None] - self.capacity + self.n_sinks)
             )
-        if exists.numel() == 0 or self.k.numel() == 0:
-            return
         wide = torch.promote_types(k.dtype, torch.float32)
         if self.rope is not None:
             positions = tokens if positions is None else positions
             k = apply_rope(k.to(wide), self.rope.cos, self.rope.sin, positions, interleaved=self.rope.interleaved)
-        # A compiler cannot follow the number of tokens that exist: the first of them is written in place of the others.
-        exists = exists.flatten()
-        chosen = torch.arange(len(exists), device=k.device).where(exists, exists.int().argmax())
-        some = exists.any()
+        chosen, some = _chosen(exists.flatten())
         at = rows.flatten()[chosen], slice(None), slots.flatten()[chosen]
         for x, cached, scale in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
             if x is None:
@@ -356,8 +356,8 @@ class KVCache:
             else:
                 scales = scales_of(own, cached.dtype, scale.shape[3])
                 new = quantised(own, scales, cached.dtype)
-                scale[at] = torch.where(some, scales, scale[at])
-            cached[at] = torch.where(some, new, cached[at])
+                scale[at] = scales if some is None else torch.where(some, scales, scale[at])
+            cached[at] = new if some is None else torch.where(some, new, cached[at])
 
     def check_values(self, n_new: Sequence[int] | None = None, *, counted: bool = True) -> None:
         """Raise ValueError if a token has no place, or a sequence has fewer than its new tokens.
@@ -382,6 +382,18 @@ class KVCache:
                 _check_rows("block_table", used.tolist(), self.k.shape[0])
         if self.rows is not None:
             _check_rows("rows", self.rows.tolist(), self.k.shape[0])
+
+
+def _chosen(exists: Tensor) -> tuple[Tensor | slice, Tensor | None]:
+    """The indices of those that exist, and whether there are some, or None if this does not matter.
+
+    A compiler cannot follow how many these are, and to count them is to wait for a GPU. The first one that exists is
+    then chosen in place of all others, so that it is written several times.
+    """
+    if can_read(exists):
+        return slice(None) if exists.all() else exists.nonzero()[:, 0], None
+    numbers = torch.arange(exists.shape[0], device=exists.device)
+    return numbers.where(exists, exists.int().argmax()), exists.any()
 
 
 def _memory(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import KVCache, attention, caches, call_checks, prepare, reference_cached, support
+from fusedattn import KVCache, attention, caches, call_checks, kv_cache, prepare, reference_cached, support
 from fusedattn.backends.torch import cached
 from tests.helpers.cache_model import CACHED, cache_in, device_of
 
@@ -106,7 +106,7 @@ def test_tokens_without_a_place_under_a_compiler(name, form):
 @layouts
 def test_tokens_without_a_place_on_another_device(name, form, monkeypatch):
     """They are left out; the eager attention reads the lengths, and so can refuse them."""
-    for module in (call_checks, reference_cached, prepare):
+    for module in (call_checks, kv_cache, prepare, reference_cached):
         monkeypatch.setattr(module, "can_read", lambda x: False)
     monkeypatch.setattr(cached, "_is_short", lambda *_: False)  # as on another device
     cache = filled(name, form)
