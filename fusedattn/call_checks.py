@@ -198,7 +198,8 @@ def check_cached(cache: KVCache, q: Tensor, mask: Mask, rope: Rope | None, packe
         )
     if rope is not None and cache.rope is not None:
         raise ValueError("rope: got tables for a cache whose keys are rotated already, by cache.rope; allowed is None")
-    _check_window(cache, mask, q.shape[2] if packed is None else packed.max_seqlen_q)
+    if cache.overwrites:
+        _check_window(cache, mask, q, packed)
     if cache.rope is not None and cache.rope.positions_q is not None:
         _check_positions("positions_q", cache.rope.positions_q, q.shape[2], cache.batch if packed is None else 1)
     if can_read(q):
@@ -217,13 +218,20 @@ def _check_positions(name: str, positions: Tensor, n: int, batch: int) -> None:
         )
 
 
-def _check_window(cache: KVCache, mask: Mask, seqlen_q: int) -> None:
+def _check_window(cache: KVCache, mask: Mask, q: Tensor, packed: Packed | None) -> None:
     """Raise ValueError if a query would miss keys of its window that have been overwritten."""
     lefts = [band.left for band in mask.bands if band.left is not None and band.align == "bottom_right"]
+    if not lefts:
+        return
+    name, longest = "seqlen_q", q.shape[2]
+    if packed is not None and can_read(packed.cu_seqlens_q):
+        longest = max(lengths_of(packed.cu_seqlens_q), default=0)
+    elif packed is not None:
+        name, longest = "max_seqlen_q", packed.max_seqlen_q
     room = cache.capacity - cache.n_sinks
-    if cache.overwrites and lefts and min(lefts) + seqlen_q > room:
+    if min(lefts) + longest > room:
         raise ValueError(
-            f"cache: got room for {room} of the last tokens, allowed are window + seqlen_q = {min(lefts)} + {seqlen_q} "
+            f"cache: got room for {room} of the last tokens, allowed are window + {name} = {min(lefts)} + {longest} "
             "and more, because the first query sees that far back"
         )
 

@@ -35,15 +35,18 @@ class KVCache:
         v: ``(n_rows, nheads_kv, n_slots, head_dim_v)``, dtype and device of k. It may be a view of the first features
             of k, as in multi-head latent attention; scales that are written when tokens are appended are then a view
             of those of k, too.
-        lengths: int32 ``(batch,)``: the tokens of each sequence, changed in place when tokens are appended.
+        lengths: int32 ``(batch,)``: the tokens of each sequence, changed in place when tokens are appended. Fewer drop
+            the newest tokens, such as drafts that were rejected; not if `overwrites`, where the older tokens are lost.
         block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in order, ``n_slots`` tokens each.
-            Entries for pages that a sequence does not reach may be anything.
+            Entries for pages that a sequence does not reach may be anything. Sequences may share pages that are full;
+            a page that tokens are appended to belongs to one sequence.
         rows: int32 ``(batch,)``: the row of each sequence, all different if it is appended to; the first rows by
             default. Not together with a block table.
         left_padding: int32 ``(batch,)``: tokens at the start of a sequence that no query sees.
         overwrites: a sequence that is longer than the cache keeps its first `n_sinks` tokens and its last ones, which
             overwrite those between (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
-            Without it, such a sequence is an error on a CPU, and has NaN results on a GPU.
+            Queries see those that are kept: append no more tokens at once than their first query can do without.
+            Without it, such a sequence is an error on a CPU, and has NaN results on a GPU or under a compiler.
         n_sinks: see `overwrites`.
         rope: tables for keys that are rotated when they are appended, at their position, the number of the token; and
             for the queries that attend to them. Its ``positions_k`` replace the positions of appended tokens, its

@@ -208,6 +208,11 @@ def are_nested(q: Any, k: Any, v: Any) -> bool:
 
 
 def _check_nested(q: Any, k: Any, v: Any) -> None:
+    if k is None:
+        raise ValueError(
+            "q: got a nested tensor without k, allowed with a cache are a dense tensor, and packed queries in "
+            "attention_varlen"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not getattr(x, "is_nested", False):
             got = "a dense tensor" if isinstance(x, Tensor) else type(x).__name__

@@ -374,10 +374,12 @@ TABLES, FILLED = torch.zeros(6, 4, device=DEVICE), int32([1, 2], DEVICE)
     ("options", "error", "match"),
     [
         ({"q": Q[0]}, ValueError, r"q: got shape \(1, 4, 8\)"),
-        ({"q": Q.half()}, TypeError, "k: got torch.float32, allowed is the dtype of q"),
+        ({"q": Q.half()}, TypeError, "k_cache: got torch.float32 on .* allowed is torch.float16"),
+        ({"v_cache": CACHE.half()}, TypeError, "v_cache: got torch.float16"),
         ({"k_cache": CACHE[..., :4]}, ValueError, "k: got head_dim 4"),
         ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "k_cache: got strides"),
-        ({"v_cache": CACHE[:2]}, ValueError, "v_cache: got 2 rows or pages, allowed is that of k_cache, 3"),
+        ({"v_cache": CACHE[:2]}, ValueError, r"v_cache: got shape \(2, 6, 2, 8\), allowed is that of k_cache"),
+        ({"v_cache": CACHE[:, :5]}, ValueError, r"v_cache: got shape \(3, 5, 2, 8\)"),
         ({"k_cache": CACHE[:1], "v_cache": CACHE[:1]}, ValueError, "k_cache: got 1 rows, allowed are batch = 2"),
         ({"k": NEW_KEY, "cache_seqlens": 1}, ValueError, "v: got None"),
         ({"v": NEW_KEY, "cache_seqlens": 1}, ValueError, "k: got None"),
@@ -394,6 +396,8 @@ TABLES, FILLED = torch.zeros(6, 4, device=DEVICE), int32([1, 2], DEVICE)
         ({"cache_seqlens": 7}, ValueError, r"cache_seqlens: got 7 \.\. 7, allowed are 0 \.\. 6"),
         ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1"),
         ({"k": NEW_KEY, "v": NEW_KEY, "cache_seqlens": 6}, ValueError, r"cache_seqlens: got 6 .*allowed are 0 \.\. 5"),
+        ({"k": NEW_KEY.expand(2, 7, 2, 8), "v": NEW_KEY.expand(2, 7, 2, 8), "cache_seqlens": 0},
+         ValueError, r"k: got 7 new tokens, allowed are 0 \.\. 6"),
         ({"cache_seqlens": 2.0}, TypeError, "cache_seqlens: got float"),
         ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens: got list"),
         ({"cache_seqlens": torch.ones(2, device=DEVICE)}, TypeError, "cache_seqlens: got torch.float32"),
@@ -474,6 +478,7 @@ def test_nothing_waits(options, monkeypatch):
     for module in (caches, prepare):
         monkeypatch.setattr(module, "default_backend", lambda device: "triton")
     monkeypatch.setattr(prepare, "reasons_of", lambda *_: [])
+    monkeypatch.setattr(caches, "append_reasons", lambda *_: [])
     with NoWait():
         assert in_a_cache(options, "meta").shape == (2, 3, 4, 8)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import KVCache, Rope, attention, attention_varlen, caches, masks
+from fusedattn import KVCache, Rope, attention, attention_varlen, caches, call_checks, masks
 from tests.helpers.cache_model import CACHED, cache_in, device_of
 
 HEADS, DIM, DIM_V = 2, 16, 8
@@ -408,6 +408,23 @@ def test_packed_queries(options, error, start):
     given = {"q": FLAT_Q, "k": None, "v": None, "cu_seqlens_q": ints(0, 1, 3), "cu_seqlens_k": None, "cache": of("cpu")}
     with pytest.raises(error, match=message(start)):
         attention_varlen(**given | options, backend="torch")  # type: ignore[arg-type]
+
+
+def test_windows_of_packed_queries(monkeypatch):
+    """Without a longest length it is read; where it cannot be read, all queries may belong to one sequence."""
+    cache = replace(of("cpu"), overwrites=True)
+    stops, mask = ints(0, 1, 3), masks.window(6, 0)
+    out = attention_varlen(FLAT_Q, None, None, stops, None, cache=cache, mask=mask, backend="torch")
+    assert out.shape == (3, 4, DIM_V)
+    monkeypatch.setattr(call_checks, "can_read", lambda x: False)
+    with pytest.raises(ValueError, match=message("cache: got room for 8 of the last tokens, allowed are window + max")):
+        attention_varlen(FLAT_Q, None, None, stops, None, cache=cache, mask=mask, backend="torch")
+
+
+def test_nested_queries():
+    q = torch.nested.as_nested_tensor([Q[0].transpose(0, 1), Q[1].transpose(0, 1)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="q: got a nested tensor without k, allowed with a cache are a dense tensor"):
+        attention(q.transpose(1, 2), cache=of("cpu"))
 
 
 def test_growing():

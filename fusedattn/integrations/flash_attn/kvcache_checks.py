@@ -27,9 +27,12 @@ def check_tensors(
         check_shape(name, cache, "(batch_cache or num_blocks, seqlen_cache or page_block_size, nheads_k, head_dim)")
         if cache.stride(-1) != 1:
             raise ValueError(f"{name}: got strides {cache.stride()}, allowed are any whose last is 1")
-    if k_cache.shape[0] != v_cache.shape[0]:
+        if cache.dtype != q.dtype or cache.device != q.device:
+            raise TypeError(f"{name}: got {cache.dtype} on {cache.device}, allowed is {q.dtype} on {q.device}, as q is")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
-            f"v_cache: got {v_cache.shape[0]} rows or pages, allowed is that of k_cache, {k_cache.shape[0]}"
+            f"v_cache: got shape {tuple(v_cache.shape)}, allowed is that of k_cache, {tuple(k_cache.shape)}, but for "
+            "head_dim"
         )
     # Without rows: the caches may have a different number.
     call_checks.check_qkv(*(x[:0].transpose(1, 2) for x in (q, k_cache, v_cache)))
@@ -88,6 +91,10 @@ def check_places(
             raise ValueError(
                 f"{name}: got shape {tuple(x.shape)} on {x.device}, allowed is (batch,) = {(batch,)} on {device}"
             )
+    if n_new > capacity:
+        raise ValueError(
+            f"k: got {n_new} new tokens, allowed are 0 .. {capacity}, the tokens that a cache has room for"
+        )
     _check_range("cache_seqlens", cache_seqlens, capacity - n_new)
     if cache_batch_idx is not None and rows is not None:
         _check_range("cache_batch_idx", cache_batch_idx, rows - 1)
