@@ -63,7 +63,7 @@ def filled(name: str, form: torch.dtype) -> KVCache:
 
 
 def append(cache: KVCache) -> None:
-    new = torch.full((2, HEADS, 2, DIM), 7.0)
+    new = torch.tensor([7.0, 9.0])[:, None].expand(2, HEADS, 2, DIM)
     caches.append(cache, new, 2 * new, backend="torch")
 
 
@@ -77,6 +77,9 @@ def assert_written(cache: KVCache, before: KVCache, name: str) -> None:
         if x is not None:
             changed = (x != was).any(dim=3).any(dim=1).nonzero().tolist()
             assert set(map(tuple, changed)) == places, of
+    if cache.format is None:
+        for row, slot in WITHOUT_PLACE[name][1]:
+            assert (cache.k[row, :, slot] == 7.0).all()
 
 
 def copied(cache: KVCache) -> KVCache:

@@ -42,7 +42,7 @@ PROBLEMS = {
     "heads of one feature, in the order of channels_last": CachedProblem(
         ((1,),), queries=(1,), room=3, nheads_kv=1, group=2, head_dim=1, head_dim_v=3, scale=-0.3
     ),
-    "sinks, and a query of no sequence": CachedProblem(UNEVEN, queries=(2, 0, 3), sinks=True),
+    "sinks, and a query not belonging to a sequence": CachedProblem(UNEVEN, queries=(2, 0, 3), sinks=True),
     "latent keys in pages, a chunk": CachedProblem(
         UNEVEN, queries=(2, 0, 3), layout="pages of 16", nheads_kv=1, group=5, head_dim=576, head_dim_v=512,
         latent=True, causal="bottom_right",

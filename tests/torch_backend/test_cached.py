@@ -225,7 +225,7 @@ def in_order_of(x: Tensor, order: str) -> Tensor:
 @pytest.mark.parametrize("of_k", ["head-major", "token-major"])
 @pytest.mark.parametrize("of_scale", [None, "head-major", "token-major", "given", "given, expanded"])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_tensors_that_lie_differently(heads, of_scale, of_k, of_v, monkeypatch):
+def test_tensors_in_order_of_their_own(heads, of_scale, of_k, of_v, monkeypatch):
     """Some are views of many adjacent pages, and others must be copied a few at a time."""
     monkeypatch.setattr(cache_tiles, "COPIED", 48)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
