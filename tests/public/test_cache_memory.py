@@ -63,7 +63,7 @@ def filled(name: str, form: torch.dtype) -> KVCache:
 
 
 def append(cache: KVCache) -> None:
-    new = torch.tensor([7.0, 9.0])[:, None].expand(2, HEADS, 2, DIM)
+    new = torch.tensor([7.0, 9.0])[:, None].expand(2, HEADS, 2, DIM).contiguous()
     caches.append(cache, new, 2 * new, backend="torch")
 
 
