@@ -35,7 +35,8 @@ def kept(dropout, place, block):
     zero = (rows + keys) * 0
     a, b, c, d = tl.philox(tl.load(dropout.seed_ptr), zero + _group(keys), zero + _group(rows), zero + stream, zero, 10)
     word = tl.where(rows & 8 != 0, tl.where(keys & 8 != 0, d, c), tl.where(keys & 8 != 0, b, a))
-    return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= dropout.threshold
+    # Compared as unsigned numbers: LLVM's backend for AMD aborts if the sign bits of words are flipped instead.
+    return word >= tl.cast(dropout.threshold, tl.uint32, bitcast=True) + 0x80000000
 
 
 @triton.jit
