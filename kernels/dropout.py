@@ -36,7 +36,7 @@ def kept(dropout, place, block):
     a, b, c, d = tl.philox(tl.load(dropout.seed_ptr), zero + _group(keys), zero + _group(rows), zero + stream, zero, 10)
     word = tl.where(rows & 8 != 0, tl.where(keys & 8 != 0, d, c), tl.where(keys & 8 != 0, b, a))
     # Compared as unsigned numbers: LLVM's backend for AMD aborts if the sign bits of words are flipped instead.
-    return word >= tl.cast(dropout.threshold, tl.uint32, bitcast=True) + 0x80000000
+    return word >= (tl.cast(dropout.threshold, tl.uint32, bitcast=True) ^ 0x80000000)
 
 
 @triton.jit
