@@ -106,11 +106,11 @@ class GrowingCache:
 
     def append(self, k: Tensor, v: Tensor, *, backend: Backend | None = None) -> None:
         """Append ``(batch, nheads_kv, n, head_dim)`` and v, likewise, as :func:`append` does."""
-        _checked(self.cache, k, v, None, None, backend)
+        chosen = _checked(self.cache, k, v, None, None, backend)
         length = self.length + k.shape[2]
         if length > self.cache.capacity:
             self._grow(max(length, 2 * self.cache.capacity))
-        append(self.cache, k, v, backend=backend)
+        backends.append(self.cache, k, v, None, None, False, chosen)
         self.length = length
 
     def _grow(self, capacity: int) -> None:

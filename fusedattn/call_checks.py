@@ -17,6 +17,7 @@ from fusedattn.options import Packed, lengths_of
 from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+from fusedattn.strides import features_overlap, is_expanded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("triton", "torch")
@@ -278,11 +279,12 @@ def check_append(
 
 def _check_memory(cache: KVCache, has_values: bool) -> None:
     """Raise an error unless tokens with or without values can be written to the memory of a cache."""
-    written = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    written = {"k": cache.k, "v": cache.v}
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if scale is not None and scale.dim() == 4:  # given ones, of two dimensions, are only read
+            written[name] = scale
     for name, x in written.items():
-        if x is None or x.dim() == 2:  # given scales are only read
-            continue
-        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        if is_expanded(x):
             raise ValueError(
                 f"cache.{name}: got expanded memory, shape {tuple(x.shape)} with strides {x.stride()}, allowed is "
                 "memory in which each number has a place of its own"
@@ -291,11 +293,11 @@ def _check_memory(cache: KVCache, has_values: bool) -> None:
             raise NotImplementedError(f"cache.{name}: got requires_grad=True, allowed is False, and torch.no_grad()")
         if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(f"cache.{name}: got a tensor of torch.inference_mode(), allowed outside of it are others")
-    if torch.compiler.is_compiling():  # a compiler knows no addresses
-        shares_memory = cache.v.stride() == cache.k.stride() and not has_values
+    if torch.compiler.is_compiling():  # which knows no addresses
+        is_right = has_values or cache.v.stride() == cache.k.stride()
     else:
-        shares_memory = cache.shares_memory
-    if has_values == shares_memory:
+        is_right = has_values != cache.shares_memory
+    if not is_right:
         got = "a tensor" if has_values else "None"
         raise ValueError(f"v: got {got}, allowed is None if values are features of the keys, and only then")
     if torch.compiler.is_compiling():
@@ -305,16 +307,9 @@ def _check_memory(cache: KVCache, has_values: bool) -> None:
             f"v_scale: got memory of its own or other groups, allowed are the scales in k_scale of the first "
             f"{cache.head_dim_v} features, as v is part of k"
         )
-    if has_values and (_overlap(cache.k, cache.v) or _overlap(cache.k_scale, cache.v_scale)):
+    pairs = ((written[x], written[y]) for x, y in (("k", "v"), ("k_scale", "v_scale")) if {x, y} <= written.keys())
+    if has_values and any(features_overlap(x, y) for x, y in pairs):
         raise ValueError("v, v_scale: got memory that keys have too, allowed is other memory, or v=None")
-
-
-def _overlap(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether rows of two tensors of the same strides share memory."""
-    if x is None or y is None or x.dim() == 2 or not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
-        return False
-    first, second = sorted((x, y), key=Tensor.storage_offset)
-    return x.stride() == y.stride() and second.storage_offset() < first.storage_offset() + first.shape[3]
 
 
 def check_num_splits(num_splits: int) -> None:

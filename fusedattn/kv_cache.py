@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedattn.quantization import FORMATS, Format, dequantised, quantised, scales_of
 from fusedattn.readable import can_read
 from fusedattn.rope import Rope, apply_rope
+from fusedattn.strides import is_view_of_first_features
 
 UNQUANTISED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -238,7 +239,7 @@ class KVCache:
     @property
     def shares_memory(self) -> bool:
         """Whether values are the first features of the keys."""
-        return _starts_in(self.v, self.k)
+        return is_view_of_first_features(self.v, self.k)
 
     @property
     def shares_scales(self) -> bool:
@@ -246,7 +247,7 @@ class KVCache:
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is None or v_scale is None or k_scale.dim() == v_scale.dim() == 2:
             return True
-        if k_scale.dim() != v_scale.dim() or not _starts_in(v_scale, k_scale):
+        if k_scale.dim() != v_scale.dim() or not is_view_of_first_features(v_scale, k_scale):
             return False
         n, n_v = k_scale.shape[3], v_scale.shape[3]
         return n == n_v == 1 or self.head_dim * n_v == self.head_dim_v * n
@@ -315,9 +316,9 @@ class KVCache:
         if not self.overwrites:
             exists = exists & (kept <= self.capacity)
         # Entries of the table behind the last page may be anything.
-        unread, lost = (x[:, None, :, None] for x in (~is_kept, is_kept & ~exists))
+        held, absent = (is_kept & exists)[:, None, :, None], torch.where(is_kept, math.nan, 0.0)[:, None, :, None]
         numbers = (_numbers(x, s, rows, slots) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
-        k, v = (x.masked_fill(unread, 0.0).masked_fill(lost, math.nan) for x in numbers)
+        k, v = (torch.where(held, x, absent.to(x.dtype)) for x in numbers)
         return k, v, visible
 
     def write(self, k: Tensor, v: Tensor | None, counts: Tensor | None = None, positions: Tensor | None = None) -> None:
@@ -448,12 +449,6 @@ def _numbers(x: Tensor, scale: Tensor | None, rows: Tensor, slots: Tensor) -> Te
     else:
         numbers = dequantised(codes, scale[rows][..., None] if scale.dim() == 2 else scale[rows, :, slots])
     return numbers.transpose(1, 2)
-
-
-def _starts_in(x: Tensor, y: Tensor) -> bool:
-    """Whether x is a view of the first features of y."""
-    same_start = torch._C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset()  # type: ignore[attr-defined]
-    return same_start and x.stride() == y.stride()
 
 
 def _shown(x: object) -> str:

@@ -136,7 +136,7 @@ def compile_case(case: Case, sizes: launches.Sizes | None = None) -> list[Report
 
 
 def _modes(case: Case, features: str) -> tuple[bool, ...]:
-    """Whether a call has gradients: with them where there is a backward, and without them if there is a reason."""
+    """Whether a call has gradients: once with them, if there is a backward, and once without, if that differs."""
     if not configs.has_backward(case.target, case.head_dim, DTYPES[case.dtype]):
         return (False,)
     return (True, False) if features in case.inference else (True,)

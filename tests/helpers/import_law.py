@@ -146,7 +146,7 @@ ALLOWED: dict[str, set[str]] = {
     "readable": set(),
     "backends.torch": set(),
     "rope": set(),
-    "kv_cache": {"quantization", "readable", "rope"},
+    "kv_cache": {"quantization", "readable", "rope", "strides"},
     "quantization": set(),
 }
 

@@ -87,13 +87,13 @@ def _of_pages(tensors: Sequence[Tensor], pages: list[int], slot: int, n: int) ->
     flat = [_as_one_page(x) for x in tensors]
     memory = [x.new_empty(0) for x in tensors]
     for runs in _tiles_of(pages, size, slot, n, all(x is not None for x in flat)):
-        shape = sum(n for _, n in runs)
+        held = sum(n for _, n in runs)
         tile = []
         for i, (x, whole) in enumerate(zip(tensors, flat, strict=True)):
             views = _views(x, whole, runs)
             if len(views) > 1:
-                if memory[i].shape[:2] != (x.shape[1], shape):  # new memory would take longer than the copy
-                    memory[i] = x.new_empty(x.shape[1], shape, x.shape[3])
+                if memory[i].shape[:2] != (x.shape[1], held):  # new memory would take longer than the copy
+                    memory[i] = x.new_empty(x.shape[1], held, x.shape[3])
                 views = [torch.cat(views, dim=1, out=memory[i])]
             tile.append(views[0][None])
         yield tuple(tile)
