@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.target = options.target or list(TARGETS)
     narrowed = options.quick or options.head_dim or options.features
-    selected = [] if options.ones else list(compilations.cases(options))
+    selected = [] if options.ones else compilations.cases(options)
     selected += compilations.cases_of_ones(options) if options.ones or not narrowed else []
     everything = not (narrowed or options.ones or options.dtype or options.kernel)
     complete = set(options.target) if everything else set()
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", **many, help="by name, e.g. attention_fwd; default: all")
     parser.add_argument("--dtype", **many, choices=list(compilations.DTYPES), help="default: all")
     parser.add_argument("--head-dim", **many, type=int, help="default: 64, 128 and 256; fp16: only 128")
-    parser.add_argument("--features", **many, choices=list(FEATURES), help="default: all; fp16, tf32: the last two")
+    parser.add_argument("--features", **many, choices=list(FEATURES), help="of the list, or any at each --head-dim")
     parser.add_argument("--quick", action="store_true", help="bf16 and fp32 with the last two features and gradients")
     parser.add_argument("--ones", action="store_true", help="only calls with sizes of 1, for sm_90 and gfx942")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")

@@ -80,8 +80,12 @@ class Case:
     ones: bool = False
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All cases of a command, or (--quick) those of the tests; options that are not empty replace a part."""
+def cases(options: argparse.Namespace) -> list[Case]:
+    """All cases of a command, or (--quick) those of the tests, narrowed by the options that are not empty.
+
+    Features are compiled at the head_dims that are listed for them, or at those that `options` names.
+    """
+    found = []
     plan = QUICK if options.quick else EVERYTHING
     for target, dtype in itertools.product(options.target, options.dtype or plan):
         if dtype == "tf32" and launches.TARGETS[target].backend == "hip":
@@ -89,10 +93,16 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         planned: dict[int, tuple[str, ...]] = {}
         for its_head_dims, its_features in plan.get(dtype, EVERYTHING[dtype]):
             planned |= {head_dim: planned.get(head_dim, ()) + its_features for head_dim in its_head_dims}
-        for head_dim in options.head_dim or planned:
-            names = tuple(options.features) or planned.get(head_dim, HEAVIEST)
+        if options.head_dim:
+            planned = {n: tuple(options.features) or planned.get(n, HEAVIEST) for n in options.head_dim}
+        for head_dim, names in planned.items():
+            chosen = tuple(name for name in names if not options.features or name in options.features)
             inference = () if options.quick else HEAVIEST
-            yield Case(target, dtype, head_dim, names, tuple(options.kernel), inference)
+            if chosen:
+                found.append(Case(target, dtype, head_dim, chosen, tuple(options.kernel), inference))
+    if not found:
+        raise SystemExit("--features: none of them is listed for these dtypes; --head-dim compiles them all the same")
+    return found
 
 
 def cases_of_ones(options: argparse.Namespace) -> Iterator[Case]:

@@ -17,7 +17,7 @@ from bench.codegen.in_flight import Touch
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
 from fusedattn.kernels import configs
-from tests.helpers.compiling import ROOT, compiling, output
+from tests.helpers.compiling import ROOT, compiling, output, run
 
 TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds the others through make codegen
 
@@ -89,6 +89,26 @@ for case in (*compilations.cases(options), *compilations.cases_of_ones(options))
 print("all")
 """
     assert output("-c", script) == "all\n"
+
+
+def test_features_narrow_the_list() -> None:
+    """Features are compiled where they are listed, or at the head_dims that the command names."""
+    script = """
+from bench.codegen import __main__, compilations
+
+def cases(*arguments):
+    options = __main__._parser().parse_args(["--target=sm_90", *arguments])
+    return {(c.dtype, c.head_dim, *c.features) for c in compilations.cases(options)}
+
+assert cases("--features=latent") == {("bf16", 576, "latent")}
+assert cases("--features=dropout") == {("bf16", 128, "dropout"), ("fp32", 64, "dropout")}
+found = cases("--features=plain", "--features=dropout", "--dtype=fp16", "--head-dim=80")
+assert found == {("fp16", 80, "plain", "dropout")}
+cases("--features=latent", "--dtype=fp16")
+"""
+    done = run("-c", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("--features: none of them is listed"), done.stderr
 
 
 @pytest.mark.thorough
