@@ -515,7 +515,9 @@ def _launch_dkdv(
     dq_total: torch.Tensor | None = None,
 ) -> None:
     """Fill `dkdv`; if `dq_total` is given, add dq to it (kernels/dq_sum.py)."""
-    config = fenced(config, problem.async_products, q, dout, has_descriptors=True)
+    # dq is the transpose of a product that has a row for each feature.
+    rows_of_products = config.BLOCK_N if dq_total is None else max(config.BLOCK_N, triton.next_power_of_2(k.shape[3]))
+    config = fenced(config, problem.async_products, rows_of_products, q, dout, has_descriptors=True)
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None, None)
     if dq_total is not None:
@@ -549,7 +551,7 @@ def _launch_dq(
     problem: Problem,
     config: TileConfig,
 ) -> None:
-    config = fenced(config, problem.async_products, k, v, has_descriptors=True)
+    config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     launcher.launch(

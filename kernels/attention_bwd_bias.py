@@ -192,7 +192,8 @@ def launch_dbias(
     problem: Problem,
 ) -> torch.Tensor:
     """The gradient of the four-dimensional ``bias``, in its shape and dtype; no tensor is empty."""
-    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, q, k, v, dout)
+    shape, config = problem.shape, problem.configs.dq
+    config = fenced(config, problem.async_products, config.BLOCK_M, q, k, v, dout)
     n_tiles_m = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     n_tiles_n = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     over = [size == 1 for size in bias.shape]
@@ -229,7 +230,8 @@ def launch_drelative(
     problem: Problem,
 ) -> torch.Tensor:
     """The gradient of the four-dimensional ``relative``, in its shape and dtype; no tensor is empty."""
-    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, k, v)
+    shape, config = problem.shape, problem.configs.dq
+    config = fenced(config, problem.async_products, config.BLOCK_M, k, v)
     n_sequences, nheads, n_rows, n_columns = relative.shape
     full, sums = None, NO_SUMS
     if n_rows == 1:

@@ -101,7 +101,8 @@ def launch(
 
     `readers` has (first entry, number of entries, index, derivative) for each part of it; for slopes, no functions.
     """
-    shape, config = problem.shape, fenced(problem.configs.dq, problem.async_products, k, v)
+    shape, config = problem.shape, problem.configs.dq
+    config = fenced(config, problem.async_products, config.BLOCK_M, k, v)
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
     sums = exact_sum.zeros(learned.numel(), rows.delta.dtype, q.device)
     for start, n_entries, index, derivative in readers:

@@ -536,7 +536,8 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
     There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
     tiling = tiling_of(problem)
-    config = fenced(tiling.config, problem.async_products, k, v, has_descriptors=True)
+    config = tiling.config
+    config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     if k.dtype != q.dtype and config.BLOCK_M >= 64:  # codes go through registers
         config = config.unpipelined if q.shape[3] <= 128 else config.unpipelined.narrow
     filled, partials = NO_RESULTS, NO_PARTIALS

@@ -1,9 +1,10 @@
 """Which loops may copy tiles asynchronously by pointers.
 
-From sm_90 on, matrix units read shared memory through a proxy of their own. Between ``cp.async`` and a product that
-reads what it copied must stand a ``fence.proxy.async`` (PTX ISA, "async proxy"). Triton before 3.7.1 writes none.
-Later versions leave it out if the loop's other tile goes through registers, as it does if its rows are not aligned:
-the fence of that tile then stands too early. Such loops have one stage, in which every tile goes through registers.
+From sm_90 on, products of 64 rows and more are made by units that read shared memory through a proxy of their own.
+Between ``cp.async`` and a product that reads what it copied must stand a ``fence.proxy.async`` (PTX ISA, "async
+proxy"). Triton before 3.7.1 writes none. Later versions leave it out if the loop's other tile goes through registers,
+as it does if its rows are not aligned: the fence of that tile then stands too early. Such loops have one stage, in
+which every tile goes through registers.
 """
 
 import torch
@@ -14,16 +15,19 @@ from fusedattn.kernels.launcher import SPECIALIZED
 from fusedattn.kernels.versions import TRITON_VERSION
 
 ASYNC_PRODUCTS: tuple[Arch, ...] = ("sm_90", "sm_100")
+ASYNC_ROWS = 64  # products of fewer rows are mma.sync, whose operands threads load
 FENCES_COPIES = TRITON_VERSION >= (3, 7, 1)
 
 
-def fenced(config: TileConfig, async_products: bool, *tiles: torch.Tensor, has_descriptors: bool = False) -> TileConfig:
+def fenced(
+    config: TileConfig, async_products: bool, rows: int, *tiles: torch.Tensor, has_descriptors: bool = False
+) -> TileConfig:
     """`config` for a loop over rows of `tiles`, with one stage if Triton would leave out the fence of a copy.
 
-    `async_products`: the products are those of matrix units in :data:`ASYNC_PRODUCTS`. `has_descriptors`: the kernel
-    loads full blocks in the style of `config`.
+    `async_products`: the dtype and the architecture have such products, at :data:`ASYNC_ROWS` rows and more. `rows`:
+    the most rows of a product. `has_descriptors`: the kernel loads full blocks in the style of `config`.
     """
-    if not async_products:
+    if not async_products or rows < ASYNC_ROWS:
         return config
     n_copied = sum(map(_is_copied, tiles))
     if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):

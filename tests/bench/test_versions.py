@@ -27,4 +27,7 @@ def test_inference_compiles(tmp_path: Path) -> None:
     reports = json.loads(done.stdout)
     assert {r["kernel"]: r["error"] for r in reports if r["error"]} == {}
     assert {r["kernel"] for r in reports} == KERNELS
-    assert sum(r["kernel"] == "attention_fwd" for r in reports) == len(FEATURES)
+    forwards = [r for r in reports if r["kernel"] == "attention_fwd"]
+    assert len(forwards) == len(FEATURES)
+    # Copies of a few rows need no fence, so no version may lose their pipeline.
+    assert all(r["config"]["num_stages"] > 1 for r in forwards if r["config"]["BLOCK_M"] < 64)

@@ -23,7 +23,7 @@ ALIGNED, UNALIGNED = rows(32), rows(24)
 
 
 def stages(config: TileConfig, *tiles: Tensor, has_descriptors: bool = True) -> tuple[int, int]:
-    found = pipelining.fenced(config, True, *tiles, has_descriptors=has_descriptors)
+    found = pipelining.fenced(config, True, 64, *tiles, has_descriptors=has_descriptors)
     assert (found.BLOCK_M, found.BLOCK_N, found.style) == (config.BLOCK_M, config.BLOCK_N, config.style)
     return found.num_stages, found.BOUNDARY_STAGES
 
@@ -51,6 +51,7 @@ def test_stages(monkeypatch, tiles, fences, by_pointers, by_descriptors):
     assert stages(DESCRIPTORS, *tiles, has_descriptors=False) == by_pointers
 
 
-def test_other_matrix_units_read_as_threads_do(monkeypatch):
+def test_operands_that_threads_load_need_no_fence(monkeypatch):
     monkeypatch.setattr(pipelining, "FENCES_COPIES", False)
-    assert pipelining.fenced(POINTERS, False, ALIGNED, UNALIGNED) is POINTERS
+    assert pipelining.fenced(POINTERS, False, 64, ALIGNED, UNALIGNED) is POINTERS
+    assert pipelining.fenced(POINTERS, True, 32, ALIGNED, UNALIGNED) is POINTERS

@@ -33,6 +33,8 @@ FAULTS = (
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or FENCES_COPIES:", "stages: copies beside tiles in registers", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or n_copied == len(tiles):", "stages: copies without fences", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if FENCES_COPIES and n_copied == len(tiles):", "stages: one although nothing is copied", STAGES),
+    Fault(PIPELINING, "rows < ASYNC_ROWS:", "rows <= ASYNC_ROWS:", "stages: copies without fences for products of 64 rows", STAGES),
+    Fault(PIPELINING, " or rows < ASYNC_ROWS:", ":", "stages: one for operands that threads load", STAGES),
     Fault(PIPELINING, "has_descriptors and all(", "all(", "stages: descriptors where a kernel has none", STAGES),
     Fault(PIPELINING, "is not None for x in tiles)", "is not None for x in tiles[:1])", "stages: descriptors of one tile for both", STAGES),
     Fault(PIPELINING, "    if x.itemsize >= 4:\n        return True\n", "", "stages: 4 bytes taken for registers", STAGES),
