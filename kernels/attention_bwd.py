@@ -167,7 +167,7 @@ def _boundary_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head
     """Add all boundary blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = tl.arange(0, tile.BOUNDARY)
     blocks = own.blocks
-    # A loop alone must not be pipelined, and a loop before another must be; otherwise wgmma is serialised.
+    # Pipelined, a loop alone would serialise wgmma.
     STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else tile.BOUNDARY_STAGES
     for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
         place = with_head(own.place, head_kv * group + i // blocks.n_boundary)
@@ -313,8 +313,9 @@ def attention_bwd_dkdv(
         first_full,
         n_full,
     )
-    dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, dq_boundary_tiles, call, head_kv, group, numbers, tile)
+    # Full blocks first: after a loop of one stage, Triton 3.6 serialises wgmma (docs/decisions/0031).
     dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
+    dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, dq_boundary_tiles, call, head_kv, group, numbers, tile)
 
     dv_head = head_of(dv_out, place.batch, head_kv, place.first_k)
     store_tile(dv_head, start_n, place.seqlen_k, dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)

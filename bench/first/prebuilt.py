@@ -90,6 +90,7 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
         for patched in (
             patch.object(cache, "triton_key", lambda: key),
             patch.object(support, "interpreting", lambda: True),  # so that CPU tensors take the Triton backend
+            patch.object(support, "INTERPRETER_REASONS", []),  # nothing is interpreted
             patch.object(attention, "own", lambda direction, device: own(direction, torch.device("cuda"))),
         ):
             stack.enter_context(patched)
