@@ -535,7 +535,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
 
     There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
-    tiling = tiling_of(problem)
+    tiling = tiling_of(problem, for_backward=results.rounding_residual is not None)
     config = tiling.config
     config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     if k.dtype != q.dtype and config.BLOCK_M >= 64:  # codes go through registers

@@ -43,7 +43,8 @@ class TileConfig:
     most BOUNDARY_STAGES pipeline stages: with three in the forward, Triton 3.6 serialises wgmma. `persistent` programs
     for each multiprocessor walk over all tiles; with 0 each tile has its own program. With `prerotate_q` a separate
     kernel rotates the queries: a tile that a program rotates stays in registers, and if it is large, too few are left.
-    Only the forward uses these last two.
+    A forward that keeps nothing for a backward has `inference_stages`, if it has shared memory for more than others.
+    Only the forward uses these last three.
     """
 
     BLOCK_M: int
@@ -55,6 +56,7 @@ class TileConfig:
     BOUNDARY_STAGES: int = 2
     persistent: int = 0
     prerotate_q: bool = False
+    inference_stages: int = 0
 
     def __post_init__(self) -> None:
         for name in ("BLOCK_M", "BLOCK_N", "BOUNDARY"):
@@ -68,8 +70,9 @@ class TileConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 1 and more")
         if self.style not in get_args(Style):
             raise ValueError(f"style: got {self.style!r}, allowed are {', '.join(get_args(Style))}")
-        if self.persistent < 0:
-            raise ValueError(f"persistent: got {self.persistent}, allowed are 0 and more")
+        for name in ("persistent", "inference_stages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed are 0 and more")
 
     @cached_property
     def in_order(self) -> tuple[Any, ...]:
@@ -95,6 +98,11 @@ class TileConfig:
 
     def _boundary(self, block: int) -> dict[str, int]:
         return {"BOUNDARY": min(self.BOUNDARY, block), "BOUNDARY_STAGES": min(self.BOUNDARY_STAGES, self.num_stages)}
+
+    @cached_property
+    def inference(self) -> TileConfig:
+        """The config for a forward that keeps nothing for a backward."""
+        return replace(self, num_stages=self.inference_stages) if self.inference_stages else self
 
     @cached_property
     def rotating(self) -> TileConfig:
@@ -340,7 +348,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
             ),
             128: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(64, 64, 4, 2, "descriptors", 32),
+                    fwd=_T(64, 64, 4, 2, "descriptors", 32, inference_stages=3),
                     dkdv=_by_compiler(_T(64, 64, 4, 2, "descriptors", 16), newer=_T(32, 128, 8, 3, "descriptors", 16)),
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),

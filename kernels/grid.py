@@ -34,8 +34,8 @@ class Tiling(NamedTuple):
     n_programs: int
 
 
-def tiling_of(problem: Problem) -> Tiling:
-    """The tiling of a problem."""
+def tiling_of(problem: Problem, *, for_backward: bool) -> Tiling:
+    """The tiling of a problem, whose forward keeps results `for_backward` or not."""
     shape, few = problem.shape, problem.few_queries
     if few is not None and shape.max_seqlen_q <= few.config.BLOCK_M:
         group = shape.nheads_q // shape.nheads_kv
@@ -51,7 +51,7 @@ def tiling_of(problem: Problem) -> Tiling:
             if n_splits > 1:
                 return Tiling(config, heads, split_keys, n_splits, n_splits * n_groups)
             return Tiling(config, heads, 0, 1, n_groups)
-    config = problem.configs.fwd
+    config = problem.configs.fwd if for_backward else problem.configs.fwd.inference
     if problem.call.cache is not NO_CACHE:
         config = config.gathered
     elif problem.rotates_in_place:

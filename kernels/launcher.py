@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels import replay
+from fusedattn.kernels.assembler import sound_assembler
 from fusedattn.kernels.primitives import Strided
 from fusedattn.kernels.start import start_of, watched
 
@@ -55,7 +56,8 @@ def launch(
     # A tool that observes launches expects them on Triton's own path.
     if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks or watched():
         replay.give_up()
-        kernel[grid](*arguments, *numbers, **constants.named)
+        with sound_assembler():
+            kernel[grid](*arguments, *numbers, **constants.named)
         return
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
@@ -64,7 +66,8 @@ def launch(
     compiled = constants.compiled.get(key)
     if compiled is None:
         replay.give_up()  # it would not have this launch
-        compiled = kernel.run(*arguments, *numbers, grid=grid, warmup=False, **constants.named)
+        with sound_assembler():
+            compiled = kernel.run(*arguments, *numbers, grid=grid, warmup=False, **constants.named)
         if isinstance(compiled, CompiledKernel):
             constants.compiled[key] = compiled
     else:

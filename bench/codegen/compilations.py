@@ -182,7 +182,7 @@ def _report(case: Case, launch: launches.Launch) -> Report:
     )
     if launch.compiled is None:
         return report
-    code = _machine_code(launch)
+    code = machine_code_of(launch)
     metadata = launch.compiled.metadata
     return replace(
         report,
@@ -195,7 +195,8 @@ def _report(case: Case, launch: launches.Launch) -> Report:
     )
 
 
-def _machine_code(launch: launches.Launch) -> MachineCode:
+def machine_code_of(launch: launches.Launch) -> MachineCode:
+    """Figures of a compiled launch."""
     if "amdgcn" in launch.compiled.asm:
         return machine_code.of_amdgcn(launch.compiled.asm["amdgcn"])
     tools = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")

@@ -15,12 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from bench.codegen.control_flow import places_of, successors_of
 from bench.codegen.disassembly import Instruction
 from bench.codegen.loops import order_of
 from bench.codegen.registers import product_of, read, written
-
-# Branches whose targets are in registers. Code from Triton has none.
-INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
 
 What = Literal["operand written", "sum written", "sum read"]
 
@@ -108,10 +106,7 @@ def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[T
 
 def _running(instructions: list[Instruction]) -> list[State]:
     """The products that may be running before each instruction."""
-    places = {x.address: place for place, x in enumerate(instructions)}
-    if len(places) < len(instructions):
-        raise NotImplementedError("functions of a kernel: got several, allowed is one")
-    successors = _successors(instructions, places)
+    successors = successors_of(instructions, places_of(instructions), through_calls=True)
     states: list[State | None] = [None] * len(instructions)
     states[0], changed = {}, [0]
     while changed:
@@ -156,30 +151,3 @@ def _merged(a: State, b: State) -> State:
         x, y = a[at], b[at]
         met[at] = Running(min(x.age, y.age), min(x.later, y.later), x.is_read and y.is_read)
     return met
-
-
-def _successors(instructions: list[Instruction], places: dict[int, int]) -> list[list[int]]:
-    """The possible successors of each instruction; a function returns to the place behind each call."""
-    names = [x.opcode.split(".")[0] for x in instructions]
-    returns = [place + 1 for place, name in enumerate(names) if name == "CALL"]
-    meetings: dict[str, list[int]] = {}
-    for name, x in zip(names, instructions, strict=True):
-        if name == "BSSY":
-            barrier, target = x.operands.split(",")
-            meetings.setdefault(barrier.strip(), []).append(places[int(target, 16)])
-    found = []
-    for place, (name, x) in enumerate(zip(names, instructions, strict=True)):
-        if name in INDIRECT:
-            raise NotImplementedError(f"branches: got {x.opcode} at {x.address:#x}, allowed are those to an address")
-        address = re.search(r"0x[0-9a-f]+\s*$", x.operands) if name in ("BRA", "CALL") else None
-        targets = [places[int(address[0], 16)]] if address else []
-        if name == "BSYNC":  # continues behind itself, or perhaps at the target of its BSSY
-            meeting = meetings.get(x.operands.strip(), [])
-            targets = [] if place + 1 in meeting else meeting
-        elif name == "RET":
-            targets = returns
-        # A branch may also have its condition among its operands.
-        ends = name in ("EXIT", "RET") or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
-        falls = x.predicate or not ends
-        found.append(targets + [place + 1] * (falls and place + 1 < len(instructions)))
-    return found

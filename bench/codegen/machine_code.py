@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.codegen.disassembly import Instruction, amdgcn_instructions, sass_instructions
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.loops import Loop, loop_of
+from bench.codegen.undefined import Undefined, undefined
 
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
 TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
@@ -25,7 +26,8 @@ class MachineCode:
 
     `spill_bytes` counts stores and loads of one thread. `loop_instructions` are the lengths of the innermost loops that
     multiply tiles, in program order, and `loop_spills` the numbers of instructions in each that spill or reload;
-    `loops` are their steps, empty for AMD. `touches` are those of registers that a wgmma may still need.
+    `loops` are their steps, empty for AMD. `touches` are those of registers that a wgmma may still need,
+    `undefined` reads of uniform registers that may not have been written.
     """
 
     registers: int
@@ -37,6 +39,7 @@ class MachineCode:
     serialized_wgmma: bool
     loops: tuple[Loop, ...] = ()
     touches: tuple[Touch, ...] = ()
+    undefined: tuple[Undefined, ...] = ()
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -62,6 +65,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         serialized_wgmma="serializ" in ptxas_log,
         loops=tuple(map(loop_of, loops)),
         touches=tuple(touches(instructions)),
+        undefined=tuple(undefined(instructions)),
     )
 
 

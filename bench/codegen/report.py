@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.codegen.in_flight import Touch
 from bench.codegen.loops import Loop
+from bench.codegen.undefined import Undefined
 from fusedattn.kernels.devices import SHARED_MEMORY
 
 
@@ -36,6 +37,7 @@ class Report:
     serialized_wgmma: bool = False
     loops: tuple[Loop, ...] = ()
     touches: tuple[Touch, ...] = ()
+    undefined: tuple[Undefined, ...] = ()
     transposed_products: int = 0
     ones: str = ""
 
@@ -88,6 +90,8 @@ class Report:
         faults = [] if self.ones else list(self._slow)
         if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
             faults.append(f"uses {self.shared_bytes} bytes of shared memory")
+        if self.undefined:
+            faults.append(f"reads uniform registers that may not have been written: {len(self.undefined)} instructions")
         if self.target == "sm_90" and self.transposed_products:
             faults.append(f"transposes {self.transposed_products} products, which Triton before 3.7.1 miscompiles")
         return faults

@@ -81,6 +81,7 @@ def tile(candidate: Candidate) -> str:
         parts.append(f"boundary stages {config.BOUNDARY_STAGES}")
     parts += ["persistent"] if config.persistent else []
     parts += ["queries rotated before"] if config.prerotate_q else []
+    parts += [f"inference stages {config.inference_stages}"] if config.inference_stages else []
     return ",".join(parts)
 
 

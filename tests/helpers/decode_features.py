@@ -78,8 +78,8 @@ def tilings() -> Iterator[list[Tiling]]:
     found: list[Tiling] = []
     tiling_of = attention_fwd.tiling_of
 
-    def noted(problem: Any) -> Tiling:
-        found.append(tiling_of(problem))
+    def noted(problem: Any, **named: Any) -> Tiling:
+        found.append(tiling_of(problem, **named))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,79 @@
+"""Uniform registers that a path has not written: which instructions of hand-written machine code read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.codegen.disassembly import Instruction, sass_instructions
+from bench.codegen.undefined import undefined, uniform_read, uniform_written
+
+# A loop that steps a descriptor: the copy into UR30 stands only at its end, as ptxas 12.8 left it.
+LOOP = ("UIADD3 UR18, UP0, UR30, 0x20, URZ", "UMOV UR30, UR8", "@P0 BRA 0x{loop:x}", "EXIT")
+
+
+def disassembly(*lines: str) -> list[Instruction]:
+    """Print like cuobjdump, with an instruction every 16 bytes."""
+    return sass_instructions("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
+
+
+def found(*lines: str) -> list[tuple[int, tuple[int, ...]]]:
+    """(line, registers) of each read."""
+    return [(x.address // 16, x.registers) for x in undefined(disassembly(*lines))]
+
+
+def loop_behind(*lines: str) -> tuple[str, ...]:
+    return (*lines, *(line.format(loop=16 * len(lines)) for line in LOOP))
+
+
+def test_a_lost_copy_before_a_loop() -> None:
+    assert found(*loop_behind("UMOV UR8, 0x4")) == [(1, (30,))]
+    assert not found(*loop_behind("UMOV UR8, 0x4", "UMOV UR30, UR8"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("@!P0 BRA 0x30", "UMOV UR4, 0x1", "BRA 0x40", "UMOV UR4, 0x2", "MOV R2, UR4", "EXIT"),  # on both paths
+        ("@P0 UMOV UR4, 0x1", "MOV R2, UR4", "EXIT"),  # behind the same predicate, probably
+        ("UMOV UR4, 0x1", "CALL.REL.NOINC 0x40", "MOV R2, UR4", "EXIT", "RET.REL.NODEC R20 0x0"),
+        ("BRA 0x20", "MOV R2, UR4", "EXIT"),  # unreachable
+    ],
+)
+def test_written_on_every_path(lines: tuple[str, ...]) -> None:
+    assert not found(*lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("@!P0 BRA 0x20", "UMOV UR4, 0x1", "MOV R2, UR4", "EXIT"),
+        ("MOV R2, UR4", "UMOV UR4, 0x1", "EXIT"),
+        ("BSSY B0, 0x40", "@!P0 BRA 0x30", "UMOV UR4, 0x1", "BSYNC B0", "MOV R2, UR4", "EXIT"),
+    ],
+)
+def test_not_written_on_some_path(lines: tuple[str, ...]) -> None:
+    assert [registers for _, registers in found(*lines)] == [(4,)]
+
+
+@pytest.mark.parametrize(
+    ("line", "read", "written"),
+    [
+        ("UIADD3 UR18, UP0, UR30, 0x20, URZ", {30}, {18}),
+        ("UIADD3.64 UR22, UR18, 0x20, URZ", {18, 19}, {22, 23}),
+        ("UIMAD.WIDE.U32 UR8, UR36, UR39, UR4", {36, 39, 4, 5}, {8, 9}),
+        ("ULDC.64 UR8, c[0x0][0x210]", set(), {8, 9}),
+        ("UISETP.GE.AND UP0, UPT, UR31, 0x1, UPT", {31}, set()),
+        ("R2UR UR7, R16", set(), {7}),
+        ("REDUX.MAX.S32 UR7, R16", set(), {7}),
+        ("S2UR UR7, SR_CgaCtaId", set(), {7}),
+        ("STS.128 [R2+UR24], R16", {24}, set()),
+        ("LDG.E R2, desc[UR4][R2.64]", {4, 5}, set()),
+        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24, gsb0", {28, 29, 30, 31}, set()),
+        ("HGMMA.64x16x16.F32.BF16 R96, R104, gdesc[UR16].tnspB, R96", {18, 19}, set()),
+        ("UTMALDG.4D [UR8], [UR16]", {8, 9, 10, 11, 12, 13, 16, 17}, set()),
+        ("SYNCS.EXCH.64 URZ, [UR24+0x8800], UR8", {24, 8, 9}, set()),
+    ],
+)
+def test_registers_of_an_instruction(line: str, read: set[int], written: set[int]) -> None:
+    (instruction,) = disassembly(line)
+    assert (uniform_read(instruction), uniform_written(instruction)) == (read, written)
