@@ -27,14 +27,20 @@ def sound_assembler() -> Iterator[None]:
     Raises:
         NotImplementedError: there is none whose code the driver can load.
     """
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend != "cuda" or target.arch != 90:
+    if not _is_hopper():
         yield
         return
     path = choose(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, _driver_release())
     with knobs.nvidia.scope():
         knobs.nvidia.ptxas = path
         yield
+
+
+def _is_hopper() -> bool:
+    if knobs.runtime.interpret:  # there may be no device
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90
 
 
 def choose(own: Any, other: Any, driver: int | None) -> str:
