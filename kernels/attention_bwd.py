@@ -163,11 +163,11 @@ def _add_nan(dq_total, call, place, bounds, blocks, group, start_n, poisoned, ti
 
 
 @triton.jit
-def _boundary_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile):
+def _boundary_queries(dk, dv, own, queries, dq_total, call, head_kv, group, numbers, tile):
     """Add all boundary blocks of the `group` heads that share a KV head to (dk, dv)."""
     offs_m = tl.arange(0, tile.BOUNDARY)
     blocks = own.blocks
-    # Pipelined, a loop alone would serialise wgmma.
+    # A loop alone must not be pipelined; otherwise wgmma is serialised.
     STAGES: tl.constexpr = 1 if call.mask.BY_PAIR or call.mask.layout is not None else tile.BOUNDARY_STAGES
     for i in tl.range(0, group * blocks.n_boundary, num_stages=STAGES, disable_licm=True):
         place = with_head(own.place, head_kv * group + i // blocks.n_boundary)
@@ -201,7 +201,7 @@ def _boundary_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head
         delta = tl.load(queries.rows.delta + stats + offs_m, mask=seen, other=0.0)
         dk, dv, ds = _add_dkdv(dk, dv, p, derivative, q_tile, dout_tile, dp, delta, pairs, call, (place, block), tile)
         if dq_total is not None:
-            add_dq(dq_total, dq_total_tiles, place, start_m, seen, own.finite_k_tile, ds, tile.BOUNDARY, tile)
+            add_dq(dq_total, None, place, start_m, seen, own.finite_k_tile, ds, tile.BOUNDARY, tile)
     return dk, dv
 
 
@@ -247,7 +247,6 @@ def attention_bwd_dkdv(
     dv_out,
     dq_total,
     dq_total_tiles,
-    dq_boundary_tiles,
     call,
     rotation,
     nheads_q,
@@ -313,9 +312,13 @@ def attention_bwd_dkdv(
         first_full,
         n_full,
     )
-    # Full blocks first: after a loop of one stage, Triton 3.6 serialises wgmma (docs/decisions/0031).
-    dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
-    dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, dq_boundary_tiles, call, head_kv, group, numbers, tile)
+    # A loop before another must be pipelined, otherwise wgmma is serialised: docs/decisions/0031.
+    FULL_FIRST: tl.constexpr = q_tiles is not None and tile.BOUNDARY_STAGES == 1
+    if FULL_FIRST:
+        dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
+    dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, call, head_kv, group, numbers, tile)
+    if not FULL_FIRST:
+        dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
 
     dv_head = head_of(dv_out, place.batch, head_kv, place.first_k)
     store_tile(dv_head, start_n, place.seqlen_k, dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)
@@ -520,10 +523,9 @@ def _launch_dkdv(
     rows_of_products = config.BLOCK_N if dq_total is None else max(config.BLOCK_N, triton.next_power_of_2(k.shape[3]))
     config = fenced(config, problem.async_products, rows_of_products, q, dout, has_descriptors=True)
     shape, boundary = problem.shape, config.boundary_of_queries
-    sums: tuple[Any, ...] = (None, None, None)
+    sums: tuple[Any, ...] = (None, None)
     if dq_total is not None:
-        blocks = (config.BLOCK_M, boundary["BOUNDARY"])
-        sums = (strided(dq_total), *(dq_sum.reductions_of(dq_total, block, config.style) for block in blocks))
+        sums = strided(dq_total), dq_sum.reductions_of(dq_total, config.BLOCK_M, config.style)
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     launcher.launch(
         constants_of(attention_bwd_dkdv, q, v, problem, config, boundary),

@@ -241,9 +241,12 @@ class Entry:
 _T = TileConfig
 
 
-def _by_compiler(older: TileConfig, newer: TileConfig) -> TileConfig:
-    """`newer` from Triton 3.8 on, which needs more registers for the same loops; docs/decisions/0015 has the gains."""
-    return newer if TRITON_VERSION >= (3, 8) else older
+def _by_compiler(older: TileConfig, newer: TileConfig, since: tuple[int, int] = (3, 8)) -> TileConfig:
+    """`newer` from Triton `since` on, which needs more registers for the same loops.
+
+    docs/decisions/0015 has the gains of Triton 3.8.
+    """
+    return older if TRITON_VERSION < since else newer
 
 
 # architecture -> itemsize of the dtype -> largest head_dim -> entry.
@@ -329,10 +332,11 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
         2: {
             64: Entry(
                 streamed=KernelConfigs(
-                    fwd=_T(64, 128, 4, 2, "descriptors"),
-                    dkdv=_T(64, 64, 4, 3, "descriptors", 32),
-                    dq=_T(128, 128, 8, 3, "descriptors"),
-                    one_pass=_T(64, 64, 4, 2, "descriptors", 32),
+                    fwd=_T(64, 128, 4, 3, "descriptors", inference_stages=2),
+                    dkdv=_by_compiler(
+                        _T(128, 64, 4, 2, "descriptors", 32), newer=_T(64, 64, 4, 3, "descriptors", 32), since=(3, 7)
+                    ),
+                    dq=_T(64, 64, 4, 3, "descriptors"),
                 ),
                 pairwise=KernelConfigs(
                     fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)

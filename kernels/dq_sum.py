@@ -4,8 +4,9 @@
     dq       = scale * R_q^T dq_total       attention_bwd_dq_sum, one program per tile of queries
 
 dq_total is contiguous ``(batch, nheads_q, seqlen_q, head_dim)``, float32 (float64 for float64), and 0 at first. If
-there is a tensor memory accelerator, it adds whole tiles, in the L2 cache; otherwise each element is added atomically.
-Only the next kernel reads dq_total.
+there is a tensor memory accelerator, it adds full blocks, in the L2 cache. Other blocks are added atomically, element
+by element: on an H200, an addition by the accelerator to a tile that ends outside of the tensor was an illegal
+instruction. Only the next kernel reads dq_total.
 """
 
 from functools import lru_cache
@@ -53,8 +54,7 @@ def add_rows(dq_total, place, start, row_seen, x, HEAD_DIM: tl.constexpr, BLOCK:
 def add_dq(dq_total, tiles, place, start_m, row_seen, k, ds, BLOCK: tl.constexpr, tile):
     """Add the contribution of a tile of keys to dq of queries ``start_m + arange(BLOCK)``.
 
-    `ds` is transposed, ``(BLOCK_N, BLOCK)``, and 0 for hidden pairs; `k` is finite. The accelerator takes no mask: it
-    adds 0 to rows that are not seen, and skips rows outside of the tensor.
+    `ds` is transposed, ``(BLOCK_N, BLOCK)``, and 0 for hidden pairs; `k` is finite. With `tiles`, all rows exist.
     """
     # Only k is transposed before the product: it was loaded, while ds comes from a product (see attention_bwd).
     dq = tl.trans(dot(tl.trans(k), ds, dtype_of(tile.ACC), tile.PRECISION))

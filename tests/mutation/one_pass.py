@@ -33,7 +33,6 @@ FAULTS = (
     Fault(BWD, "if tl.max(poisoned.to(tl.int32)) != 0:", "if start_n < 0:", "one pass: an infinite key that a query sees becomes 0", POISON),
     Fault(BWD, "exists[None, :], poisoned[:, None]", "exists[None, :], (poisoned | (keys[:, 0] >= 0))[:, None]", "one pass: NaN for queries that see any key of a tile", POISON),
     Fault(BWD, "with_head(place, place.head + i // n_blocks)", "place", "one pass: NaN for the first head of a group only", POISON),
-    Fault(BWD, "own, queries, dq_total, dq_boundary_tiles, call,", "own, queries, dq_total, dq_total_tiles, call,", "one pass: boundary blocks added as if they were full", ACCELERATOR),
     Fault(BWD, "add_dq(dq_total, dq_total_tiles, place, start_m, offs >= 0,", "add_dq(dq_total, dq_total_tiles, own.place, start_m, offs >= 0,", "one pass: full blocks of the first head of a group", one_pass("budget")),
     Fault(BWD, " and problem.nondeterministic", "", "one pass: nobody asked for it", WHO),
     Fault(BWD, "dq is not None and dkdv is not None and problem.nondeterministic", "dkdv is not None and problem.nondeterministic", "one pass: dq where nobody needs it", one_pass("not_needed")),
