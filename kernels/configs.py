@@ -246,7 +246,7 @@ def _by_compiler(older: TileConfig, newer: TileConfig, since: tuple[int, int] = 
 
     docs/decisions/0015 has the gains of Triton 3.8.
     """
-    return older if TRITON_VERSION < since else newer
+    return older if since > TRITON_VERSION else newer
 
 
 # architecture -> itemsize of the dtype -> largest head_dim -> entry.

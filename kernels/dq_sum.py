@@ -106,7 +106,8 @@ def zeros(q: torch.Tensor) -> torch.Tensor:
 
 def reductions_of(dq_total: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
     """A descriptor that adds `block` rows of one head at a time; None if elements are added one by one."""
-    return tiles_of(dq_total, block, style) if HAS_REDUCTIONS else None
+    head_dim = dq_total.shape[3]
+    return tiles_of(dq_total, block, style) if HAS_REDUCTIONS and head_dim == block_d(head_dim) else None
 
 
 def launch(dq_total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, problem: Problem) -> None:

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +22,7 @@ from bench.codegen import launches, machine_code, ones, ttgir
 from bench.codegen.machine_code import MachineCode
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
+from bench.tuning.slots import holding_one_pass
 from fusedattn.kernels import configs
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ def compile_case(case: Case, sizes: launches.Sizes | None = None) -> list[Report
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        with launches.compiling(case.target, case.kernels) as found, _configured(case.config):
+        with launches.compiling(case.target, case.kernels) as found, _configured(case):
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
                 for training in _modes(case, name):
@@ -153,10 +154,13 @@ def _modes(case: Case, features: str) -> tuple[bool, ...]:
 
 
 @contextmanager
-def _configured(config: configs.TileConfig | None) -> Iterator[None]:
-    """Inside, every launch has this config, if it is not None; the backward uses the fields that it has."""
+def _configured(case: Case) -> Iterator[None]:
+    """Inside, every launch has the config of a case, if it has one; the backward uses the fields that it has."""
+    config = case.config
     if config is None:
-        yield
+        # By pointers, one pass has no config.
+        with holding_one_pass() if case.target == "sm_90" else nullcontext():
+            yield
     else:
         backward = replace(config, persistent=0)
         with (

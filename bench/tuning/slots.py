@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest.mock import patch
@@ -41,6 +41,10 @@ DECODED = {"32 x 4k": (32, 4096), "8 x 16k": (8, 16384), "1 x 64k": (1, 65536)} 
 SMALL_LENGTHS = (384, 333)
 SMALL_CACHES = (4096, 4133)
 FEW_HEADS = (32, 8)
+
+
+# One pass is compiled and tested with this config, but is in no table: docs/decisions/0013.
+ONE_PASS = TileConfig(64, 64, 4, 2, "descriptors", 32)
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,8 @@ class Slot:
                 return torch.autograd.grad(out, wanted, x.dout)
 
         return backward
+
+
+def holding_one_pass() -> AbstractContextManager[None]:
+    """Inside, a call that does not ask for determinism computes its gradients in one pass, at every head_dim."""
+    return Slot("one_pass", "streamed", torch.bfloat16, 64).holding(ONE_PASS)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from bench.tuning.slots import holding_one_pass
 from fusedattn import attention, testing
 from fusedattn.testing import Case
 from fusedattn.virtual_gpu.attention import compiled_attention
@@ -50,7 +51,7 @@ def _solve(
     function = functools.partial(attention, backend="triton", **options)
     inputs, truth, eager = _case(case)
     try:
-        with compiled_attention(arch, counting=counting) as gpu:
+        with compiled_attention(arch, counting=counting) as gpu, holding_one_pass():
             gpu.rewrite = rewrite
             if kernel == FWD:
                 leaves = [

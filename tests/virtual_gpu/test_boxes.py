@@ -312,15 +312,18 @@ def _sum(*lines: str) -> dict[str, object]:
     return {"body": body_of(*lines), "tensors": {"x": x}, "maps": {"m": _map(x, (4, 16))}}
 
 
-@pytest.mark.parametrize("first", [(0, 0), (4, 0), (-1, 3), (6, -2), (8, 0)])
-def test_a_box_is_added_where_the_tensor_is(first: tuple[int, int]) -> None:
+@pytest.mark.parametrize("first", [(-1, 0), (6, 0), (8, 0), (0, -2), (4, 3)])
+def test_a_box_that_is_added_must_lie_in_the_tensor(first: tuple[int, int]) -> None:
+    arguments = _sum(STORE, FENCE, "bar.sync 0;", _add(*first), BULK_COMMIT, BULK_WAIT)
+    fails(MemoryAccessError, arguments.pop("body"), "add", **arguments, says="ends outside of the tensor")
+
+
+@pytest.mark.parametrize("first", [(0, 0), (4, 0)])
+def test_a_box_is_added(first: tuple[int, int]) -> None:
     arguments = _sum(STORE, FENCE, "bar.sync 0;", _add(*first), BULK_COMMIT, BULK_WAIT)
     run_all(**arguments, grid=(3, 1, 1), n_ctas=2)
     expected = _aligned(8, 16, dtype=torch.float32).numpy().copy()
-    for row in range(4):
-        for column in range(16):
-            if 0 <= first[0] + row < 8 and 0 <= first[1] + column < 16:
-                expected[first[0] + row, first[1] + column] += 3 * (16 * row + column)
+    expected[first[0] : first[0] + 4] += 3 * np.arange(64).reshape(4, 16)
     run(**(arguments := _sum(*arguments["body"].splitlines())), grid=(3, 1, 1), n_ctas=2)
     np.testing.assert_array_equal(arguments["tensors"]["x"].numpy(), expected)
 

@@ -228,11 +228,15 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
         if not tensor.is_float or tensor.element != 4:
             raise unknown(x, f"got elements of {tensor.element} bytes; allowed is float32")
         addresses, exists = tensor.elements(first)
+        if not exists.all():
+            raise MemoryAccessError(
+                f"{x.opcode}, at {x.place}: the box at {first} ends outside of the tensor, which was an illegal "
+                "instruction on an H200"
+            )
         at = addresses[exists]
-        if at.size:
-            lanes = np.full(at.size, lane)
-            examine_write(machine, x, at, 4, lanes, atomic=True)
-            machine.stores.add(at, 4, machine.program[lanes], lanes, number)
+        lanes = np.full(at.size, lane)
+        examine_write(machine, x, at, 4, lanes, atomic=True)
+        machine.stores.add(at, 4, machine.program[lanes], lanes, number)
 
         def effect(chosen: Array) -> None:
             values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
