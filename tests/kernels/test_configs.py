@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
+from fusedattn import attention
 from fusedattn.kernels import configs
 from fusedattn.kernels.configs import Entry, KernelConfigs, TileConfig
+from tests.conftest import DEVICE
+from tests.helpers.decode_features import tilings
 
 
 def test_each_kind_of_work_gets_its_own_configs():
@@ -39,3 +43,19 @@ def test_a_head_dim_gets_the_entry_for_the_next_larger_one(arch):
         assert configs.lookup(arch, smaller + 1, torch.bfloat16) is table[larger].streamed
     with pytest.raises(NotImplementedError, match="head_dim: got 513"):
         configs.lookup(arch, 513, torch.bfloat16)
+
+
+def test_a_forward_that_keeps_nothing_for_a_backward_has_its_own_stages(monkeypatch):
+    own = replace(configs.INTERPRETER.fwd, num_stages=3, inference_stages=2)
+    monkeypatch.setattr(configs, "lookup", lambda *asked: replace(configs.INTERPRETER, fwd=own))
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16, device=DEVICE) for _ in range(3))
+    with tilings() as found:
+        attention(q, k, v, backend="triton")
+        attention(q.requires_grad_(), k, v, backend="triton")
+    assert [tiling.config.num_stages for tiling in found] == [2, 3]
+
+
+@pytest.mark.parametrize("field", ["persistent", "inference_stages"])
+def test_numbers_of_a_config_are_not_negative(field):
+    with pytest.raises(ValueError, match=f"{field}: got -1, allowed are 0 and more"):
+        TileConfig(16, 16, 4, 1, **{field: -1})

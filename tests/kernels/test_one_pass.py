@@ -56,13 +56,14 @@ def launched(function: Callable[..., Any], inputs: testing.Inputs) -> list[str]:
 
 @pytest.fixture
 def _reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter add through descriptors as TMA does, which ignores elements outside of a tensor."""
+    """Make the interpreter add through descriptors as TMA does, to whole tiles of a tensor."""
     from triton.runtime import interpreter
 
     def add(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
         pointers, mask = descriptor.materialize_pointers(indices)
         if not isinstance(mask, interpreter.TensorHandle):  # before Triton 3.9
             mask = interpreter.TensorHandle(mask, interpreter.tl.int1)
+        assert mask.data.all(), "a tile that ends outside of the tensor is an illegal instruction"
         relaxed, gpu = interpreter._ir.MEM_SEMANTIC.RELAXED, interpreter._ir.MEM_SYNC_SCOPE.GPU
         return self.create_atomic_rmw(interpreter._ir.ATOMIC_OP.FADD, pointers, value, mask, relaxed, gpu)
 
@@ -92,6 +93,7 @@ def test_budget_of_everything(dtype):
     [
         Case(batch=2, nheads_q=3, nheads_kv=1, seqlen_q=90, seqlen_k=75, head_dim=24, causal="bottom_right"),
         Case(batch=1, seqlen_q=70, seqlen_k=133, window=(40, 9), padding="left", dtype=torch.bfloat16),
+        Case(batch=2, nheads_q=3, nheads_kv=1, seqlen_q=90, seqlen_k=75, head_dim=32, dtype=torch.bfloat16),
         Case(batch=1, seqlen_q=5, seqlen_k=3, head_dim=8, head_dim_v=16, dtype=torch.float16),
         Case(batch=1, seqlen_q=40, seqlen_k=70, head_dim=6, rope="half"),  # unaligned rows: no descriptor
     ],

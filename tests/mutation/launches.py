@@ -5,6 +5,7 @@ from tests.mutation.fault import Fault
 LAUNCHER, REPLAY, START = "kernels/launcher.py", "kernels/replay.py", "kernels/start.py"
 LAUNCHING, OPS = "fusedattn/backends/triton/launching.py", "fusedattn/backends/triton/ops.py"
 PIPELINING, STAGES = "kernels/pipelining.py", "tests/kernels/test_pipelining.py"
+ASSEMBLER, ASSEMBLED = "kernels/assembler.py", "tests/kernels/test_assembler.py"
 OPERANDS, PREPARE = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py"
 TESTS = "tests/kernels/test_launcher.py"
 
@@ -30,6 +31,9 @@ FAULTS = (
     Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/bench/test_host_time.py -k hooks"),
     Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/torch_backend/test_dispatch.py -k transforms"),
     Fault("kernels/versions.py", r"(?:\.\d+)*", r"(?:\.\d)*", "versions: 3.10 taken for 3.1", "tests/kernels/test_versions.py"),
+    Fault("kernels/grid.py", "problem.configs.fwd if for_backward else", "problem.configs.fwd if not for_backward else", "stages: those of inference in training", "tests/kernels/test_configs.py"),
+    Fault(ASSEMBLER, "SOUND = (12, 9)", "SOUND = (12, 8)", "assembler: one that loses the first value of a register", ASSEMBLED),
+    Fault(ASSEMBLER, "driver >= release(other.version)[0]", "driver > 0", "assembler: one whose code the driver cannot load", ASSEMBLED),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or FENCES_COPIES:", "stages: copies beside tiles in registers", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or n_copied == len(tiles):", "stages: copies without fences", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if FENCES_COPIES and n_copied == len(tiles):", "stages: one although nothing is copied", STAGES),

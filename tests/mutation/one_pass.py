@@ -24,6 +24,7 @@ FAULTS = (
     Fault(DQ_SUM, "ptr = head_base(dq_total, place.batch, place.head, place.first_q)", "ptr = head_base(dq_total, place.batch, place.head, 0)", "one pass: rows of the first sequence are added to", PACKED),
     Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[place.batch, place.head, start_m, 0]", "one pass: the accelerator adds to the first sequence", ACCELERATOR),
     Fault(DQ_SUM, "[place.batch, place.head, place.first_q + start_m, 0]", "[0, place.head, place.first_q + start_m, 0]", "one pass: the accelerator adds to the first batch", ACCELERATOR),
+    Fault(DQ_SUM, " and head_dim == block_d(head_dim)", "", "one pass: the accelerator adds to features beyond the last", ACCELERATOR),
     Fault(DQ_SUM, "seen = shift != float(\"inf\")", "seen = offs_m < place.seqlen_q", "one pass: dq of a row of scores of -inf", "tests/kernels/test_one_pass.py -k gets_no_gradient"),
     Fault(DQ_SUM, "OF_QUERIES=True, TRANSPOSE=True", "OF_QUERIES=False, TRANSPOSE=True", "one pass: dq rotated back as if queries counted from 0", SUMS),
     Fault(DQ_SUM, "OF_QUERIES=True, TRANSPOSE=True", "OF_QUERIES=True, TRANSPOSE=False", "one pass: dq rotated forward, not back", SUMS),
