@@ -87,12 +87,13 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
         triton.knobs.cache.dir = str(folder)
         found = stack.enter_context(launches.compiling(arch))
         triton.knobs.compilation.always_compile = False  # other jobs share kernels
-        for patched in (
+        patches: tuple[Any, ...] = (
             patch.object(cache, "triton_key", lambda: key),
             patch.object(support, "interpreting", lambda: True),  # so that CPU tensors take the Triton backend
             patch.object(support, "INTERPRETER_REASONS", []),  # nothing is interpreted
             patch.object(attention, "own", lambda direction, device: own(direction, torch.device("cuda"))),
-        ):
+        )
+        for patched in patches:
             stack.enter_context(patched)
         _small(job).run(torch.device("cpu"))
     compiled = {launch.compiled.hash for launch in found if launch.compiled is not None}
