@@ -73,7 +73,12 @@ FEATURES = (
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
     Feature("partial attentions, over disjoint sets of keys, joined", "`merge(outs, lses)`"),
     Feature("bitwise reproducible gradients", "by default", torch="as torch's"),
-    Feature("nondeterministic gradients, with one kernel fewer", "`deterministic=False`", torch="of no effect"),
+    Feature(
+        "nondeterministic gradients, with one kernel fewer",
+        "`deterministic=False`",
+        triton="in the interpreter",
+        torch="of no effect",
+    ),
     Feature(
         "`torch.compile(fullgraph=True)`, `torch.export`, AOTInductor, autocast, checkpointing, FSDP2", "as they are"
     ),

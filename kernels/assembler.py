@@ -7,6 +7,7 @@ Outputs were wrong. Releases from 12.9 on do not. Triton brings one as the assem
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from triton import knobs
 from fusedattn.kernels.versions import release
 
 SOUND = (12, 9)  # the oldest release that may assemble kernels for sm_90
+
+_one_at_a_time = threading.RLock()  # Triton's choice holds for all threads
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def sound_assembler() -> Iterator[None]:
         yield
         return
     path = choose(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, _driver_release())
-    with knobs.nvidia.scope():
+    with _one_at_a_time, knobs.nvidia.scope():
         knobs.nvidia.ptxas = path
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,36 @@ def test_the_assembler_for_hopper(own: str, other: str, driver: int | None, chos
 def test_no_assembler_that_is_sound_and_fits_the_driver(other: str, driver: int | None) -> None:
     with pytest.raises(NotImplementedError, match=r"ptxas: got release 12\.8 .*allowed are releases from 12\.9 on"):
         assembler.choose(tool("12.8"), tool(other), driver)
+
+
+def test_one_thread_does_not_end_the_choice_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembler, "_is_hopper", lambda: True)
+    monkeypatch.setattr(assembler, "choose", lambda *asked: assembler.knobs.nvidia.ptxas_blackwell.path)
+    found: list[bool] = []
+    entered, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with assembler.sound_assembler():
+            entered.set()
+            may_end.wait(10)
+
+    def second() -> None:
+        entered.wait(10)
+        with assembler.sound_assembler():
+            beginning.join(10)
+            found.append(assembler.knobs.nvidia.ptxas == assembler.knobs.nvidia.ptxas_blackwell)
+
+    before = assembler.knobs.nvidia.ptxas
+    beginning, following = threading.Thread(target=first), threading.Thread(target=second)
+    beginning.start()
+    following.start()
+    entered.wait(10)
+    following.join(0.2)  # time enough to enter, if it may
+    may_end.set()
+    beginning.join()
+    following.join()
+    assert found == [True]
+    assert assembler.knobs.nvidia.ptxas == before
 
 
 def test_compiled_kernels_read_no_register_that_was_not_written() -> None:

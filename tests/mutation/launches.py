@@ -32,6 +32,7 @@ FAULTS = (
     Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/torch_backend/test_dispatch.py -k transforms"),
     Fault("kernels/versions.py", r"(?:\.\d+)*", r"(?:\.\d)*", "versions: 3.10 taken for 3.1", "tests/kernels/test_versions.py"),
     Fault("kernels/grid.py", "problem.configs.fwd if for_backward else", "problem.configs.fwd if not for_backward else", "stages: those of inference in training", "tests/kernels/test_configs.py"),
+    Fault(ASSEMBLER, "with _one_at_a_time, knobs", "with knobs", "assembler: one thread ends the choice of another", ASSEMBLED),
     Fault(ASSEMBLER, "SOUND = (12, 9)", "SOUND = (12, 8)", "assembler: one that loses the first value of a register", ASSEMBLED),
     Fault(ASSEMBLER, "driver >= release(other.version)[0]", "driver > 0", "assembler: one whose code the driver cannot load", ASSEMBLED),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or FENCES_COPIES:", "stages: copies beside tiles in registers", STAGES),
