@@ -242,10 +242,7 @@ _T = TileConfig
 
 
 def _by_compiler(older: TileConfig, newer: TileConfig, since: tuple[int, int] = (3, 8)) -> TileConfig:
-    """`newer` from Triton `since` on, which needs more registers for the same loops.
-
-    docs/decisions/0015 has the gains of Triton 3.8.
-    """
+    """`newer` from Triton `since` on, which takes more registers: docs/decisions/0015 and 0033."""
     return older if since > TRITON_VERSION else newer
 
 
