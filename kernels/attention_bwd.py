@@ -38,7 +38,7 @@ from fusedattn.kernels.masking import (
 )
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
-from fusedattn.kernels.pipelining import fenced
+from fusedattn.kernels.pipelining import fenced, full_blocks_first
 from fusedattn.kernels.primitives import (
     dot,
     dot_add,
@@ -262,6 +262,7 @@ def attention_bwd_dkdv(
     n_positions,
     scale,
     qk_scale,
+    FULL_FIRST: tl.constexpr,
     tile,
 ):
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
@@ -312,8 +313,6 @@ def attention_bwd_dkdv(
         first_full,
         n_full,
     )
-    # A loop before another must be pipelined, otherwise wgmma is serialised: docs/decisions/0031.
-    FULL_FIRST: tl.constexpr = q_tiles is not None and tile.BOUNDARY_STAGES == 1
     if FULL_FIRST:
         dk, dv = _full_queries(dk, dv, own, queries, dq_total, dq_total_tiles, call, head_kv, group, numbers, tile)
     dk, dv = _boundary_queries(dk, dv, own, queries, dq_total, call, head_kv, group, numbers, tile)
@@ -521,6 +520,7 @@ def _launch_dkdv(
     """Fill `dkdv`; if `dq_total` is given, add dq to it (kernels/dq_sum.py)."""
     # dq is the transpose of a product that has a row for each feature.
     rows_of_products = config.BLOCK_N if dq_total is None else max(config.BLOCK_N, triton.next_power_of_2(k.shape[3]))
+    full_first = full_blocks_first(config, problem.async_products)
     config = fenced(config, problem.async_products, rows_of_products, q, dout, has_descriptors=True)
     shape, boundary = problem.shape, config.boundary_of_queries
     sums: tuple[Any, ...] = (None, None)
@@ -528,7 +528,7 @@ def _launch_dkdv(
         sums = strided(dq_total), dq_sum.reductions_of(dq_total, config.BLOCK_M, config.style)
     n_tiles = triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)
     launcher.launch(
-        constants_of(attention_bwd_dkdv, q, v, problem, config, boundary),
+        constants_of(attention_bwd_dkdv, q, v, problem, config, boundary, FULL_FIRST=full_first),
         n_tiles * shape.nheads_kv * shape.n_sequences,
         (
             *map(strided, (q, k, v, dout)),

@@ -53,8 +53,12 @@ def launch(
 ) -> None:
     """Launch a kernel on the current device; `known` is one of the arguments and its kind."""
     kernel, grid = constants.kernel, (n_programs, 1, 1)
+    if not isinstance(kernel, JITFunction):  # interpreted
+        replay.give_up()
+        kernel[grid](*arguments, *numbers, **constants.named)
+        return
     # A tool that observes launches expects them on Triton's own path.
-    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run or kernel.pre_run_hooks or watched():
+    if JITFunction.run is not _run or kernel.pre_run_hooks or watched():
         replay.give_up()
         with sound_assembler():
             kernel[grid](*arguments, *numbers, **constants.named)

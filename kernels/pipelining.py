@@ -36,6 +36,15 @@ def fenced(
     return config.unpipelined_boundary if described else config.unpipelined
 
 
+def full_blocks_first(config: TileConfig, async_products: bool) -> bool:
+    """Whether dk and dv add full blocks before boundary blocks.
+
+    A loop before another must be pipelined, otherwise the assembler serialises wgmma. Without fences, only loops by
+    descriptors are. It does not depend on the alignment of tensors, which therefore changes no sum.
+    """
+    return async_products and not FENCES_COPIES and config.style == "descriptors"
+
+
 def _is_copied(x: torch.Tensor) -> bool:
     """Whether a pipelined loop copies tiles of ``x`` asynchronously; in 4 bytes it always does."""
     if x.itemsize >= 4:

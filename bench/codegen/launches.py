@@ -164,7 +164,7 @@ IMPLIED = {
         "ptr",
     ),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
-    *("words", "special", "PIPELINED", "weighted", "kept_sum"),
+    *("words", "special", "PIPELINED", "FULL_FIRST", "weighted", "kept_sum"),
 }
 # Tuples of one tensor and its strides that are optional.
 _IN_MEMORY = ("allowed", "tree", "bias", "relative", "rounding_residual", "dq_total")

@@ -55,3 +55,11 @@ def test_operands_that_threads_load_need_no_fence(monkeypatch):
     monkeypatch.setattr(pipelining, "FENCES_COPIES", False)
     assert pipelining.fenced(POINTERS, False, 64, ALIGNED, UNALIGNED) is POINTERS
     assert pipelining.fenced(POINTERS, True, 32, ALIGNED, UNALIGNED) is POINTERS
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_full_blocks_come_first_if_only_they_are_pipelined(fences: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelining, "FENCES_COPIES", fences)
+    assert pipelining.full_blocks_first(DESCRIPTORS, True) is not fences
+    assert not pipelining.full_blocks_first(DESCRIPTORS, False)
+    assert not pipelining.full_blocks_first(POINTERS, True)

@@ -35,6 +35,7 @@ FAULTS = (
     Fault(ASSEMBLER, "with _one_at_a_time, knobs", "with knobs", "assembler: one thread ends the choice of another", ASSEMBLED),
     Fault(ASSEMBLER, "SOUND = (12, 9)", "SOUND = (12, 8)", "assembler: one that loses the first value of a register", ASSEMBLED),
     Fault(ASSEMBLER, "driver >= release(other.version)[0]", "driver > 0", "assembler: one whose code the driver cannot load", ASSEMBLED),
+    Fault(PIPELINING, "async_products and not FENCES_COPIES and config.style", "async_products and config.style", "stages: full blocks first although the boundary is pipelined", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or FENCES_COPIES:", "stages: copies beside tiles in registers", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if n_copied == 0 or n_copied == len(tiles):", "stages: copies without fences", STAGES),
     Fault(PIPELINING, "if n_copied == 0 or (FENCES_COPIES and n_copied == len(tiles)):", "if FENCES_COPIES and n_copied == len(tiles):", "stages: one although nothing is copied", STAGES),
