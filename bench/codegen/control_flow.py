@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from bench.codegen.disassembly import Instruction
+
+T = TypeVar("T")
 
 # Branches whose targets are in registers. Code from Triton has none.
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
 
 
-def places_of(instructions: list[Instruction]) -> dict[int, int]:
-    """The index of each instruction by its address.
+def states_before(
+    instructions: list[Instruction],
+    start: T,
+    after: Callable[[int, T], T],
+    met: Callable[[T, T], T],
+    *,
+    through_calls: bool,
+) -> list[T | None]:
+    """The state before each instruction, None if it is not reached; followed along every path until nothing changes.
+
+    `after` gives the state behind the instruction of an index, `met` that where two paths meet. A call leads into its
+    function, which returns to the place behind each call; without `through_calls` it leads to the place behind itself,
+    and functions are not reached.
 
     Raises:
-        NotImplementedError: the kernel has several functions, each with addresses from 0 on.
+        NotImplementedError: the kernel has several functions, each with addresses from 0 on, or branches to an address
+            in a register.
     """
+    successors = _successors(instructions, through_calls=through_calls)
+    states: list[T | None] = [None] * len(instructions)
+    states[0], changed = start, [0]
+    while changed:
+        place = changed.pop()
+        before = states[place]
+        assert before is not None  # it was reached
+        state = after(place, before)
+        for successor in successors[place]:
+            known = states[successor]
+            joined = state if known is None else met(known, state)
+            if joined != known:
+                states[successor] = joined
+                changed.append(successor)
+    return states
+
+
+def _successors(instructions: list[Instruction], *, through_calls: bool) -> list[list[int]]:
+    """The possible successors of each instruction."""
     places = {x.address: place for place, x in enumerate(instructions)}
     if len(places) < len(instructions):
         raise NotImplementedError("functions of a kernel: got several, allowed is one")
-    return places
-
-
-def successors_of(instructions: list[Instruction], places: dict[int, int], *, through_calls: bool) -> list[list[int]]:
-    """The possible successors of each instruction.
-
-    A call leads into its function, which returns to the place behind each call. Without `through_calls` it leads to the
-    place behind itself, and functions are not reached.
-
-    Raises:
-        NotImplementedError: the kernel branches to an address in a register.
-    """
     names = [x.opcode.split(".")[0] for x in instructions]
     returns = [place + 1 for place, name in enumerate(names) if name == "CALL"] if through_calls else []
     meetings: dict[str, list[int]] = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from bench.codegen.control_flow import places_of, successors_of
+from bench.codegen.control_flow import states_before
 from bench.codegen.disassembly import Instruction
 from bench.codegen.loops import order_of
 from bench.codegen.registers import product_of, read, written
@@ -106,18 +106,10 @@ def _touches(instructions: list[Instruction], states: list[State]) -> Iterator[T
 
 def _running(instructions: list[Instruction]) -> list[State]:
     """The products that may be running before each instruction."""
-    successors = successors_of(instructions, places_of(instructions), through_calls=True)
-    states: list[State | None] = [None] * len(instructions)
-    states[0], changed = {}, [0]
-    while changed:
-        place = changed.pop()
-        state = _after(place, states[place] or {}, instructions)
-        for successor in successors[place]:
-            known = states[successor]
-            joined = state if known is None else _merged(known, state)
-            if joined != known:
-                states[successor] = joined
-                changed.append(successor)
+    none: State = {}
+    states = states_before(
+        instructions, none, lambda place, before: _after(place, before, instructions), _merged, through_calls=True
+    )
     return [state or {} for state in states]
 
 

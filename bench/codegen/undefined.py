@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bench.codegen.control_flow import places_of, successors_of
+from bench.codegen.control_flow import states_before
 from bench.codegen.disassembly import Instruction
 
 NONE: frozenset[int] = frozenset()
@@ -41,19 +41,14 @@ def undefined(instructions: list[Instruction]) -> list[Undefined]:
     Raises:
         NotImplementedError: the kernel has several functions, or branches to an address in a register.
     """
-    successors = successors_of(instructions, places_of(instructions), through_calls=False)
     accesses = [(uniform_read(x), uniform_written(x)) for x in instructions]
-    states: list[frozenset[int] | None] = [None] * len(instructions)
-    states[0], changed = NONE, [0]
-    while changed:
-        place = changed.pop()
-        after = (states[place] or NONE) | accesses[place][1]
-        for successor in successors[place]:
-            known = states[successor]
-            met = after if known is None else known & after
-            if met != known:
-                states[successor] = met
-                changed.append(successor)
+    states = states_before(
+        instructions,
+        NONE,
+        lambda place, before: before | accesses[place][1],
+        frozenset.intersection,
+        through_calls=False,
+    )
     return [
         Undefined(x.address, x.opcode, tuple(sorted(read - state)))
         for x, (read, _), state in zip(instructions, accesses, states, strict=True)

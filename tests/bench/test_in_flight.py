@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.codegen.disassembly import Instruction, sass_instructions
+from bench.codegen.disassembly import Instruction
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.registers import product_of, read, written
+from tests.helpers.sass import disassembly
 
 # A product with its left operand in R100 to R103 and its sum in R24 to R55; one with both operands in shared memory.
 FROM_REGISTERS = "HGMMA.64x64x16.F32.BF16 R24, R100, gdesc[UR4].tnspB, R24"
@@ -19,11 +20,6 @@ WAIT_FOR_ALL_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 WRITE = "MOV R100, R2"
 # The same products, each the last of its group.
 RUNNING, RUNNING_SUM = f"{FROM_REGISTERS}, gsb0", f"{FROM_MEMORY}, gsb0"
-
-
-def disassembly(*lines: str) -> list[Instruction]:
-    """Print like cuobjdump, with an instruction every 16 bytes."""
-    return sass_instructions("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
 
 
 def found(*lines: str) -> list[tuple[int, str]]:

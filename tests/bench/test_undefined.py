@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.codegen.disassembly import Instruction, sass_instructions
 from bench.codegen.undefined import undefined, uniform_read, uniform_written
+from tests.helpers.sass import disassembly
 
 # A loop that steps a descriptor: the copy into UR30 stands only at its end, as ptxas 12.8 left it.
 LOOP = ("UIADD3 UR18, UP0, UR30, 0x20, URZ", "UMOV UR30, UR8", "@P0 BRA 0x{loop:x}", "EXIT")
-
-
-def disassembly(*lines: str) -> list[Instruction]:
-    """Print like cuobjdump, with an instruction every 16 bytes."""
-    return sass_instructions("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
 
 
 def found(*lines: str) -> list[tuple[int, tuple[int, ...]]]:

@@ -233,14 +233,14 @@ def _add_box(machine: Machine, x: Instruction) -> Step:
                 f"{x.opcode}, at {x.place}: the box at {first} ends outside of the tensor, which was an illegal "
                 "instruction on an H200"
             )
-        at = addresses[exists]
+        at = addresses.ravel()
         lanes = np.full(at.size, lane)
         examine_write(machine, x, at, 4, lanes, atomic=True)
         machine.stores.add(at, 4, machine.program[lanes], lanes, number)
 
         def effect(chosen: Array) -> None:
             values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
-            total = global_memory.load(at, 4).view("f4") + values[exists].view("f4")
+            total = global_memory.load(at, 4).view("f4") + values.ravel().view("f4")
             global_memory.save(at, 4, total.view("u4"))
 
         def end(chosen: Array) -> None:
