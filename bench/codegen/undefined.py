@@ -1,11 +1,13 @@
-"""Find uniform registers that an instruction for sm_90 reads although a path to it has not written them.
+"""Find uniform registers that an instruction for an NVIDIA GPU reads although a path to it has not written them.
 
-ptxas 12.8 makes such code. It keeps the address of a wgmma operand in a uniform register from one iteration of a loop
-to the next, and may leave out the copy into it before the loop: the first iteration then multiplies other memory. On a
-GPU this gave wrong outputs (docs/decisions/0032).
+ptxas 12.8 makes such code for sm_90. It keeps the address of a wgmma operand in a uniform register from one iteration
+of a loop to the next, and may leave out the copy into it before the loop: the first iteration then multiplies other
+memory. On a GPU this gave wrong outputs (docs/decisions/0032).
 
 The set of registers that every path has written is followed through the control flow until it no longer changes. An
-instruction with a predicate counts as one that writes. Functions that a kernel calls are not looked at.
+instruction with a predicate counts as one that writes. A copy of a register that is not in the set takes its result
+out of the set too: ptxas may copy a pair of which only one register is needed. Functions that a kernel calls are not
+looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ RESULT = re.compile(r"UR(?:\d+|Z)")
 PREDICATE = re.compile(r"!?U?P[\dTR]")
 
 # Opcodes that write a uniform register, besides those that begin with U; and those of the latter that write none.
-RESULTS_OF_OTHERS = ("R2UR", "S2UR", "REDUX", "VOTEU", "LDCU")
+RESULTS_OF_OTHERS = ("R2UR", "S2UR", "REDUX", "CREDUX", "VOTEU", "LDCU")
 WITHOUT_RESULT = ("UISETP", "UPLOP3", "UBLKCP", "UBLKRED", "UBLKPF", "UCGABAR_ARV", "UCGABAR_WAIT", "USETMAXREG")
 
 
@@ -42,18 +44,22 @@ def undefined(instructions: list[Instruction]) -> list[Undefined]:
         NotImplementedError: the kernel has several functions, or branches to an address in a register.
     """
     accesses = [(uniform_read(x), uniform_written(x)) for x in instructions]
-    states = states_before(
-        instructions,
-        NONE,
-        lambda place, before: before | accesses[place][1],
-        frozenset.intersection,
-        through_calls=False,
-    )
+
+    def after(place: int, before: frozenset[int]) -> frozenset[int]:
+        read, written = accesses[place]
+        return before - written if _copies(instructions[place]) and read - before else before | written
+
+    states = states_before(instructions, NONE, after, frozenset.intersection, through_calls=False)
     return [
         Undefined(x.address, x.opcode, tuple(sorted(read - state)))
         for x, (read, _), state in zip(instructions, accesses, states, strict=True)
-        if state is not None and read - state
+        if state is not None and read - state and not _copies(x)
     ]
+
+
+def _copies(instruction: Instruction) -> bool:
+    """Whether an instruction copies one uniform register into another."""
+    return instruction.opcode == "UMOV"
 
 
 def uniform_written(instruction: Instruction) -> frozenset[int]:
@@ -83,9 +89,9 @@ def _accessed(instruction: Instruction, operands: list[str], i: int) -> tuple[in
     """(first, number) of the registers of a source operand, counted from the one that it names."""
     name, *modifiers = instruction.opcode.split(".")
     operand = operands[i]
-    if operand.startswith("gdesc"):  # descriptors of both operands; if the left one is in registers, of the right one
+    if operand.startswith("gdesc") and name == "HGMMA":  # names both operands, or the right one behind registers
         return (0, 4) if operands[1].startswith("gdesc") else (2, 2)
-    if operand.startswith("desc"):
+    if operand.startswith(("gdesc", "desc")):
         return 0, 2
     if name.startswith("UTMA"):  # [address, barrier, coordinates], [tensor map]
         dimensions = next((int(x[0]) for x in modifiers if re.fullmatch(r"[1-5]D", x)), 0)

@@ -16,6 +16,13 @@ def found(*lines: str) -> list[tuple[int, tuple[int, ...]]]:
     return [(x.address // 16, x.registers) for x in undefined(disassembly(*lines))]
 
 
+def test_a_copy_matters_only_where_its_result_is_read() -> None:
+    copied = "UMOV UR7, UR45"
+    assert found(copied, "UMOV UR7, 0x4", "MOV R2, UR7", "EXIT") == []
+    assert found("UMOV UR7, 0x4", copied, "MOV R2, UR7", "EXIT") == [(2, (7,))]
+    assert found("UMOV UR45, 0x4", copied, "MOV R2, UR7", "EXIT") == []
+
+
 def loop_behind(*lines: str) -> tuple[str, ...]:
     return (*lines, *(line.format(loop=16 * len(lines)) for line in LOOP))
 
@@ -60,11 +67,19 @@ def test_not_written_on_some_path(lines: tuple[str, ...]) -> None:
         ("UISETP.GE.AND UP0, UPT, UR31, 0x1, UPT", {31}, set()),
         ("R2UR UR7, R16", set(), {7}),
         ("REDUX.MAX.S32 UR7, R16", set(), {7}),
+        ("CREDUX.MAX.S32 UR7, R16", set(), {7}),
         ("S2UR UR7, SR_CgaCtaId", set(), {7}),
         ("STS.128 [R2+UR24], R16", {24}, set()),
         ("LDG.E R2, desc[UR4][R2.64]", {4, 5}, set()),
         ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24, gsb0", {28, 29, 30, 31}, set()),
         ("HGMMA.64x16x16.F32.BF16 R96, R104, gdesc[UR16].tnspB, R96", {18, 19}, set()),
+        (
+            "UTCHMMA gdesc[UR28], gdesc[UR22], tmem[UR11], tmem[UR14], idesc[UR15], UPT",
+            {11, 14, 15, 22, 23, 28, 29},
+            set(),
+        ),
+        ("UTCHMMA tmem[UR8], gdesc[UR22], tmem[UR11], tmem[UR14], idesc[UR15], UPT", {8, 11, 14, 15, 22, 23}, set()),
+        ("UTCBAR [UR6], URZ", {6}, set()),
         ("UTMALDG.4D [UR8], [UR16]", {8, 9, 10, 11, 12, 13, 16, 17}, set()),
         ("SYNCS.EXCH.64 URZ, [UR24+0x8800], UR8", {24, 8, 9}, set()),
     ],
