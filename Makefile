@@ -72,7 +72,7 @@ accuracy: .venv/.test ## measure the error budget beside torch's functions on th
 	@$(VENV_PYTHON) -m bench.accuracy
 
 TRITONS ?= 3.6.0 3.7.1 3.9.0
-codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels for every target GPU, under each of TRITONS (no GPU needed)
+codegen: .venv/.test $(TRITONS:%=.triton/%/.installed) ## compile the kernels for every target GPU, under each of TRITONS (hours; no GPU needed)
 	@status=0; \
 	for version in $(TRITONS); do \
 	    PYTHONPATH=.triton/$$version $(VENV_PYTHON) -m bench.codegen $(ARGS) || status=1; \
