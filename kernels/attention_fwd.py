@@ -36,7 +36,6 @@ from fusedattn.kernels.epilogue import (
     NO_PARTIALS,
     NO_RESULTS,
     Results,
-    Sums,
     store_nothing,
     store_partials,
     store_results,
@@ -74,7 +73,8 @@ from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_
 from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
-from fusedattn.kernels.softmax import exp_scaled, softmax_update
+from fusedattn.kernels.softmax import exp_scaled
+from fusedattn.kernels.sums import Sums, add_values, empty_sums, online_softmax, whole, with_columns
 from fusedattn.kernels.weights import kept_only
 
 
@@ -112,48 +112,6 @@ class Walk(NamedTuple):
     blocks: Any
     first_full: Any
     stop_full: Any
-
-
-@triton.jit
-def empty_sums(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ACC: tl.constexpr):
-    """The :class:`Sums` of no keys."""
-    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
-    l_i = tl.zeros([BLOCK_M], ACC)
-    rounded_l_i = tl.zeros([BLOCK_M, 16], ACC)
-    kept_l_i = tl.zeros([BLOCK_M], ACC)
-    return Sums(m_i, l_i, rounded_l_i, kept_l_i, tl.zeros([BLOCK_M, BLOCK_DV], ACC))
-
-
-@triton.jit
-def online_softmax(sums, scores, call, place, block, qk_scale, HAS_RESIDUAL: tl.constexpr, EXACT: tl.constexpr):
-    """(p, alpha, sums): add a block of scores to all sums but acc and rounded_l_i.
-
-    p has the weights that dropout keeps.
-    """
-    p, alpha, m_i, l_i = softmax_update(scores, sums.m_i, sums.l_i, qk_scale, EXACT)
-    p = kept_only(p, call, place, block)
-    kept_l_i = sums.kept_l_i
-    if HAS_RESIDUAL and call.dropout.seed_ptr is not None:
-        kept_l_i = kept_l_i * alpha + tl.sum(p, 1)
-    return p, alpha, Sums(m_i, l_i, sums.rounded_l_i, kept_l_i, sums.acc)
-
-
-@triton.jit
-def add_values(sums, alpha, p, v_tile, tile, HAS_RESIDUAL: tl.constexpr, LAST: tl.constexpr):
-    """Add a block of rounded weights to acc and rounded_l_i.
-
-    A narrow matrix product sums the weights: it costs less than widening them again. It comes first, because tiles
-    below 64 rows would spill otherwise, or LAST in a pipelined loop, which would wait for each product otherwise.
-    """
-    rounded_l_i = sums.rounded_l_i
-    if HAS_RESIDUAL:
-        ones = round_to(tl.full([v_tile.shape[0], 16], 1.0, tl.float32), v_tile.dtype)
-    if HAS_RESIDUAL and not LAST:
-        rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
-    acc = dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
-    if HAS_RESIDUAL and LAST:
-        rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)
-    return Sums(sums.m_i, sums.l_i, rounded_l_i, sums.kept_l_i, acc)
 
 
 @triton.jit
@@ -420,6 +378,7 @@ def _attend(
         q_tail = load_rows(inputs.q, place, rows, END, tile.BLOCK_M, WIDTH, tile.HEADS, tile.HEAD_DIM)
 
     sums = empty_sums(tile.BLOCK_M, tile.BLOCK_DV, dtype_of(tile.ACC))
+    sums = with_columns(sums, tile.BLOCK_N, tile.EXACT)
     bounds = _bounds(call, place, numbers)
     blocks = key_blocks(
         call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
@@ -436,7 +395,10 @@ def _attend(
             sums = _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
     else:
         sums = _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
+    if tile.BOUNDARY != tile.BLOCK_N:
+        sums = with_columns(whole(sums, tile.EXACT), tile.BOUNDARY, tile.EXACT)
     sums = _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL, tile)
+    sums = whole(sums, tile.EXACT)
     acc = sums.acc
     if has_nan(acc):  # rare enough to start over
         acc = _repaired(sums.m_i, walk, call, rotation_k, numbers, tile)

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.epilogue import NOTHING, Partials, Results, Sums, store_results
+from fusedattn.kernels.epilogue import NOTHING, Partials, Results, store_results
 from fusedattn.kernels.grouped_heads import rows_of
 from fusedattn.kernels.primitives import accumulator, block_d, dtype_of, program_tile
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
+from fusedattn.kernels.sums import Sums
 
 
 class RowTile(NamedTuple):

@@ -12,24 +12,6 @@ from fusedattn.kernels.rounding_residual import encode_residual
 from fusedattn.kernels.softmax import exp_scaled, row_exactness
 
 
-class Sums(NamedTuple):
-    """The sums of the rows of a tile.
-
-    m_i            (BLOCK_M,)             maximum of the scores, to which the weights are relative
-    l_i            (BLOCK_M,)             weights
-    rounded_l_i    (BLOCK_M, 16)          weights that dropout keeps, rounded for the product with the values; columns
-                                          are equal
-    kept_l_i       (BLOCK_M,)             weights that dropout keeps
-    acc            (BLOCK_M, BLOCK_DV)    weighted values
-    """
-
-    m_i: Any
-    l_i: Any
-    rounded_l_i: Any
-    kept_l_i: Any
-    acc: Any
-
-
 class OptionalRows(NamedTuple):
     """One number for each row. A field that is None or this tuple may stand behind tuples, a mere pointer may not."""
 

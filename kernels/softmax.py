@@ -51,7 +51,8 @@ def softmax_update(scores, m_i, l_i, qk_scale, EXACT: tl.constexpr):
 
     Args:
         scores: ``(BLOCK_M, BLOCK_N)``; `qk_scale` (positive) converts them to base-2 logits.
-        m_i, l_i: ``(BLOCK_M,)`` running maximum of the scores, and sum of the weights relative to it.
+        m_i, l_i: ``(BLOCK_M,)`` running maximum of the scores, and sum of the weights relative to it. If EXACT is 2,
+            `l_i` is ``(BLOCK_M, BLOCK_N)``, the sums of the columns.
 
     Returns:
         ``(p, alpha, m_i, l_i)``: the unnormalised weights, and the factor for earlier sums.
@@ -61,7 +62,10 @@ def softmax_update(scores, m_i, l_i, qk_scale, EXACT: tl.constexpr):
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = exp_scaled(scores, shift[:, None], qk_scale, EXACT)
     alpha = exp_scaled(m_i, shift, qk_scale, EXACT)
-    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+    if EXACT == 2:
+        return p, alpha, m_new, l_i * alpha[:, None] + p
+    else:
+        return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit

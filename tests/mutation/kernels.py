@@ -32,17 +32,17 @@ from tests.mutation.suites import (
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped_heads.py", "kernels/epilogue.py"
-SOFTMAX, ACCURATE = "kernels/softmax.py", "kernels/accurate_math.py"
+SOFTMAX, SUMS, ACCURATE = "kernels/softmax.py", "kernels/sums.py", "kernels/accurate_math.py"
 PARAMETERS, RESIDUAL = "kernels/parameters.py", "kernels/rounding_residual.py"
 
 # fmt: off
 FORWARD = (
     Fault(GROUPED, "head, queries, queries < place.seqlen_q)", "head, queries, queries <= place.seqlen_q)", "forward: one query too many", MEMORY),
     Fault(GROUPED, "return tile, head, head // group, sequence", "return tile, head, head % nheads_kv, sequence", "forward: wrong KV head"),
-    Fault(FWD, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
-    Fault(FWD, "dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "dot_add(p, v_tile, sums.acc, dtype_of(tile.ACC), tile.PRECISION)", "forward: no rescaling"),
-    Fault(FWD, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
-    Fault(FWD, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
+    Fault(SUMS, "m_i = tl.full([BLOCK_M], float(\"-inf\"), ACC)", "m_i = tl.full([BLOCK_M], 0.0, ACC)", "forward: maxima start at 0", EMPTY),
+    Fault(SUMS, "dot_add(p, v_tile, sums.acc * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "dot_add(p, v_tile, sums.acc, dtype_of(tile.ACC), tile.PRECISION)", "forward: no rescaling"),
+    Fault(SUMS, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled", COMMON, nth=0),
+    Fault(SUMS, "rounded_l_i = dot_add(p, ones, rounded_l_i * alpha[:, None], dtype_of(tile.ACC), tile.PRECISION)", "rounded_l_i = dot_add(p, ones, rounded_l_i, dtype_of(tile.ACC), tile.PRECISION)", "forward: rounded weights not rescaled in the pipelined loop", COMMON, nth=1),
     Fault(EPILOGUE, "largest = tl.where(l_i == l_i, m_i * softmax_scale, float(\"nan\"))", "largest = m_i * softmax_scale", "largest: a NaN is lost", LARGEST),
     Fault(EPILOGUE, "largest = tl.where(l_i == l_i, m_i * softmax_scale, float(\"nan\"))", "largest = tl.where(l_i == l_i, m_i, float(\"nan\"))", "largest: not scaled", LARGEST),
     Fault(EPILOGUE, "        m_i = m_new\n    else:", "        m_i = m_new\n        if results.largest is not None:\n            tl.store(results.largest.ptr + row_offsets(place, rows), m_i * softmax_scale, mask=rows.exist)\n    else:", "largest: with the sink", LARGEST),
@@ -182,7 +182,9 @@ ARITHMETIC = (
     Fault(RESIDUAL, "return near + residual.to(tl.float32)", "return near - residual.to(tl.float32)", "rounding residual: sign", COMMON),
     Fault(RESIDUAL, "steps = (exact - near) * (", "steps = (exact - near) * 0.0 * (", "rounding residual: nothing kept", COMMON),
     Fault(SOFTMAX, "shift = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "shift = m_new", "softmax: -inf minus -inf", EMPTY),
-    Fault(SOFTMAX, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", EXACT),
+    Fault(SOFTMAX, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)", "softmax: sums not rescaled", HALVES),
+    Fault(SOFTMAX, "l_i * alpha[:, None] + p", "l_i + p", "softmax: sums of columns not rescaled", EXACT),
+    Fault(SUMS, "(l_i * (1.0 / WIDTH))", "(l_i * 1.0)", "softmax: the sum of a row in each column", EXACT),
     Fault(SOFTMAX, "m_new = tl.maximum(m_i, tl.max(scores, 1))", "m_new = tl.max(scores, 1)", "softmax: maximum of the last block", EXACT),
     Fault(SOFTMAX, "exp_scaled(scores, shift, qk_scale, EXACT) * factor", "exp_scaled(scores, shift, qk_scale, EXACT)", "backward: weights not normalised", GRADIENTS),
     Fault(SOFTMAX, "tl.math.exp2((scores - row_max) * qk_scale)", "tl.exp((scores - row_max) * qk_scale)", "softmax: base e for base 2, float64", "tests/public/test_float64.py"),

@@ -20,7 +20,7 @@ from tests.mutation.suites import (
 )
 
 SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/weights.py", "kernels/dropout.py", "kernels/problem.py"
-EPILOGUE = "kernels/epilogue.py"
+EPILOGUE, SUMS = "kernels/epilogue.py", "kernels/sums.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/backends/triton/launching.py"
 GRADIENT = "kernels/score_gradient.py"
@@ -152,7 +152,7 @@ DROP = (
     Fault(TILE, "p * call.dropout.factor * tl.where(kept(call.dropout, place, block), 1.0, 0.0)", "p * call.dropout.factor", "backward: nothing dropped", DROPPED),
     Fault(TILE, "return p * call.dropout.factor * tl.where", "return p * tl.where", "backward: what is kept does not grow", DROPOUT_GRADIENTS),
     Fault(EPILOGUE, "            out = out * dropout.factor\n", "            pass\n", "forward: what is kept does not grow", DROPPED),
-    Fault(FWD, "kept_l_i = kept_l_i * alpha + tl.sum(p, 1)", "kept_l_i = kept_l_i + tl.sum(p, 1)", "rounding residual: kept weights not rescaled", COMMON),
+    Fault(SUMS, "kept_l_i = kept_l_i * alpha + tl.sum(p, 1)", "kept_l_i = kept_l_i + tl.sum(p, 1)", "rounding residual: kept weights not rescaled", COMMON),
     Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        kept_l_i = l_i\n", "", "rounding residual: no weight kept without dropout", SINKS_HALVES),
     Fault(EPILOGUE, "exact_factor = kept_l_i / l_i / tl", "exact_factor = 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
     Fault(EPILOGUE, "            exact_factor = exact_factor * dropout.factor\n", "            pass\n", "rounding residual: what is kept does not grow", DROPPED_HALVES),

@@ -70,6 +70,12 @@ def test_budget(case):
     assert_budget(triton_attention, inputs_of(case), case)
 
 
+def test_budget_of_many_keys_in_float32():
+    """Hundreds of blocks, each of which rounds the sum of the weights: an error that all gradients of the row share."""
+    case = Case("many keys", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=33, seqlen_k=4096, dtype=torch.float32)
+    assert_budget(triton_attention, testing.make_inputs(case), case)
+
+
 @quick.covering(pairs=True)
 @pytest.mark.parametrize("with_lse", [False, True], ids=["out", "lse"])
 @dtypes
