@@ -30,7 +30,7 @@ from fusedattn import attention, prepare, reference, testing
 from fusedattn.cli.interpreter import speed_up
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
-from tests.helpers import quick
+from tests.helpers import deadline, quick
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -88,6 +88,14 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Without the cases that a test leaves out."""
     found = yield
     return [item for item in found if quick.is_kept(item)] if isinstance(found, list) else found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    deadline.rotate(items)
+
+
+def pytest_runtest_setup() -> None:
+    deadline.skip_if_over()
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,9 @@
     python -m bench.codegen [--target sm_90] [--json] [--update]
 
 Registers, spills and shared memory, programs per multiprocessor, tensor-core instructions and instructions of each
-loop; compared with the baseline of the installed Triton version in bench/baselines. The exit code is 1 if a kernel has
-a fault or is worse than in the baseline.
+loop; compared with the baseline of the installed Triton version in bench/baselines. Kernels whose fingerprint the
+baseline has are not compiled again, unless --afresh is given. The exit code is 1 if a kernel has a fault or is worse
+than in the baseline.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     selected += compilations.cases_of_ones(options) if options.ones or not narrowed else []
     everything = not (narrowed or options.ones or options.dtype or options.kernel)
     complete = set(options.target) if everything else set()
-    reports = compilations.compile_all(selected, options.jobs)
     before = baseline.load(triton.__version__)
+    known = before.fingerprints if before is not None and not options.afresh else frozenset()
+    reports = compilations.compile_all(selected, options.jobs, known)
     if options.update:
         before = baseline.updated(reports, before, triton.__version__, complete, options.accept_faults)
         print(f"wrote {baseline.save(before)}", file=sys.stderr)
         tables.write()
     judgement = baseline.judge(reports, before, complete)
+    if before is not None:
+        reports = list(map(before.with_figures, reports))
     if options.json:
         print(json.dumps([r.as_object() | _verdict(r, judgement) for r in reports], indent=1))
     else:
@@ -53,9 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{title}: {', '.join(keys[:SHOWN])}{more}: {faults}", file=out)
     if before is None:
         print(f"no baseline for Triton {triton.__version__}: growth was not checked; --update makes one", file=out)
+    n_compiled = sum(not report.is_known for report in reports)
     print(
-        f"Triton {triton.__version__}: {len(reports)} kernels compiled, {len(judgement.new)} with faults, "
-        f"{len(judgement.known)} with known faults",
+        f"Triton {triton.__version__}: {len(reports)} kernels, {n_compiled} of them compiled, the others known; "
+        f"{len(judgement.new)} with faults, {len(judgement.known)} with known faults",
         file=out,
     )
     return int(bool(judgement.new))
@@ -84,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="bf16 and fp32 with the last two features and gradients")
     parser.add_argument("--ones", action="store_true", help="only calls with sizes of 1, for sm_90 and gfx942")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes; default: 2")
+    parser.add_argument("--afresh", action="store_true", help="compile kernels that the baseline has, too")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     parser.add_argument("--update", action="store_true", help="write the figures to this Triton's baseline and docs/")
     parser.add_argument("--accept-faults", action="store_true", help="with --update: list present faults as known")

@@ -1,13 +1,14 @@
 """The committed figures of each Triton version, and regressions from them.
 
 One JSON file per version, one line per kernel, so that a diff shows which kernels changed and how. Known faults are
-listed one by one, with their figures: a new fault, or a known one that grew, is a failure.
+listed one by one, with their figures: a new fault, or a known one that grew, is a failure. An entry has the fingerprint
+of the kernel that it describes, unless that has a fault which is not known.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench.codegen.report import Report
 
 FOLDER = Path(__file__).parent.parent / "baselines"
 GROWTH = 1.03  # allowed for the instructions of a loop
+RENAMED = "is the kernel of another entry; --afresh compiles it"
 COLUMNS = (
     "tile",
     "registers",
@@ -24,16 +26,35 @@ COLUMNS = (
     "hgmma",
     "tensor_core",
     "loop_instructions",
+    "fingerprint",
 )
 
 
 @dataclass
 class Baseline:
-    """Figures and known faults by the key of a report."""
+    """Figures and known faults by the key of a report; of calls with sizes of 1, fingerprints alone."""
 
     triton: str
     known_faults: dict[str, list[str]] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ones: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprints(self) -> frozenset[str]:
+        """Those of all kernels that need not be compiled again."""
+        return frozenset((*(entry["fingerprint"] for entry in self.entries.values()), *self.ones.values())) - {""}
+
+    def fingerprint_of(self, key: str) -> str:
+        """That of one kernel, or an empty string."""
+        return self.ones.get(key) or self.entries.get(key, {}).get("fingerprint", "")
+
+    def with_figures(self, report: Report) -> Report:
+        """A report, with the figures of its entry if it has none of its own."""
+        entry = self.entries.get(report.key)
+        if not report.is_known or entry is None:
+            return report
+        figures = {name: value for name, value in entry.items() if name not in ("tile", "fingerprint")}
+        return replace(report, **figures | {"loop_instructions": tuple(entry["loop_instructions"])})
 
 
 @dataclass
@@ -54,7 +75,7 @@ def load(triton: str) -> Baseline | None:
         return None
     content = json.loads(path.read_text())
     entries = {key: dict(zip(content["columns"], row, strict=True)) for key, row in content["entries"].items()}
-    return Baseline(content["triton"], content["known_faults"], entries)
+    return Baseline(content["triton"], content["known_faults"], entries, content["ones"])
 
 
 def save(baseline: Baseline) -> Path:
@@ -68,7 +89,8 @@ def save(baseline: Baseline) -> Path:
     path = path_of(baseline.triton)
     path.write_text(
         f'{{\n"triton": {json.dumps(baseline.triton)},\n"columns": {json.dumps(COLUMNS)},\n'
-        f'"known_faults": {block(baseline.known_faults)},\n"entries": {block(rows)}\n}}\n'
+        f'"known_faults": {block(baseline.known_faults)},\n"entries": {block(rows)},\n'
+        f'"ones": {block(baseline.ones)}\n}}\n'
     )
     return path
 
@@ -80,8 +102,11 @@ def judge(reports: list[Report], baseline: Baseline | None, complete: set[str]) 
     """
     judgement = Judgement()
     for report in reports:
-        known = set(baseline.known_faults.get(report.key, ())) if baseline else set()
-        faults = report.faults + (_regressions(report, baseline) if baseline and not report.ones else [])
+        known = baseline.known_faults.get(report.key, []) if baseline else []
+        if baseline is not None and report.is_known:
+            faults = known if baseline.fingerprint_of(report.key) == report.fingerprint else [RENAMED]
+        else:
+            faults = report.faults + (_regressions(report, baseline) if baseline and not report.ones else [])
         for where, selected in (
             (judgement.new, [fault for fault in faults if fault not in known]),
             (judgement.known, [fault for fault in faults if fault in known]),
@@ -99,16 +124,21 @@ def updated(
     """A baseline with the figures of `reports`, without known faults that are gone, with new ones if accepted."""
     result = baseline or Baseline(triton)
     for key in _gone(reports, result, complete):
-        del result.entries[key]
-        result.known_faults.pop(key, None)
+        for rows in (result.entries, result.known_faults, result.ones):
+            rows.pop(key, None)
     for report in reports:
-        if report.ones:
+        if report.is_known:
             continue
-        result.entries[report.key] = _entry(report)
+        if report.ones:
+            result.ones[report.key] = "" if report.faults else report.fingerprint
+            continue
         was_known = result.known_faults.pop(report.key, [])
         known = [fault for fault in report.faults if accept_faults or fault in was_known]
         if known:
             result.known_faults[report.key] = known
+        # A kernel with a new fault is compiled again, and fails again.
+        fingerprint = report.fingerprint if known == report.faults else ""
+        result.entries[report.key] = _entry(report) | {"fingerprint": fingerprint}
     return result
 
 
@@ -119,7 +149,7 @@ def _entry(report: Report) -> dict[str, Any]:
 
 def _gone(reports: list[Report], baseline: Baseline, complete: set[str]) -> list[str]:
     present = {report.key for report in reports}
-    return [key for key in baseline.entries if key not in present and key.split(" ")[1] in complete]
+    return [key for key in (*baseline.entries, *baseline.ones) if key not in present and key.split(" ")[1] in complete]
 
 
 def _regressions(report: Report, baseline: Baseline) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import tempfile
@@ -114,10 +115,11 @@ def cases_of_ones(options: argparse.Namespace) -> Iterator[Case]:
                 yield Case(target, dtype, ones.head_dim_of(name), (name,), tuple(options.kernel), (), ones=True)
 
 
-def compile_all(selected: list[Case], jobs: int) -> list[Report]:
-    """The reports of all cases, in their order; each kernel once."""
+def compile_all(selected: list[Case], jobs: int, known: frozenset[str] = frozenset()) -> list[Report]:
+    """The reports of all cases, in their order; each kernel once. Those of kernels that are `known` have no figures."""
     reports: dict[str, Report] = {}
-    for report in itertools.chain.from_iterable(in_processes(compile_case, selected, jobs)):
+    compiled = in_processes(functools.partial(compile_case, known=known), selected, jobs)
+    for report in itertools.chain.from_iterable(compiled):
         if reports.setdefault(report.key, report) != report:
             raise RuntimeError(f"two different compilations are both called {report.key}: name what differs")
     return list(reports.values())
@@ -132,13 +134,16 @@ def in_processes(function: Callable[[T], R], items: Iterable[T], jobs: int) -> I
             yield from pool.map(function, items)
 
 
-def compile_case(case: Case, sizes: launches.Sizes | None = None) -> list[Report]:
-    """The reports of the kernels that the calls of a case launch, with other than the usual sizes if given."""
+def compile_case(case: Case, sizes: launches.Sizes | None = None, known: frozenset[str] = frozenset()) -> list[Report]:
+    """The reports of the kernels that the calls of a case launch, with other than the usual sizes if given.
+
+    `known` are fingerprints of kernels that need not be compiled to machine code.
+    """
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        with launches.compiling(case.target, case.kernels) as found, _configured(case):
+        with launches.compiling(case.target, case.kernels, known) as found, _configured(case):
             for name in case.features:
                 features = ones.ONES[name] if case.ones else launches.FEATURES[name]
                 for training in _modes(case, name):
@@ -181,11 +186,12 @@ def _report(case: Case, launch: launches.Launch) -> Report:
         features="+".join(launch.features) or "plain",
         config=_config(launch),
         has_products="PRECISION" in launch.constants,
+        fingerprint=launch.fingerprint,
         error=launch.error,
         ones="+".join(case.features).replace(" ", "-") if case.ones else "",
     )
     if launch.compiled is None:
-        return report
+        return replace(report, is_known=not launch.error)
     code = machine_code_of(launch)
     metadata = launch.compiled.metadata
     return replace(

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench.codegen import ones
+from bench.codegen import fingerprint, ones
 from fusedattn import KVCache, Rope, attention, attention_varlen, biases, caches, masks
 from fusedattn.kernels import configs
 from fusedattn.masks import Mask
@@ -110,7 +110,8 @@ class Launch:
     """One compiled launch: values of the kernel's constexpr parameters, optional arguments that it got, whether tensor
     descriptors are among them, whether its programs walk over tiles, launch options, and the result.
 
-    `compiled` is Triton's CompiledKernel, or None, and `error` then says why; `log` is the output of ptxas.
+    `compiled` is Triton's CompiledKernel; if it is None, `error` says why, or the fingerprint was known. `log` is the
+    output of ptxas.
     """
 
     kernel: str
@@ -119,6 +120,7 @@ class Launch:
     has_descriptors: bool
     is_persistent: bool
     options: dict[str, int]
+    fingerprint: str
     compiled: Any
     log: str
     error: str
@@ -220,8 +222,11 @@ class NoDevice:
 
 
 @contextmanager
-def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[list[Launch]]:
-    """Inside, launches compile for `arch` and are collected, each distinct one once; all, or those of `kernels`."""
+def compiling(arch: configs.Arch, kernels: Collection[str] = (), known: Collection[str] = ()) -> Iterator[list[Launch]]:
+    """Inside, launches compile for `arch` and are collected, each distinct one once; all, or those of `kernels`.
+
+    Kernels whose fingerprint is among `known` are not compiled to machine code.
+    """
     launches: list[Launch] = []
     seen: dict[JITFunction, list[Any]] = {}
     run = JITFunction.run
@@ -233,8 +238,10 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
         arguments = fn.signature.bind(*args, **parameters).arguments
         log, compiled, error = io.StringIO(), None, ""
         try:
-            with redirect_stdout(log):  # the output of ptxas
+            with redirect_stdout(log), fingerprint.watching(known) as watched:  # the output of ptxas
                 compiled = run(fn, *args, grid=grid, warmup=True, **named)
+        except fingerprint.Known:
+            pass
         except Exception as raised:  # one failure must not hide the other launches
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         if compiled is not None and compiled in seen.setdefault(fn, []):
@@ -247,7 +254,8 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = ()) -> Iterator[lis
                 features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 is_persistent=arguments.get("n_tile_ids") is not None,
-                options={name: value for name, value in named.items() if name in ("num_warps", "num_stages")},
+                options=watched.options,
+                fingerprint=watched.fingerprint,
                 compiled=compiled,
                 log=log.getvalue(),
                 error=error,

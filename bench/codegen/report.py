@@ -16,7 +16,8 @@ from fusedattn.kernels.devices import SHARED_MEMORY
 class Report:
     """One compilation. head_dim is 0 and dtype "any" for kernels that depend on neither; `config` is the tile, warps
     and stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`.
-    `ones` names a call with sizes of 1: it is in no baseline, and need not be fast."""
+    `ones` names a call with sizes of 1: no baseline has its figures, and it need not be fast. `is_known` says that the
+    kernel was not compiled, because the baseline has its `fingerprint`."""
 
     kernel: str
     target: str
@@ -25,6 +26,8 @@ class Report:
     features: str
     config: dict[str, int] = field(hash=False)
     has_products: bool
+    fingerprint: str = ""
+    is_known: bool = False
     error: str = ""
     registers: int = 0
     spill_bytes: int = 0

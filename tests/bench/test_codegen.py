@@ -19,7 +19,7 @@ from bench.codegen.report import Report
 from fusedattn.kernels import configs
 from tests.helpers.compiling import ROOT, compiling, output, run
 
-TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")  # .ci/run adds the others through make codegen
+TARGETS: tuple[configs.Arch, ...] = ("sm_80", "sm_90", "sm_100")
 
 
 def kernels() -> set[str]:
@@ -260,16 +260,21 @@ assert main(arguments) == 1
 assert main([*arguments, "--update"]) == 0
 assert "| sm_90 | 1 |" in tables.DOCUMENT.read_text()
 assert main(arguments) == 0
+assert main([*arguments, "--afresh"]) == 0
 entries = baseline.load(sys.argv[2])
 entries.entries["_key_range sm_90 any 0 padding"]["tile"] = "512 w4 s3"
 baseline.save(entries)
-assert main([*arguments, "--json"]) == 1
+assert main([*arguments, "--afresh", "--json"]) == 1
 """
     result = compiling("-c", script, str(tmp_path), version("triton"), cache=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "FAULT: _key_range sm_90 any 0 padding: is not in the baseline" in result.stdout
     assert "FAULT: _key_range sm_90 any 0 padding: is launched as 1024 w4 s3, in the baseline as 512" in result.stderr
-    assert f"Triton {version('triton')}: 1 kernels compiled, 1 with faults, 0 with known faults" in result.stderr
+    tables = [line for line in result.stdout.splitlines() if line.startswith("_key_range")]
+    assert len(set(tables)) == 1, "the figures of the baseline are those of the kernel"
+    summaries = [line for line in result.stdout.splitlines() if line.startswith("Triton ")]
+    assert [line.split(" of them")[0].split(", ")[1] for line in summaries] == ["1", "1", "0", "1"]
+    assert f"Triton {version('triton')}: 1 kernels, 1 of them compiled" in result.stderr
 
 
 REPORT = Report(
@@ -360,6 +365,92 @@ def test_only_listed_faults_are_known() -> None:
     assert judged(worse, before) == worse.faults != bad.faults
     before = baseline.updated([REPORT], before, "3.7.1", set(), accept_faults=False)
     assert not before.known_faults
+
+
+def test_a_kernel_is_known_by_its_fingerprint() -> None:
+    """Without its own figures it has those of the baseline, and the faults that are known there."""
+    bad = replace(REPORT, fingerprint="f00d", spill_bytes=8)
+    before = baseline.updated([bad], None, "3.7.1", set(), accept_faults=True)
+    assert before.fingerprints == {"f00d"}
+    known = replace(REPORT, fingerprint="f00d", is_known=True, registers=0, loop_instructions=())
+    assert before.with_figures(known) == replace(bad, is_known=True)
+    assert baseline.judge([known], before, {"sm_90"}) == baseline.Judgement({}, {REPORT.key: bad.faults})
+    assert baseline.updated([known], before, "3.7.1", {"sm_90"}, accept_faults=False) == before
+    renamed = replace(known, features="new")
+    assert judged(renamed, before) == [baseline.RENAMED]
+
+
+def test_a_kernel_with_a_new_fault_is_not_known() -> None:
+    """It would not fail again."""
+    bad = replace(REPORT, fingerprint="f00d", spill_bytes=8)
+    of_ones = replace(bad, fingerprint="0de5", ones="one-head", error="OutOfMemory")
+    before = baseline.updated([bad, of_ones], None, "3.7.1", set(), accept_faults=False)
+    assert not before.fingerprints
+
+
+def test_calls_with_ones_are_known_by_their_fingerprints() -> None:
+    of_ones = replace(REPORT, fingerprint="0de5", ones="one-head")
+    before = baseline.updated([of_ones], None, "3.7.1", set(), accept_faults=False)
+    assert not before.entries
+    assert before.fingerprints == {"0de5"}
+    assert not judged(replace(of_ones, is_known=True), before)
+    assert baseline.judge([REPORT], before, {"sm_90"}).new[of_ones.key] == [
+        "is in the baseline, but nothing launches it"
+    ]
+    assert not baseline.updated([REPORT], before, "3.7.1", {"sm_90"}, accept_faults=False).ones
+
+
+@pytest.mark.thorough
+def test_fingerprints_depend_on_the_kernel_alone(tmp_path: Path) -> None:
+    """Not on the places of its lines, but on its code, its options and the assembler."""
+    script = """
+import sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from bench.codegen import fingerprint, launches
+
+triton.runtime.driver.set_active(launches.NoDevice(GPUTarget("cuda", 90, 32)))
+
+@triton.jit
+def _next(x, step):
+    return x + step
+
+LINES
+@triton.jit
+def kernel(x_ptr, STEP: tl.constexpr):
+    tl.store(x_ptr, _next(tl.load(x_ptr), STEP))
+
+def found(step=1, options=None, target=GPUTarget("cuda", 90, 32), known=()):
+    source = ASTSource(kernel, {"x_ptr": "*i32", "STEP": "constexpr"}, {"STEP": step})
+    with triton.knobs.compilation.scope(), fingerprint.watching(known) as seen:
+        triton.knobs.compilation.always_compile = True
+        try:
+            triton.compile(source, target=target, options=options)
+            compiled = True
+        except fingerprint.Known:
+            compiled = False
+    return seen.fingerprint, compiled
+
+first, _ = found()
+assert found(known=(first,)) == (first, False)
+others = [found(2), found(options={"num_warps": 8}), found(target=GPUTarget("cuda", 80, 32))]
+assemblers = [triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell]
+if len({x.version for x in assemblers}) == 2:  # not under Triton 3.9
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.ptxas = assemblers[1].path
+        others.append(found(known=(first,)))
+assert all(compiled for _, compiled in others)
+assert len({first, *(x for x, _ in others)}) == 1 + len(others)
+print(first)
+"""
+    shown = []
+    for lines in ("", "\n\n# moved\n"):
+        path = tmp_path / "script.py"  # Triton reads a kernel's source from its file
+        path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script.replace('LINES', lines)}")
+        shown.append(output(path, TRITON_CACHE_DIR=str(tmp_path)).strip())
+    assert shown[0] == shown[1]
+    assert len(shown[0]) == 16
 
 
 def test_a_kernel_that_is_gone_must_leave_the_baseline() -> None:
