@@ -236,6 +236,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = (), known: Collecti
             return None
         parameters = {name: value for name, value in named.items() if name in fn.signature.parameters}
         arguments = fn.signature.bind(*args, **parameters).arguments
+        chosen = {name: value for name, value in named.items() if name in ("num_warps", "num_stages")}
         log, compiled, error = io.StringIO(), None, ""
         try:
             with redirect_stdout(log), fingerprint.watching(known) as watched:  # the output of ptxas
@@ -254,7 +255,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = (), known: Collecti
                 features=tuple(sorted(set(features_of(arguments)))),
                 has_descriptors=any(isinstance(x, TensorDescriptor) for x in arguments.values()),
                 is_persistent=arguments.get("n_tile_ids") is not None,
-                options=watched.options,
+                options=chosen | watched.options,
                 fingerprint=watched.fingerprint,
                 compiled=compiled,
                 log=log.getvalue(),
