@@ -178,14 +178,14 @@ def attention(
     """
     if others:
         raise unknown_argument("attention", others)
-    is_nested = are_nested(q, k, v)
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
     plainly = plainly and cache is None and score_mod is None and sinks is None and not return_lse and not return_max
     plainly = plainly and type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
-    if plainly and dropout_seed is None and not is_nested and k is not None and v is not None:
+    if plainly and dropout_seed is None and k is not None and v is not None:
         answer = fast_path.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
+    is_nested = are_nested(q, k, v)
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
         deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,

@@ -220,7 +220,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if lower is None and (upper is None or upper >= 0) else None", "torch backend: top-left for bottom-right", TORCH),
     Fault(SDPA, "if lower is None and upper in (None, 0) else None", "if upper in (None, 0) else None", "torch backend: the left side of a window lost", TORCH),
     Fault(SDPA, "return reference.large_rows(largest) is not None", "return False", "torch backend: weights by an lse without digits", FINITE),
-    Fault(SDPA, "as_torch = None if added is not None else is_causal(mask, q, k)", "as_torch = is_causal(mask, q, k)", "bias silently off", TORCH),
+    Fault(SDPA, "as_torch = None if added is not None else is_causal(mask, q.shape[2], k.shape[2])", "as_torch = is_causal(mask, q.shape[2], k.shape[2])", "bias silently off", TORCH),
     Fault(SDPA, "else visible | empty", "else visible", "torch backend: NaN where nothing is visible", "tests/public/test_masking.py -k any_kernel"),
     Fault(SDPA, "_Rows(torch.where(visible, added, hidden), empty)", "_Rows(added, empty)", "torch backend: a bias takes the place of the mask", TORCH),
     Fault(SDPA, "return out.masked_fill(rows.empty, 0.0), lse", "return out, lse", "torch backend: a number where nothing is visible", "tests/public/test_masking.py -k 'see_nothing and torch'"),

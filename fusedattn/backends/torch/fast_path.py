@@ -5,13 +5,15 @@ The shorter a call, the larger the share of its time that checks take.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn.backends.torch import mask_plan, sdpa
 from fusedattn.call_checks import DTYPES, check_mask
-from fusedattn.masks import Mask
+from fusedattn.masks import Band, Mask
 from fusedattn.strides import has_rows
 from fusedattn.support import Backend, default_backend
 
@@ -34,17 +36,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
     dtype = q.dtype
     if dtype not in DTYPES or k.dtype != dtype or v.dtype != dtype:
         return None
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.numel() == 0 or k.numel() == 0:
+    if q.dim() != 4 or k.dim() != 4 or q.is_nested or k.is_nested or v.is_nested:
         return None
-    batch, nheads_q, seqlen_q, head_dim = q.shape
-    batch_k, nheads_kv, seqlen_k, head_dim_k = k.shape
-    if batch_k != batch or nheads_kv != nheads_q or head_dim_k != head_dim:
+    shape, shape_k = q.shape, k.shape
+    batch, nheads, seqlen_q, head_dim = shape
+    seqlen_k = shape_k[2]
+    if shape_k != (batch, nheads, seqlen_k, head_dim) or v.shape != shape_k or 0 in shape or seqlen_k == 0:
         return None
-    if not all(x.is_contiguous() or has_rows(x) for x in (q, k, v)):
+    if not ((q.is_contiguous() or has_rows(q)) and (k.is_contiguous() or has_rows(k))):
         return None
-    is_causal = False if mask is None else sdpa.is_causal(mask, q, k)  # None: torch has no argument for this mask
+    if not (v.is_contiguous() or has_rows(v)):
+        return None
+    is_causal: bool | None = False  # None: torch has no argument for this mask
+    if mask is not None:
+        is_causal = _is_causal(mask.bands, seqlen_q, seqlen_k) if mask.only_bands else None
     if mask is not None and is_causal is None:
-        is_short = mask_plan.is_short(mask, mask_plan.ScoresShape(batch, nheads_q, seqlen_q, seqlen_k))
+        is_short = mask_plan.is_short(mask, mask_plan.ScoresShape(batch, nheads, seqlen_q, seqlen_k))
         if not is_short or mask.function is not None or not _in_memory(mask):
             return None
     # Torch's kernel multiplies hidden values by 0, and loses a NaN in q.
@@ -54,6 +61,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, backe
         return F.scaled_dot_product_attention(q, k, v, is_causal=bool(is_causal))
     check_mask(mask, q, seqlen_k)
     return sdpa.at_once(q, k, v, mask, None, None)
+
+
+@lru_cache(maxsize=256)
+def _is_causal(bands: frozenset[Band], seqlen_q: int, seqlen_k: int) -> bool | None:
+    return sdpa.is_causal(Mask(bands), seqlen_q, seqlen_k)
 
 
 def _in_memory(mask: Mask) -> bool:

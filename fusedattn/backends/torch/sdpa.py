@@ -142,10 +142,12 @@ def _cleaned(
 
 def is_finite(*tensors: Tensor) -> bool:
     """Whether all numbers are finite; also False if their sum overflows float32."""
-    for x in map(Tensor.detach, tensors):
-        if math.isfinite(x.sum()):
+    for x in tensors:
+        if x.requires_grad:  # in a short call, each step takes longer than its work
+            x = x.detach()
+        if math.isfinite(x.sum().item()):
             continue
-        if x.dtype != torch.float16 or not math.isfinite(x.sum(dtype=torch.float32)):
+        if x.dtype != torch.float16 or not math.isfinite(x.sum(dtype=torch.float32).item()):
             return False
     return True
 
@@ -178,7 +180,7 @@ def _of_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scale: float, can_plan: bool) -> Tensor:
-    as_torch = None if added is not None else is_causal(mask, q, k)
+    as_torch = None if added is not None else is_causal(mask, q.shape[2], k.shape[2])
     if as_torch is not None:
         return _call(q, k, v, is_causal=as_torch, scale=scale)
     if not can_plan:
@@ -190,11 +192,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
     return _in_pieces(q, k, v, mask, added, by_function, has_triangles=True)[0]
 
 
-def is_causal(mask: Mask, q: Tensor, k: Tensor) -> bool | None:
+def is_causal(mask: Mask, seqlen_q: int, seqlen_k: int) -> bool | None:
     """The value of torch's ``is_causal`` that means `mask`; None if neither does."""
     if not mask.only_bands:
         return None
-    lower, upper = mask.band(q.shape[2], k.shape[2])
+    lower, upper = mask.band(seqlen_q, seqlen_k)
     return upper is not None if lower is None and upper in (None, 0) else None
 
 
@@ -267,7 +269,7 @@ def _in_pieces(
 ) -> Results:
     """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
     shape = mask_plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    as_torch = is_causal(mask, q, k)
+    as_torch = is_causal(mask, q.shape[2], k.shape[2])
     has_triangles = has_triangles and added is None
     if as_torch is False or (as_torch and has_triangles):
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
