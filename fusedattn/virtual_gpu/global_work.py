@@ -1,4 +1,4 @@
-"""Asynchronous work on global memory: until its wait, nobody may write what it reads, nor touch what it adds to."""
+"""Asynchronous work on global memory: until its wait, nobody may write what it reads, nor touch what it writes."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Box:
 
 
 class GlobalWork:
-    """What copies and additions in flight do in global memory, of the programs that run together."""
+    """What copies by threads and writes of boxes in flight do in global memory, of the programs that run together."""
 
-    def __init__(self, copies: Groups, additions: Groups) -> None:
-        self.copies, self.additions = copies, additions
+    def __init__(self, copies: Groups, box_writes: Groups) -> None:
+        self.copies, self.box_writes = copies, box_writes
         self.boxes: dict[TensorMap, dict[tuple[int, int], Box]] = {}  # the last at each shared address of a program
 
     def load(self, box: Box) -> None:
         self.boxes.setdefault(box.tensor, {})[box.cta, box.start] = box
 
     def read(self, x: Instruction, at: Array, size: int) -> None:
-        """Fail if one of `size` bytes at addresses, which are read, is added to."""
-        if self.additions.work and at.size:
-            self._examine(self.additions, x, at, size, "touches what", "has not finished adding to")
+        """Fail if one of `size` bytes at addresses, which are read, is written as a box."""
+        if self.box_writes.work and at.size:
+            self._examine(self.box_writes, x, at, size, "touches what", "has not finished writing to")
 
     def write(self, x: Instruction, at: Array, size: int, *, atomic: bool = False) -> None:
-        """Fail if one of `size` bytes at addresses, which are written, is read by cp.async or added to."""
+        """Fail if one of `size` bytes at addresses, which are written, is read by cp.async or written as a box."""
         if self.copies.work and at.size:
             self._examine(self.copies, x, at, size, "overwrites what", "is still reading")
         if not atomic:

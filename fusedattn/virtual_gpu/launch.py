@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.virtual_gpu import ptx
@@ -116,7 +117,7 @@ class Launcher:
         tensors: list[torch.Tensor] = []
         parameters = iter(kernel.parameters)
         for kind, value in _leaves(tuple(self.source.signature.values()), arguments):
-            if isinstance(value, TensorDescriptor):
+            if isinstance(value, (TensorDescriptor, GluonDescriptor)):
                 maps[next(parameters).name] = _tensor_map(value, next(described))
                 tensors.append(self._on_cpu(value.base))
                 for n in (*value.shape, *value.strides):
@@ -177,14 +178,14 @@ def _leaves(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, 
             yield kind, value
 
 
-def _tensor_map(tensor: TensorDescriptor, description: dict[str, Any]) -> TensorMap:
+def _tensor_map(tensor: TensorDescriptor | GluonDescriptor, description: dict[str, Any]) -> TensorMap:
     """What the hardware is told of a tensor; Triton chooses a box, which may be a part of the tile."""
-    size = int(description["elem_size"])
+    size, padding = int(description["elem_size"]), getattr(tensor, "padding", "zero")  # Gluon's has it from 3.7 on
     if getattr(tensor, "round_f32_to_tf32", False):  # Triton 3.6 has no such field
         raise NotImplementedError("a tensor descriptor: got round_f32_to_tf32=True, allowed is False")
     if description["fp4_padded"]:
         raise NotImplementedError("a tensor descriptor: got padded elements of 4 bits, allowed are whole bytes")
-    if tensor.padding == "nan" and size not in NAN:
+    if padding == "nan" and size not in NAN:
         raise NotImplementedError(f"a tensor descriptor: got padding='nan' for {tensor.base.dtype}, allowed is 'zero'")
     strides = tuple(int(stride) * size for stride in tensor.strides)
     return TensorMap(
@@ -195,5 +196,5 @@ def _tensor_map(tensor: TensorDescriptor, description: dict[str, Any]) -> Tensor
         size,
         _SWIZZLES[int(description["swizzle"])],
         tensor.base.is_floating_point(),
-        NAN[size] if tensor.padding == "nan" else 0,
+        NAN[size] if padding == "nan" else 0,
     )

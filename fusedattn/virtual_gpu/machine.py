@@ -75,8 +75,8 @@ class Machine:
         self.shared.clear()
         n_lanes = self.registers.n_lanes
         self.copies = Groups(n_lanes)
-        self.bulk, self.additions = Groups(n_lanes), Groups(n_lanes)  # additions to tensors: as they read, and write
-        self.global_work = GlobalWork(self.copies, self.additions)
+        self.bulk, self.box_writes = Groups(n_lanes), Groups(n_lanes)  # boxes to tensors: as they are read, and written
+        self.global_work = GlobalWork(self.copies, self.box_writes)
         self.wgmma = Groups(n_lanes, GROUP, in_order=True)
         self.fences.clear()
         self.in_flight, self.mbarriers = InFlight(), MBarriers()

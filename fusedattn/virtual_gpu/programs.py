@@ -21,7 +21,7 @@ from fusedattn.virtual_gpu.instructions import build, unknown
 from fusedattn.virtual_gpu.instructions.builders import Step
 from fusedattn.virtual_gpu.instructions.warps import WARP, whole_warps
 from fusedattn.virtual_gpu.machine import Machine
-from fusedattn.virtual_gpu.ptx import BRANCHES, ENDS, RETURNS, Instruction
+from fusedattn.virtual_gpu.ptx import BRANCHES, ENDS, INDEXED, RETURNS, Instruction, name
 from fusedattn.virtual_gpu.registers import Array, Mask, is_number, store
 from fusedattn.virtual_gpu.tensor_map import TensorMap
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
@@ -140,6 +140,8 @@ class Programs:
 
     def _taking(self, x: Instruction) -> Array:
         """The threads for which the guard of an instruction holds."""
+        if not x.guard:
+            return np.ones(self.machine.registers.n_lanes, dtype=bool)
         guard = self.machine.registers.row(x.guard, "?")
         return ~guard if x.negated else guard
 
@@ -248,7 +250,10 @@ class Programs:
         elif end.opcode in RETURNS:
             self._part(end, mask, -1, number + 1)
         elif end.opcode in BRANCHES:
-            self._part(end, mask, self.block_of[self.machine.kernel.target(end)], number + 1)
+            targets = [self.block_of[target] for target in self.machine.kernel.targets(end)]
+            self._part(
+                end, mask, self._indexed(end, mask, targets) if end.opcode == INDEXED else targets[0], number + 1
+            )
         else:
             if end.guard:
                 raise unknown(end, f"got predicate {end.guard}; allowed is none")
@@ -261,16 +266,25 @@ class Programs:
         else:
             self.at[mask] = target
 
-    def _part(self, end: Instruction, mask: Mask, target: int, following: int) -> None:
-        """A branch, perhaps of some threads only."""
-        if not end.guard:
-            self._send(target, mask)
-            return
+    def _indexed(self, end: Instruction, mask: Mask, targets: list[int]) -> Array:
+        """The block of each thread, by the register of a brx.idx."""
+        index = self.machine.registers.row(name(end, 0), "u4")
+        taking = self._taking(end) & mask
+        if (index[taking] >= len(targets)).any():
+            raise KernelError(f"{end.opcode}, at {end.place}: got {index[taking].max()} for {len(targets)} targets")
+        return np.array(targets, dtype="i4")[np.minimum(index, len(targets) - 1)]
+
+    def _part(self, end: Instruction, mask: Mask, target: int | Array, following: int) -> None:
+        """A branch, perhaps of some threads only, or of each to its own target."""
+        if isinstance(target, int):
+            if not end.guard:
+                self._send(target, mask)
+                return
+            n = np.count_nonzero(self._taking(end) & mask)
+            if mask is True and n in (0, self.at.size):
+                self.uniform = target if n else following
+                return
         taken = self._taking(end)
-        n = np.count_nonzero(taken if mask is True else taken & mask)
-        if mask is True and n in (0, taken.size):
-            self.uniform = target if n else following
-            return
         store(self.at, np.where(taken, target, following), mask)
         self.uniform = None
 

@@ -7,7 +7,7 @@ braces, with registers and labels of their own; each name in such a block gets a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusedattn.virtual_gpu.errors import UnknownPTXError
@@ -22,11 +22,12 @@ class Address:
     coordinates: tuple[str, ...] = ()
 
 
-BRANCHES = ("bra", "bra.uni")
+INDEXED = "brx.idx"
+BRANCHES = ("bra", "bra.uni", INDEXED)
 RETURNS = ("ret", "exit")
 BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
 # Of blocks, and how many operands they have at most.
-ENDS = {**dict.fromkeys(BRANCHES, 1), **dict.fromkeys(RETURNS, 0), **dict.fromkeys(BARRIERS, 2)}
+ENDS = {"bra": 1, "bra.uni": 1, INDEXED: 2, **dict.fromkeys(RETURNS, 0), **dict.fromkeys(BARRIERS, 2)}
 
 Operand = str | tuple[str, ...] | Address  # a name or number, {a vector}, [memory]
 
@@ -78,6 +79,7 @@ class Kernel:
     registers: dict[str, int] = field(default_factory=dict)  # name -> bits; predicates have one
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx: name -> labels
 
     def block_starts(self) -> list[int]:
         """The numbers of the instructions that follow the end of a block, or that a branch leads to."""
@@ -86,15 +88,21 @@ class Kernel:
             if x.opcode in ENDS:
                 starts.add(i + 1)
             if x.opcode in BRANCHES:
-                starts.add(self.target(x))
+                starts.update(self.targets(x))
         return sorted(i for i in starts if i < len(self.instructions))
 
-    def target(self, x: Instruction) -> int:
-        """The number of the instruction to which a branch leads."""
-        at = self.labels.get(name(x, 0), len(self.instructions))
-        if at == len(self.instructions):
-            raise UnknownPTXError(f"{x.opcode} to {x.operands[0]}, at {x.place}: no instruction follows that label")
-        return at
+    def targets(self, x: Instruction) -> list[int]:
+        """The numbers of the instructions to which a branch leads; brx.idx has several, by its first operand."""
+        labels: Sequence[str] = [name(x, 0)]
+        if x.opcode == INDEXED:
+            if name(x, 1) not in self.tables:
+                raise UnknownPTXError(f"{x.opcode} by {x.operands[1]}, at {x.place}: there is no such .branchtargets")
+            labels = self.tables[name(x, 1)]
+        found = [self.labels.get(label, len(self.instructions)) for label in labels]
+        for label, at in zip(labels, found, strict=True):
+            if at == len(self.instructions):
+                raise UnknownPTXError(f"{x.opcode} to {label}, at {x.place}: no instruction follows that label")
+        return found
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
@@ -178,6 +186,7 @@ class _Body:
     def read(self, body: str) -> None:
         statements = list(self._statements(body))
         labels = _labels_of_blocks(statement for statement, _ in statements)
+        label = ""
         for statement, self.place in statements:
             if statement == "{":
                 self.n_blocks += 1
@@ -187,7 +196,11 @@ class _Body:
                 self.scopes.pop()
                 self.open.pop()
             elif statement.endswith(":"):
-                self.kernel.labels[self._unique(statement[:-1])] = len(self.kernel.instructions)
+                label = self._unique(statement[:-1])
+                self.kernel.labels[label] = len(self.kernel.instructions)
+            elif statement.startswith(".branchtargets"):
+                names = statement.split(None, 1)[1].split(",")
+                self.kernel.tables[label] = tuple(self._unique(name.strip()) for name in names)
             elif statement.startswith("."):
                 self._declare(statement)
             else:

@@ -12,6 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import attention
@@ -19,6 +23,11 @@ from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
 from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
 from fusedattn.virtual_gpu.launch import Settings
+
+# Later versions of Triton have other names.
+BARRIER = getattr(gl, "barrier", None) or gl.thread_barrier
+LOAD = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @triton.jit
@@ -61,6 +70,44 @@ def _product(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
         y = tl.load(y_ptr + (i * BLOCK + columns[:, None]) * 64 + rows[None, :])
         total = tl.dot(x, y, total)
     tl.store(z_ptr + rows[:, None] * 64 + rows[None, :], total)
+
+
+@gluon.jit
+def _load_tiles(x, y, tile, full, empty, n):
+    for i in range(n):
+        mbarrier.wait(empty, i & 1 ^ 1)
+        mbarrier.expect(full, x.block_type.nbytes)
+        LOAD(x, [i * 16, 0], full, tile)
+
+
+@gluon.jit
+def _store_tiles(x, y, tile, full, empty, n):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    copy = gl.allocate_shared_memory(gl.float32, [16, 32], y.layout)
+    for i in range(n):
+        mbarrier.wait(full, i & 1)
+        values = tile.load(layout)
+        BARRIER()
+        mbarrier.arrive(empty, count=1)
+        tma.store_wait(0)
+        copy.store(values * 2)
+        fence_async_shared()
+        STORE(y, [i * 16, 0], copy)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _two_partitions(x, y, n):
+    """One warp loads tiles by the accelerator, four others double them."""
+    tile = gl.allocate_shared_memory(gl.float32, [16, 32], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full, empty = barriers.index(0), barriers.index(1)
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_store_tiles, (x, y, tile, full, empty, n)), (_load_tiles, (x, y, tile, full, empty, n))], [1], [24]
+    )
 
 
 @triton.jit
@@ -297,3 +344,17 @@ def test_a_gpu_inside_another() -> None:
 
 def _active() -> VirtualGPU:
     return triton.runtime.driver.active
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("settings", [
+    {"asynchronous": "late"}, {"asynchronous": "early"}, {"asynchronous": "random", "schedule": "random", "seed": 1},
+])  # fmt: skip
+def test_partitions_of_warps_in_gluon(n: int, settings: dict[str, Any]) -> None:
+    x, y = torch.randn(70, 32), torch.zeros(70, 32)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    descriptors = [GluonDescriptor(z, [70, 32], [32, 1], [16, 32], layout) for z in (x, y)]
+    with virtual_gpu(90, **settings):
+        _two_partitions[(1,)](*descriptors, n)
+    assert torch.equal(y[: 16 * n], 2 * x[: 16 * n])
+    assert not y[16 * n :].any()

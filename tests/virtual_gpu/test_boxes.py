@@ -1,4 +1,4 @@
-"""Boxes of tensors that the tensor memory accelerator (TMA) loads and adds."""
+"""Boxes of tensors that the tensor memory accelerator (TMA) loads, stores and adds."""
 
 from __future__ import annotations
 
@@ -101,6 +101,13 @@ def test_a_box_of_four_dimensions_of_several_programs() -> None:
     np.testing.assert_array_equal(
         result, [_box_of(x.numpy(), (i, 2, 3, 4), (1, 1, 8, 4)).reshape(-1) for i in range(2)]
     )
+
+
+def test_boxes_of_one_dimension() -> None:
+    x = _aligned(40)
+    body = body_of(_init(), _expect(128), _load_box(16), _wait_for(), LOAD, OUT)
+    result = run_all(body, n_threads=32, tensors={"x": x}, maps={"m": _map(x, (32,))})
+    np.testing.assert_array_equal(result[0], [*range(17, 41), *[0] * 8])
 
 
 BOX = (8, 16)
@@ -292,13 +299,17 @@ def test_a_tensor_map_that_says_more_than_the_tensor_has() -> None:
     fails(MemoryAccessError, body, "box", tensors={"x": x}, maps={"m": _map(x, BOX, shape=(17, 32))})
 
 
-# Boxes that are added to a tensor.
-def _add(*first: int, mark: str = "add") -> str:
+# Boxes that are added to a tensor, or stored there.
+ADDED = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group"
+STORED = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
+
+
+def _add(*first: int, mark: str = "add", form: str = ADDED) -> str:
     return body_of(
         "setp.eq.u32 %p1, %t, 0;",
         f"mov.b32 %r40, {first[1] & 2**32 - 1};",
         f"mov.b32 %r41, {first[0] & 2**32 - 1};",
-        f"@%p1 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%m, {{%r40, %r41}}], [%s]; // {mark}",
+        f"@%p1 {form} [%m, {{%r40, %r41}}], [%s]; // {mark}",
     )
 
 
@@ -328,8 +339,36 @@ def test_a_box_is_added(first: tuple[int, int]) -> None:
     np.testing.assert_array_equal(arguments["tensors"]["x"].numpy(), expected)
 
 
-def test_what_is_added_must_be_fenced_and_known() -> None:
-    add = [_add(0, 0), BULK_COMMIT, BULK_WAIT]
+@pytest.mark.parametrize("swizzle", [0, 1, 3, 7])
+@pytest.mark.parametrize("first", [(0, 0), (2, 8), (-1, 0), (6, 0), (8, 0), (0, -2), (4, 9), (50, 50)])
+def test_a_box_is_stored_as_far_as_it_lies_in_the_tensor(first: tuple[int, int], swizzle: int) -> None:
+    columns = {0: 16, 1: 8, 3: 16, 7: 32}[swizzle]
+    box, x = (64 // columns, columns), _aligned(8, 16, dtype=torch.float32)
+    body = body_of(STORE, FENCE, "bar.sync 0;", _add(*first, form=STORED), BULK_COMMIT, BULK_WAIT)
+    run_all(body, tensors={"x": x}, maps={"m": _map(x, box, swizzle)})
+    expected = _aligned(8, 16, dtype=torch.float32).numpy()
+    for row, column in np.ndindex(*box):
+        chunk = (row * columns + column) // 4
+        value = 4 * (chunk ^ (chunk >> 3 & swizzle)) + column % 4
+        at = first[0] + row, first[1] + column
+        if 0 <= at[0] < 8 and 0 <= at[1] < 16:
+            expected[at] = value
+    np.testing.assert_array_equal(x.numpy(), expected)
+
+
+def test_programs_store_boxes_apart_from_each_other() -> None:
+    box = _add(0, 0, form=STORED).replace("mov.b32 %r41, 0;", "mul.lo.u32 %r41, %c, {rows};")
+    lines = [STORE, FENCE, "bar.sync 0;", box, BULK_COMMIT, BULK_WAIT]
+    run_all(**_sum(*(line.replace("{rows}", "4") for line in lines)), grid=(2, 1, 1), n_ctas=2)
+    arguments = _sum(*(line.replace("{rows}", "2") for line in lines))
+    for n_ctas, says in ((1, "another value than program"), (2, "has not finished writing to")):
+        with pytest.raises(RaceError, match=says):
+            run(**arguments, grid=(2, 1, 1), n_ctas=n_ctas)
+
+
+@pytest.mark.parametrize("form", [ADDED, STORED])
+def test_what_is_written_must_be_fenced_and_known(form: str) -> None:
+    add = [_add(0, 0, form=form), BULK_COMMIT, BULK_WAIT]
     for lines, says in (
         ([STORE, "bar.sync 0;", *add], "no fence.proxy.async"),
         ([FENCE, STORE, "bar.sync 0;", *add], "no fence.proxy.async"),
@@ -342,8 +381,9 @@ def test_what_is_added_must_be_fenced_and_known() -> None:
     run_all(**_sum(STORE, "bar.sync 0;", FENCE, *add))
 
 
-def test_what_is_added_must_not_be_overwritten() -> None:
-    begin = [STORE, FENCE, "bar.sync 0;", _add(0, 0)]
+@pytest.mark.parametrize("form", [ADDED, STORED])
+def test_what_is_written_must_not_be_overwritten(form: str) -> None:
+    begin = [STORE, FENCE, "bar.sync 0;", _add(0, 0, form=form)]
     again = "st.shared.b32 [%a], %t; // again"
     for between in ([], [BULK_COMMIT], [BULK_COMMIT, "bar.sync 0;"], [BULK_WAIT, "bar.sync 0;"]):
         arguments = _sum(*begin, *between, again)
@@ -358,8 +398,9 @@ def test_what_is_added_must_not_be_overwritten() -> None:
     run_all(**_sum(*begin, "ld.shared.b32 %r2, [%a];", BULK_COMMIT, BULK_WAIT))
 
 
-def test_only_the_thread_that_adds_can_wait() -> None:
-    begin = [STORE, FENCE, "bar.sync 0;", _add(0, 0)]
+@pytest.mark.parametrize("form", [ADDED, STORED])
+def test_only_the_thread_that_writes_can_wait(form: str) -> None:
+    begin = [STORE, FENCE, "bar.sync 0;", _add(0, 0, form=form)]
     arguments = _sum(*begin, BULK_COMMIT, "@!%p1 " + BULK_WAIT)
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
     arguments = _sum(*begin, "@!%p1 " + BULK_COMMIT, BULK_WAIT)
@@ -395,24 +436,28 @@ BULK_WAIT_ALL = BULK_WAIT.replace(".read", "")
     "@%p1 ld.global.b32 %r2, [%x+64]; // access", "@%p1 st.global.b16 [%x+66], 1; // access",
     "@%p1 cp.async.ca.shared.global [%s+1024], [%x+64], 4; // access\ncp.async.wait_all;",
 ])  # fmt: skip
-def test_what_a_box_is_added_to_must_not_be_touched_before_the_wait(access: str) -> None:
-    begin = [STORE, FENCE, "bar.sync 0;", _add(1, 0), BULK_COMMIT]
+@pytest.mark.parametrize("form", [ADDED, STORED])
+def test_what_a_box_is_written_to_must_not_be_touched_before_the_wait(form: str, access: str) -> None:
+    begin = [STORE, FENCE, "bar.sync 0;", _add(1, 0, form=form), BULK_COMMIT]
     for wait in ([], ["bar.sync 0;"], [BULK_WAIT], ["cp.async.bulk.wait_group 1;"]):
         arguments = _sum(*begin, *wait, access, BULK_WAIT_ALL)
-        fails(RaceError, arguments.pop("body"), "add", "access", **arguments, says="has not finished adding to")
+        fails(RaceError, arguments.pop("body"), "add", "access", **arguments, says="has not finished writing to")
     run_all(**_sum(*begin, BULK_WAIT_ALL, access))
     run_all(**_sum(*begin, access.replace("64]", "60]").replace("66]", "62]"), BULK_WAIT))
-    # Other additions may go on at the same time.
-    run_all(
-        **_sum(*begin, _add(0, 0), "@%p1 red.global.gpu.relaxed.add.f32 [%x+64], 0f3F800000;", BULK_COMMIT, BULK_WAIT)
-    )
+    # Additions may go on at the same time.
+    if form == ADDED:
+        run_all(
+            **_sum(
+                *begin, _add(0, 0), "@%p1 red.global.gpu.relaxed.add.f32 [%x+64], 0f3F800000;", BULK_COMMIT, BULK_WAIT
+            )
+        )
 
 
 def test_a_box_of_what_another_box_is_added_to() -> None:
     begin = [_init(), _expect(256), STORE, FENCE, "bar.sync 0;", _add(1, 0), BULK_COMMIT]
     load = [_load_box(0, 4, to=1024), _wait_for()]
     arguments = _sum(*begin, *load, BULK_WAIT_ALL)
-    fails(RaceError, arguments.pop("body"), "add", "box", **arguments, says="has not finished adding to")
+    fails(RaceError, arguments.pop("body"), "add", "box", **arguments, says="has not finished writing to")
     run_all(**_sum(*begin, BULK_WAIT_ALL, *load))
 
 

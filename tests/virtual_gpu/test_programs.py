@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedattn.virtual_gpu import programs
-from fusedattn.virtual_gpu.errors import DeadlockError, RaceError
+from fusedattn.virtual_gpu.errors import DeadlockError, KernelError, RaceError, UnknownPTXError
 from tests.helpers.ptx_programs import OUT, fails, run, run_all
 
 
@@ -59,6 +59,46 @@ def test_atomics_of_one_instruction_follow_in_some_order(seed: int | None) -> No
     np.testing.assert_array_equal(before.reshape(-1)[turn], np.cumsum(added[turn]) - added[turn])
     assert n.item() == added.sum()
     assert (turn == np.arange(192)).all() == (seed is None)
+
+
+INDEXED = """
+    {index}
+    TARGETS: .branchtargets ONE, TWO, THREE;
+    {guard} brx.idx %r1, TARGETS; // branch
+    ONE:
+    mov.u32 %r2, 1;
+    bra.uni END;
+    TWO:
+    mov.u32 %r2, 2;
+    bra.uni END;
+    THREE:
+    mov.u32 %r2, 3;
+    END:
+"""
+
+
+@pytest.mark.parametrize("index", [
+    "rem.u32 %r1, %w, 3;", "rem.u32 %r1, %t, 3;", "rem.u32 %r1, %c, 3;", "mov.u32 %r1, 2;",
+])  # fmt: skip
+def test_branches_by_an_index(index: str) -> None:
+    body = INDEXED.format(index=index, guard="") + OUT
+    result = run_all(body, n_threads=128, grid=(4, 1, 1), n_ctas=2)
+    numbers = {"%w": np.arange(128) // 32, "%t": np.arange(128), "%c": np.arange(4)[:, None], "2;": 2}
+    expected = next(value for name, value in numbers.items() if name in index)
+    np.testing.assert_array_equal(result, np.broadcast_to(1 + expected % 3, (4, 128)))
+
+
+def test_a_branch_by_an_index_of_some_threads() -> None:
+    guarded = INDEXED.format(index="mov.u32 %r1, 2; setp.lt.u32 %p1, %t, 40; @!%p1 mov.u32 %r1, 9;", guard="@%p1") + OUT
+    np.testing.assert_array_equal(run_all(guarded)[0], [3] * 40 + [1] * 24)
+
+
+def test_an_index_that_has_no_target() -> None:
+    fails(KernelError, INDEXED.format(index="shr.u32 %r1, %t, 4;", guard=""), "branch", says="got 3 for 3 targets")
+    with pytest.raises(UnknownPTXError, match=r"there is no such \.branchtargets"):
+        run("brx.idx %r1, NOWHERE;")
+    with pytest.raises(UnknownPTXError, match=r"brx\.idx to NOWHERE"):
+        run("TARGETS: .branchtargets NOWHERE;\nbrx.idx %r1, TARGETS;")
 
 
 def test_loops_of_different_lengths() -> None:

@@ -90,6 +90,14 @@ def test_one_thread_of_each_warp_is_elected() -> None:
     assert evaluate("elect.sync _|%d, -1;", 1, a=(32, VALUES)) == [elected for _, elected in got]
 
 
+def test_numbers_of_registers() -> None:
+    code = "setmaxnreg.dec.sync.aligned.u32 24; mov.b32 %d, %a; setmaxnreg.inc.sync.aligned.u32 240;"
+    assert evaluate(code, 32, a=(32, VALUES)) == VALUES
+    for number in (0, 16, 25, 264):
+        with pytest.raises(UnknownPTXError, match=f"got {number} registers; allowed are multiples of 8 from 24 to 256"):
+            evaluate(f"setmaxnreg.inc.sync.aligned.u32 {number}; mov.b32 %d, %a;", 32, a=(32, VALUES))
+
+
 def test_whole_warps_take_part() -> None:
     """Some warps may do without; a part of a warp may not."""
     others = [i < 32 for i in range(96)]
@@ -106,6 +114,7 @@ def test_whole_warps_take_part() -> None:
         "elect.sync %d|%p, -1;",
         "activemask.b32 %d;",
         "bar.warp.sync -1;",
+        "setmaxnreg.inc.sync.aligned.u32 240;",
     )
     for instruction in instructions:
         with pytest.raises(KernelError, match="only a part of a warp"):

@@ -176,7 +176,7 @@ def _checked(
 @builds(
     *(
         f"cp.async.bulk.tensor.{n}d.shared::{space}.global.mbarrier::complete_tx::bytes"
-        for n in (2, 3, 4, 5)
+        for n in (1, 2, 3, 4, 5)
         for space in ("cta", "cluster")
     )
 )
@@ -197,7 +197,7 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
             copy = _BoxCopy(x, tensor, first, cta, start, barrier, machine, granules)
             machine.global_work.load(copy)
-            if machine.additions.work:
+            if machine.box_writes.work:
                 machine.global_work.read(x, copy.addresses(), tensor.element)
             if machine.order.at_once(1)[0]:
                 copy.complete()
@@ -207,51 +207,63 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
     return step
 
 
-@builds(*(f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.add.bulk_group" for n in (2, 3, 4, 5)))
-def _add_box(machine: Machine, x: Instruction) -> Step:
-    """Add a box of shared memory to a tensor, one element after the other."""
+@builds(
+    *(f"cp.async.bulk.tensor.{n}d.global.shared::cta.bulk_group" for n in (1, 2, 3, 4, 5)),
+    *(f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.add.bulk_group" for n in (1, 2, 3, 4, 5)),
+)
+def _write_box(machine: Machine, x: Instruction) -> Step:
+    """Copy a box of shared memory to a tensor, as far as it lies there, or add it, one element after the other."""
     maps, coordinates = _box(machine, x, x.operand(0))
-    source, shared = shared_addresses(machine, x, 1), machine.shared
-    number = machine.stores.enter(x, 4)
+    source, shared, adds = shared_addresses(machine, x, 1), machine.shared, x.opcode.startswith("cp.reduce")
+    number = machine.stores.enter(x, 4 if adds else 2)
 
     def step(mask: Mask) -> None:
         for lane in np.arange(machine.registers.n_lanes)[lanes_of(mask)]:
-            _add_one(int(lane))
+            _write_one(int(lane))
 
-    def _add_one(lane: int) -> None:
+    def _write_one(lane: int) -> None:
         tensor = machine.tensor_map(int(maps[lane]), x)
         first = tuple(int(coordinate[lane]) for coordinate in coordinates)
         cta, start = int(shared.cta[lane]), int(source(lane))
-        granules = _checked(machine, x, tensor, first, lane, start, ("atomic", "read"))
+        granules = _checked(machine, x, tensor, first, lane, start, ("atomic" if adds else "write", "read"))
         of_cta, warp = np.array([[cta]]), np.array([[int(shared.warp[lane])]])
         shared.races.begin_reads(granules, of_cta, warp, x)
-        if not tensor.is_float or tensor.element != 4:
-            raise unknown(x, f"got elements of {tensor.element} bytes; allowed is float32")
         addresses, exists = tensor.elements(first)
-        if not exists.all():
-            raise MemoryAccessError(
-                f"{x.opcode}, at {x.place}: the box at {first} ends outside of the tensor, which was an illegal "
-                "instruction on an H200"
-            )
-        at = addresses.ravel()
+        if adds:
+            _examine_sum(x, tensor, first, exists)
+        at, size = addresses[exists], tensor.element
         lanes = np.full(at.size, lane)
-        examine_write(machine, x, at, 4, lanes, atomic=True)
-        machine.stores.add(at, 4, machine.program[lanes], lanes, number)
+        examine_write(machine, x, at, size, lanes, atomic=adds)
+        if adds:
+            machine.stores.add(at, size, machine.program[lanes], lanes, number)
 
         def effect(chosen: Array) -> None:
-            values = shared.typed[4][(tensor.targets(start) + cta * shared.window) // 4]
-            total = global_memory.load(at, 4).view("f4") + values.ravel().view("f4")
-            global_memory.save(at, 4, total.view("u4"))
+            values = shared.typed[size][(tensor.targets(start) + cta * shared.window) // size][exists]
+            if adds:
+                total = global_memory.load(at, size).view("f4") + values.view("f4")
+                global_memory.save(at, size, total.view("u4"))
+            elif at.size:
+                machine.stores.store(at, [values], machine.program[lanes], lanes, number)
 
         def end(chosen: Array) -> None:
             shared.races.end_reads(granules, of_cta, warp, x)
 
         member = np.array([lane])
         machine.bulk.add(Work(member, effect, end, x), machine.order)
-        # What is added is read no later than it is written, so that these additions have no effect of their own.
-        machine.additions.add(Work(member, _nothing, _nothing, x, at[None], 4), machine.order)
+        # Global memory is written no earlier than shared memory is read: this work has no effect of its own.
+        machine.box_writes.add(Work(member, _nothing, _nothing, x, at[None], size), machine.order)
 
     return step
+
+
+def _examine_sum(x: Instruction, tensor: TensorMap, first: tuple[int, ...], exists: Array) -> None:
+    if not tensor.is_float or tensor.element != 4:
+        raise unknown(x, f"got elements of {tensor.element} bytes; allowed is float32")
+    if not exists.all():
+        raise MemoryAccessError(
+            f"{x.opcode}, at {x.place}: the box at {first} ends outside of the tensor, which was an illegal "
+            "instruction on an H200"
+        )
 
 
 def _nothing(chosen: Array) -> None:
@@ -262,7 +274,7 @@ def _nothing(chosen: Array) -> None:
 def _commit_bulk(machine: Machine, x: Instruction) -> Step:
     def step(mask: Mask) -> None:
         machine.bulk.commit(mask)
-        machine.additions.commit(mask)
+        machine.box_writes.commit(mask)
 
     return step
 
@@ -280,6 +292,6 @@ def _wait_bulk(machine: Machine, x: Instruction) -> Step:
 
     def step(mask: Mask) -> None:
         machine.bulk.wait(pending, mask)
-        machine.additions.wait(pending, mask)
+        machine.box_writes.wait(pending, mask)
 
     return step

@@ -166,3 +166,12 @@ def _active(machine: Machine, x: Instruction) -> Step:
         store(out, np.uint32(0xFFFFFFFF), mask)
 
     return step
+
+
+@builds("setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32")
+def _set_registers(machine: Machine, x: Instruction) -> Step:
+    """How many registers a thread has from now on, which changes no value; four warps execute it together."""
+    count = int(name(x, 0))
+    if count % 8 or not 24 <= count <= 256:
+        raise unknown(x, f"got {count} registers; allowed are multiples of 8 from 24 to 256")
+    return lambda mask: whole_warps(mask, x)
