@@ -20,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import dq_sum, launcher
+from fusedattn.kernels import dq_sum, hopper, launcher
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.configs import TileConfig
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.dq_sum import add_dq, add_rows
+from fusedattn.kernels.epilogue import OptionalRows, has_marked
 from fusedattn.kernels.masking import (
     any_keys,
     any_queries,
@@ -421,6 +422,7 @@ def attention_bwd_dq(
     v_tiles,
     rows,
     dq_out,
+    nan_rows,
     call,
     rotation,
     nheads_q,
@@ -446,6 +448,9 @@ def attention_bwd_dq(
         if start_m >= place.seqlen_q:
             return
     offs_m = start_m + tl.arange(0, tile.BLOCK_M)
+    if nan_rows is not None:
+        if not has_marked(nan_rows, row_base(place) + offs_m, offs_m < place.seqlen_q):
+            return
     head_kv = head // (nheads_q // nheads_kv)
     k_head = head_of(k, place.batch, head_kv, place.first_k)
     v_head = head_of(v, place.batch, head_kv, place.first_k)
@@ -501,9 +506,21 @@ def launch(
         dq_sum.launch(dq_total, rows.shift, dq, problem)
         return
     if dkdv is not None:
-        _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv)
+        if hopper.chosen and hopper.takes_backward(q, k, v, dout, problem, of_keys=True):
+            from fusedattn.kernels import hopper_bwd  # Gluon is loaded only where it runs
+
+            hopper_bwd.launch_dkdv(q, k, v, dout, rows, dkdv, problem)
+        else:
+            _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv)
     if dq is not None:
-        _launch_dq(q, k, v, dout, rows, dq, problem, configs.dq)
+        nan_rows = None
+        if hopper.chosen and hopper.takes_backward(q, k, v, dout, problem, of_keys=False):
+            from fusedattn.kernels import hopper_bwd
+
+            nan_rows = hopper_bwd.launch_dq(q, k, v, dout, rows, dq, problem)
+            if nan_rows is None:
+                return
+        _launch_dq(q, k, v, dout, rows, dq, problem, configs.dq, nan_rows)
 
 
 def _launch_dkdv(
@@ -553,7 +570,9 @@ def _launch_dq(
     dq: torch.Tensor,
     problem: Problem,
     config: TileConfig,
+    nan_rows: torch.Tensor | None,
 ) -> None:
+    """Fill `dq` or, if `nan_rows` is given, the tiles that have such a row (kernels/hopper_fwd.py)."""
     config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)
@@ -565,6 +584,7 @@ def _launch_dq(
             *(tiles_of(x, config.BLOCK_N, config.style) for x in (k, v)),
             rows,
             strided(dq),
+            None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
             rotation_arguments(problem.rotation_q),
         ),

@@ -15,6 +15,7 @@ kernels/scores.py modifies the scores.
     row_max, row_sum                                  likewise: the softmax of each row, kept for the backward
     largest                                           likewise, or None: the largest score of each row
     rounding_residual  like out, int8, kept for the backward of 16-bit inputs, or None
+    nan_rows                                      int8, likewise, or None: tiles without such a row stay as they are
     grid    (tiles of queries * nheads_q * sequences,)
 
 If there are few queries, a program owns the queries of several heads that share a KV head (kernels/grouped_heads.py),
@@ -28,20 +29,22 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import combine, launcher
+from fusedattn.kernels import combine, hopper, launcher
 from fusedattn.kernels.cached import first_visible, load_cached, load_factors
 from fusedattn.kernels.configs import MAX_HEAD_DIM
 from fusedattn.kernels.descriptors import full_tile, tiles_of
 from fusedattn.kernels.epilogue import (
     NO_PARTIALS,
     NO_RESULTS,
+    OptionalRows,
     Results,
+    has_marked,
     store_nothing,
     store_partials,
     store_results,
 )
 from fusedattn.kernels.grid import tiling_of
-from fusedattn.kernels.grouped_heads import grouped_program, load_rows, rows_of, with_rows
+from fusedattn.kernels.grouped_heads import grouped_program, load_rows, row_offsets, rows_of, with_rows
 from fusedattn.kernels.masking import (
     any_keys,
     boundary_keys,
@@ -415,6 +418,7 @@ def attention_fwd(
     sinks_ptr,
     results,
     partials,
+    nan_rows,
     call,
     rotation_q,
     rotation_k,
@@ -456,6 +460,9 @@ def attention_fwd(
         stop_head = (head_kv + 1) * (nheads_q // nheads_kv)
         rows = rows_of(place, start_m, head, stop_head, tile.BLOCK_M, tile.HEADS)
         place = with_rows(place, rows, tile.HEADS)
+        if nan_rows is not None:
+            if not has_marked(nan_rows, row_offsets(place, rows), rows.exist):
+                return
         if IS_SPLIT:
             # _attend counts the blocks again: passed on from here, they would cost the loops of every call registers.
             bounds = _bounds(call, place, numbers)
@@ -497,6 +504,15 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
 
     There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
+    rotation_q, nan_rows = problem.rotation_q, None
+    if hopper.chosen and hopper.takes(q, k, v, results, problem):
+        if rotation_q is not None:
+            q, rotation_q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True), None
+        from fusedattn.kernels import hopper_fwd  # Gluon is loaded only where it runs
+
+        nan_rows = hopper_fwd.launch(q, k, v, results, problem)
+        if nan_rows is None:
+            return
     tiling = tiling_of(problem, for_backward=results.rounding_residual is not None)
     config = tiling.config
     config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
@@ -508,11 +524,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
     else:
         filled = results.strided()
-    rotation_q = problem.rotation_q
     if config.prerotate_q and rotation_q is not None:
         q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
         rotation_q = None
-    n_programs, n_tile_ids = programs_of(config, tiling.n_programs, q.device)
+    n_programs, n_tile_ids = programs_of(config.persistent, tiling.n_programs, q.device)
     rotation_k = problem.rotation_k if problem.rotates_in_place else None
     # Values that are the first features of the keys are read once, unless keys are rotated after they are read.
     shares_v = q.shape[3] > results.out.shape[3] == MAX_HEAD_DIM and rotation_k is None
@@ -538,6 +553,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             problem.sinks,
             filled,
             partials,
+            None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
             rotation_arguments(rotation_q),
             rotation_arguments(rotation_k),

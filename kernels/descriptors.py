@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes, of addresses and strides
 MAX_STRIDE = 2**37  # elements of up to 8 bytes each: 2^40 bytes
 
 
-def _strides_of(x: torch.Tensor) -> list[int] | None:
+def strides_of(x: torch.Tensor) -> list[int] | None:
     """The strides of ``x`` for a descriptor, or None if one of them is not allowed."""
     (batch, nheads, seqlen, _), (stride_b, stride_h, stride_s, _) = x.shape, x.stride()
     # The stride of a dimension of one element is never used, but must be aligned.
@@ -38,7 +38,7 @@ def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | No
     """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None if they are loaded by pointers."""
     if style == "pointers" or x.numel() == 0 or x.data_ptr() % ALIGNMENT:
         return None
-    strides = _strides_of(x)
+    strides = strides_of(x)
     if strides is None:
         return None
     # The constructor would check all this again.

@@ -18,6 +18,12 @@ class OptionalRows(NamedTuple):
     ptr: Any
 
 
+@triton.jit
+def has_marked(marks, offs, exist):
+    """Whether one of the rows at offsets that `exist` is marked in `marks`, OptionalRows of int8."""
+    return tl.max(tl.load(marks.ptr + offs, mask=exist, other=0).to(tl.int32), 0) != 0
+
+
 class Results(NamedTuple):
     """The results of the forward; all but out may be None. Layouts as in :mod:`fusedattn.kernels.attention_fwd`."""
 
@@ -95,27 +101,40 @@ def store_results(sums, sinks_ptr, results, dropout, place, rows, softmax_scale,
         m_i = m_new
     else:
         l_i = tl.where(unseen, 1.0, l_i)
-    stats = row_offsets(place, rows)
-    if results.lse is not None:
-        if EXACT == 2:
-            lse = fma(m_i, softmax_scale, tl.log(l_i))
-        else:
-            lse = m_i * softmax_scale + tl.log(l_i)
-        tl.store(results.lse.ptr + stats, lse, mask=rows.exist)
-    if results.row_max is not None:
-        m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
-        m_i = tl.where(unseen, float("inf"), m_i)  # a maximum ignores NaN: one of -inf need not be unseen
-        tl.store(results.row_max.ptr + stats, m_i, mask=rows.exist)
-        tl.store(results.row_sum.ptr + stats, l_i, mask=rows.exist)
+    store_statistics(m_i, l_i, unseen, results, row_offsets(place, rows), rows.exist, softmax_scale, EXACT)
     if results.rounding_residual is not None:
-        # Divided by their sum, the rounded weights add up to 1, and the part that all values share passes unchanged,
-        # so that the backward can cancel it. With a sink the sum may have no reciprocal.
-        exact_factor = kept_l_i / l_i / tl.where(rounded_l_i < 2.0**-120, 1.0, rounded_l_i)
+        exact_factor = residual_factor(kept_l_i, l_i, rounded_l_i)
         if dropout.seed_ptr is not None:
             exact_factor = exact_factor * dropout.factor
     else:
         exact_factor = None
     _store_values(acc, unseen, l_i, exact_factor, results, dropout, place, rows, 0, tile.BLOCK_DV, tile)
+
+
+@triton.jit
+def store_statistics(m_i, l_i, unseen, results, stats, exist, softmax_scale, EXACT: tl.constexpr):
+    """Write lse, row_max and row_sum of rows at the offsets `stats`; l_i is 1 if a row is `unseen`."""
+    if results.lse is not None:
+        if EXACT == 2:
+            lse = fma(m_i, softmax_scale, tl.log(l_i))
+        else:
+            lse = m_i * softmax_scale + tl.log(l_i)
+        tl.store(results.lse.ptr + stats, lse, mask=exist)
+    if results.row_max is not None:
+        m_i = tl.where(m_i == float("inf"), float("nan"), m_i)  # an infinite score: the row is NaN, not unseen
+        m_i = tl.where(unseen, float("inf"), m_i)  # a maximum ignores NaN: one of -inf need not be unseen
+        tl.store(results.row_max.ptr + stats, m_i, mask=exist)
+        tl.store(results.row_sum.ptr + stats, l_i, mask=exist)
+
+
+@triton.jit
+def residual_factor(kept_l_i, l_i, rounded_l_i):
+    """The factor of acc for out before rounding.
+
+    Divided by their sum, the rounded weights add up to 1, and the part that all values share passes unchanged, so that
+    the backward can cancel it. With a sink the sum may have no reciprocal.
+    """
+    return kept_l_i / l_i / tl.where(rounded_l_i < 2.0**-120, 1.0, rounded_l_i)
 
 
 @triton.jit

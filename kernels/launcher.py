@@ -35,11 +35,18 @@ _run = JITFunction.run
 class KernelConstants:
     """The constexpr parameters and launch options of a kernel, and the kernels compiled for them so far."""
 
-    def __init__(self, kernel: Any, *, num_warps: int, num_stages: int | None = None, **parameters: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        *,
+        num_warps: int,
+        num_stages: int | None = None,
+        maxnreg: int | None = None,
+        **parameters: Any,
+    ) -> None:
         self.kernel = kernel
-        self.named = {**parameters, "num_warps": num_warps, **LAUNCH_OPTIONS}
-        if num_stages is not None:
-            self.named["num_stages"] = num_stages
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        self.named = {**parameters, **{name: x for name, x in options.items() if x is not None}, **LAUNCH_OPTIONS}
         self.in_order = tuple(parameters[name] for name in kernel.arg_names if name in parameters)
         self.compiled: dict[Hashable, CompiledKernel] = {}
 
@@ -90,7 +97,9 @@ def kind_of(x: Any) -> Hashable:
         return of_type(x)
     if isinstance(x, torch.Tensor):
         return _of_tensor(x)
-    return tuple(map(kind_of, x)) if isinstance(x, tuple) else x
+    if isinstance(x, tuple):
+        return tuple(map(kind_of, x))
+    return (type(x), x.base.dtype, *x.block_shape) if replay.is_descriptor(x) else x
 
 
 def _of_tensor(x: torch.Tensor) -> Hashable:

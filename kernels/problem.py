@@ -113,13 +113,13 @@ def sizes_of(
     )
 
 
-def programs_of(config: TileConfig, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
+def programs_of(persistent: int, n_tiles: int, device: torch.device) -> tuple[int, int | None]:
     """(number of programs, number of tiles that they walk over, or None if each program has its own tile).
 
     Programs step from tile to tile by the number of programs, in int32.
     """
-    n_programs = min(config.persistent * multiprocessors(device), n_tiles) if config.persistent else n_tiles
-    if not config.persistent or n_tiles + n_programs >= 2**31:
+    n_programs = min(persistent * multiprocessors(device), n_tiles) if persistent else n_tiles
+    if not persistent or n_tiles + n_programs >= 2**31:
         return n_tiles, None
     return n_programs, n_tiles
 

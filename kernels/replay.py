@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 from triton.compiler import CompiledKernel
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn.kernels.start import start_of
 
@@ -131,9 +130,9 @@ def _elements(values: tuple[Any, ...], places: _Places, constants: dict[str, Any
 def _expression(value: Any, places: _Places, constants: dict[str, Any]) -> str:
     if isinstance(value, torch.Tensor):
         return _place(value, places)[0]
-    if isinstance(value, TensorDescriptor):
+    if is_descriptor(value):
         attributes = {name: x for name, x in vars(value).items() if name != "base"}
-        of_place = type("TilesOfPlace", (_Tiles,), attributes)
+        of_place = type("TilesOfPlace", (_Tiles, type(value)), attributes)
         return f"{_named(of_place, constants)}({_place(value.base, places)[1]})"
     return f"({', '.join(_elements(value, places, constants))},)"
 
@@ -153,7 +152,12 @@ def _place(x: torch.Tensor, places: _Places) -> tuple[str, str]:
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_has_tensor, value))
-    return isinstance(value, (torch.Tensor, TensorDescriptor))
+    return isinstance(value, torch.Tensor) or is_descriptor(value)
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether a value is a tensor descriptor, of Triton or of Gluon."""
+    return hasattr(value, "block_shape")
 
 
 class _Address(int):
@@ -163,8 +167,8 @@ class _Address(int):
         return self
 
 
-class _Tiles(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor that takes its address alone: its other attributes belong to a subclass."""
+class _Tiles:
+    """Part of a descriptor that takes its address alone: its other attributes belong to a subclass."""
 
     def __init__(self, base: torch.Tensor | _Address) -> None:
         self.base = base

@@ -173,6 +173,8 @@ def _leaves(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, 
     """The type and value of each argument that is a parameter: not constants, and the elements of tuples."""
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, (tuple, list)):
+            if any(hasattr(x, "block_shape") for x in value):
+                raise NotImplementedError("a tensor descriptor: got one in a tuple, which Triton's launcher refuses")
             yield from _leaves(kind, value)
         elif kind != "constexpr":
             yield kind, value

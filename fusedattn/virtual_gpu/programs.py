@@ -42,6 +42,7 @@ class _Block:
     written: list[frozenset[str]]
     end: Instruction | None
     has_products: bool
+    is_collective: bool  # an instruction is for whole warps
     entered: Array | int = 0  # how often by each warp of a program, if it is counted
 
 
@@ -54,6 +55,9 @@ class Programs:
         self.block_of = {start: i for i, start in enumerate(starts)}
         stops = [*starts[1:], len(kernel.instructions)]
         self.blocks = [self._block(kernel.instructions[i:j]) for i, j in zip(starts, stops, strict=True)]
+        self.collective = np.array(
+            [*(block.is_collective for block in self.blocks), False]
+        )  # by block; ended: the last
         self.together = GROUP if any(block.has_products for block in self.blocks) else WARP  # threads never apart
 
     def _block(self, instructions: list[Instruction]) -> _Block:
@@ -68,6 +72,7 @@ class Programs:
             [written_by(x) for x in inner],
             end,
             any(x.opcode.startswith("wgmma") for x in inner),
+            any(".sync" in x.opcode for x in inner),
         )
 
     def run(
@@ -173,7 +178,7 @@ class Programs:
             if self.machine.stalled.any():
                 whole = ready & ~np.repeat(self.machine.stalled.reshape(-1, WARP).any(axis=1), WARP)
             if whole.any():
-                return whole
+                return self._without_parts(whole)
             if self.machine.boxes:
                 self._complete()
             elif ready.any():
@@ -182,6 +187,19 @@ class Programs:
                 return None
             elif not self._time_out():
                 raise DeadlockError(self._state())
+
+    def _without_parts(self, ready: Array) -> Array:
+        """Ready threads without those that wait, at a block for whole warps, for others of their warp."""
+        apart = ready & self.collective[self.at]
+        if not apart.any():
+            return ready
+        of_warps = self.at.reshape(-1, WARP)
+        present = of_warps >= 0
+        first = np.where(present, of_warps, _NOT_READY).min(axis=1)
+        together = (of_warps == first[:, None]) | ~present
+        held = apart & ~np.repeat(together.all(axis=1), WARP)
+        left = ready & ~held
+        return left if left.any() else ready
 
     def _time_out(self) -> bool:
         """Let mbarrier.try_wait give up, as all threads wait, and no copy is in flight; whether there is hope in it."""

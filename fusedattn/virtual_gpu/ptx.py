@@ -198,13 +198,15 @@ class _Body:
             elif statement.endswith(":"):
                 label = self._unique(statement[:-1])
                 self.kernel.labels[label] = len(self.kernel.instructions)
-            elif statement.startswith(".branchtargets"):
+                continue
+            elif statement.startswith(".branchtargets") and label:
                 names = statement.split(None, 1)[1].split(",")
                 self.kernel.tables[label] = tuple(self._unique(name.strip()) for name in names)
             elif statement.startswith("."):
                 self._declare(statement)
             else:
                 self.kernel.instructions.append(self._instruction(statement))
+            label = ""  # the name of a table stands right before it
         last = self.kernel.instructions[-1:]
         if not last or last[0].guard or last[0].opcode not in (*RETURNS, *BRANCHES):
             raise UnknownPTXError("a body without a return at its end")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.tuning.slots import holding_one_pass
 from fusedattn import attention, attention_varlen, testing
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, hopper
 from fusedattn.testing import Case, Ratios
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.counters import Counters
@@ -99,6 +99,7 @@ def _solve(problem: Problem) -> Solution:
         compiled_attention(problem.arch, **problem.settings) as gpu,
         _forward_config(problem.forward),
         _one_pass(problem),
+        _by_hopper(problem),
         _float32_products("high" if problem.tf32 else "highest"),
     ):
         found = testing.run(function, inputs)
@@ -132,6 +133,14 @@ def _one_pass(problem: Problem) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def _by_hopper(problem: Problem) -> Iterator[None]:
+    """The kernels for Hopper, for short sequences too, in the group of that name; else the general kernels."""
+    chosen = problem.group == "hopper"
+    with patch.object(hopper, "chosen", chosen), patch.object(hopper, "FEWEST_QUERIES", 65):
+        yield
+
+
+@contextlib.contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -159,6 +168,7 @@ def problems() -> Iterator[Problem | CacheProblem]:
         yield from _styles(arch)
         yield from _lengths(arch)
         yield from _orders(arch)
+        yield from _hopper(arch)
         yield from compiled_caches.problems(arch)
 
 
@@ -226,6 +236,33 @@ def _orders(arch: configs.Arch) -> Iterator[Problem]:
         yield Problem("orders", arch, case, deterministic=False, settings=settings)
 
 
+def _hopper(arch: configs.Arch) -> Iterator[Problem]:
+    """The kernels in Gluon: lengths of one to three tiles, masks, groups of heads, and orders of everything."""
+    if arch != "sm_90":
+        return
+    base = replace(LONG, head_dim=128, dtype=torch.bfloat16)
+    lengths = ((128, 128), (256, 256), (384, 384), (132, 257), (100, 300), (301, 77), (66, 1))
+    for i, (seqlen_q, seqlen_k) in enumerate(lengths):
+        case = replace(base, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=HALVES[i % 2])
+        for causal in (None, "bottom_right", "top_left"):
+            yield Problem("hopper", arch, replace(case, causal=causal))
+    square = replace(base, seqlen_q=320, seqlen_k=320, causal="bottom_right")
+    yield Problem("hopper", arch, replace(square, window=(100, 0)))
+    yield Problem("hopper", arch, replace(square, window=(100, 40), causal=None, dtype=torch.float16))
+    for padding in ("right", "left", "uneven"):
+        yield Problem("hopper", arch, replace(square, padding=padding, batch=2))
+    yield Problem("hopper", arch, replace(square, batch=3, seqlen_q=150), packed=True)
+    yield Problem("hopper", arch, replace(square, seqlen_q=500, seqlen_k=500, nheads_q=1, rope="half"))
+    for settings in (
+        {"asynchronous": "early"},
+        *({"asynchronous": "random", "programs": "random", "schedule": "random", "seed": seed} for seed in range(4)),
+        {"programs": "reversed", "together": False},
+        {"noise": True, "truncating": True},
+    ):
+        for case in (square, replace(square, causal=None, seqlen_k=300, dtype=torch.float16)):
+            yield Problem("hopper", arch, case, settings=settings)
+
+
 def quick_problems() -> Iterator[Problem | CacheProblem]:
     """A few of them: each style and kernel once."""
     base = replace(LONG, nheads_q=1, dtype=torch.bfloat16)
@@ -234,6 +271,9 @@ def quick_problems() -> Iterator[Problem | CacheProblem]:
         yield Problem("styles", arch, causal)
         yield Problem("one pass", arch, causal, deterministic=False, settings={"asynchronous": "random"})
     yield Problem("styles", "sm_90", replace(base, padding="left"), forward={"style": "pipelined", "persistent": 1})
+    hopper_case = replace(base, nheads_q=2, head_dim=128, causal="bottom_right")
+    yield Problem("hopper", "sm_90", hopper_case, settings={"asynchronous": "random", "schedule": "random"})
+    yield Problem("hopper", "sm_90", replace(hopper_case, causal=None, dtype=torch.float16))
     yield Problem("features", "sm_90", testing.CASES[-1])
     mixed = next(case for case in testing.CASES if case.name == "values of 16 features, keys of 24")
     yield Problem("features", "sm_90", replace(mixed, dtype=torch.bfloat16))  # one tile is copied, one in registers

@@ -59,11 +59,11 @@ def test_persistent_programs(monkeypatch):
     tile = configs.TileConfig(32, 16, 4, 1, persistent=2)
     monkeypatch.setattr(kernel_problem, "multiprocessors", lambda device: 5)
     device = torch.device(DEVICE)
-    assert programs_of(replace(tile, persistent=0), 7, device) == (7, None)
-    assert programs_of(tile, 7, device) == (7, 7)
-    assert programs_of(tile, 1000, device) == (10, 1000)
-    assert programs_of(tile, 2**31 - 11, device) == (10, 2**31 - 11)
-    assert programs_of(tile, 2**31 - 10, device) == (2**31 - 10, None)
+    assert programs_of(0, 7, device) == (7, None)
+    assert programs_of(tile.persistent, 7, device) == (7, 7)
+    assert programs_of(tile.persistent, 1000, device) == (10, 1000)
+    assert programs_of(tile.persistent, 2**31 - 11, device) == (10, 2**31 - 11)
+    assert programs_of(tile.persistent, 2**31 - 10, device) == (2**31 - 10, None)
 
 
 def test_heads_side_by_side_fit_into_the_cache():

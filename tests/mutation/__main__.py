@@ -40,6 +40,7 @@ from tests.mutation import (
     cache_kernels,
     caches,
     decode,
+    hopper,
     integrations,
     kernels,
     launches,
@@ -60,7 +61,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
-    cache_kernels,
+    cache_kernels, hopper,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)

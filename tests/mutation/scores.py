@@ -154,7 +154,7 @@ DROP = (
     Fault(EPILOGUE, "            out = out * dropout.factor\n", "            pass\n", "forward: what is kept does not grow", DROPPED),
     Fault(SUMS, "kept_l_i = kept_l_i * alpha + tl.sum(p, 1)", "kept_l_i = kept_l_i + tl.sum(p, 1)", "rounding residual: kept weights not rescaled", COMMON),
     Fault(EPILOGUE, "    if dropout.seed_ptr is None:\n        kept_l_i = l_i\n", "", "rounding residual: no weight kept without dropout", SINKS_HALVES),
-    Fault(EPILOGUE, "exact_factor = kept_l_i / l_i / tl", "exact_factor = 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
+    Fault(EPILOGUE, "return kept_l_i / l_i / tl", "return 1.0 / tl", "rounding residual: as if the kept weights added up to 1", DROPPED_HALVES),
     Fault(EPILOGUE, "            exact_factor = exact_factor * dropout.factor\n", "            pass\n", "rounding residual: what is kept does not grow", DROPPED_HALVES),
     Fault(FWD, "        p = kept_only(p, call, place, block)\n        if", "        if", "forward: the repair forgets dropout", "tests/public/test_masking.py -k dropout_keeps"),
     Fault(BWD, "kept_p = drop(p, call, place, block)", "kept_p = p", "dv: dropout forgotten", DROPOUT_GRADIENTS),

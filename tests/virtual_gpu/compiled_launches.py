@@ -55,6 +55,12 @@ def _of_descriptors(x, y_ptr, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _of_pair(pair, y_ptr):
+    index = tl.arange(0, 8)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(y_ptr + index, pair[0].load([0, 0]))
+
+
+@triton.jit
 def _add_tile(x_ptr, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     index = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     y.atomic_add([4, 0], tl.load(x_ptr + index))
@@ -358,3 +364,10 @@ def test_partitions_of_warps_in_gluon(n: int, settings: dict[str, Any]) -> None:
         _two_partitions[(1,)](*descriptors, n)
     assert torch.equal(y[: 16 * n], 2 * x[: 16 * n])
     assert not y[16 * n :].any()
+
+
+def test_a_descriptor_in_a_tuple() -> None:
+    """Triton's own launcher refuses it, and only on a GPU."""
+    x = TensorDescriptor.from_tensor(torch.zeros(16, 32), [8, 32])
+    with virtual_gpu(90), pytest.raises(NotImplementedError, match="a tensor descriptor: got one in a tuple"):
+        _of_pair[(1,)]((x, 1), torch.zeros(8, 32))

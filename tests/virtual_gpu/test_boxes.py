@@ -108,6 +108,8 @@ def test_boxes_of_one_dimension() -> None:
     body = body_of(_init(), _expect(128), _load_box(16), _wait_for(), LOAD, OUT)
     result = run_all(body, n_threads=32, tensors={"x": x}, maps={"m": _map(x, (32,))})
     np.testing.assert_array_equal(result[0], [*range(17, 41), *[0] * 8])
+    body = body_of(_init(), _expect(128), _load_box(18), _wait_for())
+    fails(MemoryAccessError, body, "box", tensors={"x": x}, maps={"m": _map(x, (32,))}, says="not a multiple of 16")
 
 
 BOX = (8, 16)

@@ -101,6 +101,24 @@ def test_an_index_that_has_no_target() -> None:
         run("TARGETS: .branchtargets NOWHERE;\nbrx.idx %r1, TARGETS;")
 
 
+def test_a_way_that_stands_behind_where_it_leads() -> None:
+    """The others of a warp wait for it where all exchange values."""
+    body = f"""
+    mov.u32 %r1, %l;
+    setp.lt.u32 %p1, %l, 5;
+    @%p1 bra APART;
+    JOIN:
+    shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
+    {OUT}
+    ret;
+    APART:
+    add.u32 %r1, %r1, 100;
+    bra.uni JOIN;
+    """
+    values = np.arange(32) + 100 * (np.arange(32) < 5)
+    np.testing.assert_array_equal(run_all(body)[0], np.tile(values[np.arange(32) ^ 1], 2))
+
+
 def test_loops_of_different_lengths() -> None:
     """A thread counts as far as its program, warp and lane say, with a barrier after the loop."""
     body = f"""

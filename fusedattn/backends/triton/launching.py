@@ -22,6 +22,7 @@ from fusedattn.kernels import (
     attention_fwd,
     configs,
     devices,
+    hopper,
     rope,
 )
 from fusedattn.kernels.cached import NO_CACHE, CacheArguments, as_bytes, cache_arguments
@@ -354,6 +355,7 @@ def _run_or_replay(
         torch.are_deterministic_algorithms_enabled(),
         configs.lookup,  # a trial of other configs replaces it
         configs.lookup_few_queries,
+        hopper.chosen,
         *kinds,
         _all_aligned(addresses) or tuple([x % SPECIALIZED for x in addresses]),
         None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),

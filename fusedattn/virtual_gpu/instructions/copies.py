@@ -158,6 +158,11 @@ def _checked(
     """
     if len(first) != len(tensor.box):
         raise unknown(x, f"got {len(first)} coordinates; allowed are {len(tensor.box)}")
+    if len(first) == 1 and first[0] * tensor.element % 16:
+        raise MemoryAccessError(
+            f"{x.opcode}, at {x.place}: byte {first[0] * tensor.element} of a tensor of one dimension is not a "
+            "multiple of 16, which was an illegal instruction on an H200"
+        )
     alignment = 128 * (tensor.swizzle + 1) if tensor.swizzle else 128
     if start % alignment:
         raise MemoryAccessError(f"{x.opcode}, at {x.place}: shared address {start} is not a multiple of {alignment}")

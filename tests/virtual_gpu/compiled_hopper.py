@@ -1,0 +1,108 @@
+"""Which calls the kernels for Hopper take, and NaN behind a mask; in a process that compiles: see test_hopper.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fusedattn import Rope, attention, attention_varlen, masks
+from fusedattn.kernels import hopper
+from fusedattn.virtual_gpu.attention import compiled_attention
+
+N, FEATURES = 200, 128
+
+
+@pytest.fixture(autouse=True)
+def chosen() -> Iterator[None]:
+    with patch.object(hopper, "chosen", True), patch.object(hopper, "FEWEST_QUERIES", 65):
+        yield
+
+
+def _inputs(n: int = N, features: int = FEATURES, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 1, n, features, dtype=dtype) for _ in range(3)]
+
+
+def _kernels(*inputs: torch.Tensor, backward: bool = False, **options: Any) -> set[str]:
+    """The kernels that a call runs, and its backward."""
+    given = [x.requires_grad_(backward) for x in inputs]
+    with compiled_attention("sm_90") as gpu:
+        out = attention(*given, backend="triton", **options)
+        first = out[0] if isinstance(out, tuple) else out
+        if backward:
+            torch.autograd.grad(first, given, torch.ones_like(first))
+    return set(gpu.counters)
+
+
+def test_a_call_that_they_take() -> None:
+    taken = {"hopper_fwd", "hopper_bwd_dkdv", "hopper_bwd_dq", "attention_bwd_rows"}
+    assert _kernels(*_inputs(), backward=True) == taken
+    # What is hidden may have a NaN, for which the general kernels are asked.
+    assert _kernels(*_inputs(), mask=masks.causal(), backward=True) == taken | {"attention_fwd", "attention_bwd_dq"}
+
+
+def test_they_run_only_if_chosen() -> None:
+    with patch.object(hopper, "chosen", False):
+        assert _kernels(*_inputs()) == {"attention_fwd"}
+    with patch.object(hopper, "FEWEST_QUERIES", N + 1):
+        assert _kernels(*_inputs()) == {"attention_fwd"}
+
+
+@pytest.mark.parametrize("options", [
+    {"dropout_p": 0.1}, {"softcap": 5.0}, {"sinks": torch.zeros(1)}, {"bias": torch.zeros(N, dtype=torch.bfloat16)},
+    {"mask": torch.ones(N, N, dtype=torch.bool)}, {"mask": masks.documents(torch.zeros(1, N, dtype=torch.int32))},
+    {"mask": masks.block_sparse(torch.ones(4, 4, dtype=torch.bool), 64)}, {"return_max": True},
+    {"rope": Rope.from_theta(FEATURES, N)},
+], ids=lambda options: next(iter(options)))  # fmt: skip
+def test_calls_that_they_do_not_take(options: dict[str, Any]) -> None:
+    assert not [name for name in _kernels(*_inputs(), **options) if name.startswith("hopper")]
+
+
+@pytest.mark.parametrize("inputs", [
+    _inputs(dtype=torch.float32), _inputs(features=64), _inputs(n=60),
+    [x[..., 4:] for x in _inputs(features=132)],
+], ids=["float32", "head_dim", "few queries", "address"])  # fmt: skip
+def test_tensors_that_they_do_not_take(inputs: list[torch.Tensor]) -> None:
+    assert not [name for name in _kernels(*inputs) if name.startswith("hopper")]
+
+
+def test_gradients_that_they_do_not_take() -> None:
+    """Of keys: rows that see nothing, and lengths whose statistics the accelerator cannot read. With RoPE: all."""
+    assert "attention_bwd_dkdv" in _kernels(*_inputs(n=198), backward=True)
+    q, k, v = _inputs()
+    assert "attention_bwd_dkdv" in _kernels(q, k[:, :, :90], v[:, :, :90], mask=masks.causal(), backward=True)
+    rope = Rope.from_theta(FEATURES, 500)
+    names = _kernels(*_inputs(n=500), rope=rope, backward=True)
+    assert {"hopper_fwd", "attention_bwd_dkdv", "attention_bwd_dq"} <= names
+    assert not names & {"hopper_bwd_dkdv", "hopper_bwd_dq"}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_behind_a_mask(bad: float) -> None:
+    q, k, v = _inputs()
+    v[0, 0, 150, 7] = k[0, 0, 150, 9] = bad
+    expected = attention(q, k[:, :, :150], v[:, :, :150], mask=masks.causal("top_left"), backend="torch")
+    with compiled_attention("sm_90"):
+        given = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*given, mask=masks.causal(), backend="triton")
+        dq, _, _ = torch.autograd.grad(out, given, torch.ones_like(out))
+    torch.testing.assert_close(out[:, :, :150].detach(), expected[:, :, :150], atol=0.02, rtol=0.02)
+    assert out[:, :, 150:].isnan().all()
+    assert dq[:, :, :150].isfinite().all()
+    assert dq[:, :, 150:].isnan().all()
+
+
+def test_sequences_beside_one_with_nan() -> None:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in _inputs())
+    with compiled_attention("sm_90") as gpu:
+        cu_seqlens = torch.tensor([0, 90, N], dtype=torch.int32)
+        before = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 110, 110, backend="triton")
+        v[90:] = float("nan")
+        after = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 110, 110, backend="triton")
+    assert "hopper_fwd" in gpu.counters
+    torch.testing.assert_close(after[:90], before[:90], atol=0.02, rtol=0.02)
+    assert after[90:].isnan().all()
