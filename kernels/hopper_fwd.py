@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: a :class:`~fusedattn.kernels.hopper_rings.Ring` each of q, k and v; ones, ``(8, BLOCK_N)``;
+    """Shared memory: a :class:`~fusedattn.kernels.hopper_parts.Ring` each of q, k and v; ones, ``(8, BLOCK_N)``;
     mbarriers by which the groups of warps take turns."""
 
     q: Any
