@@ -30,3 +30,31 @@ def _weights(lses: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     terms = (lses - largest).masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)
     total = terms.sum(dim=0).masked_fill(hidden.all(dim=0), 1.0)
     return terms / total, largest + total.log()
+
+
+def add_part(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+    """Make of ``(out, lse)``, float32 or float64, in place, those of their keys and of a part's too."""
+    part_out, part_lse = part
+    hidden = part_lse == -math.inf
+    # Weights by the difference of lses: by the value of their sum, a large lse would make them wrong.
+    difference = (part_lse - lse).masked_fill(hidden, -math.inf)
+    weight, rest = torch.sigmoid(difference), torch.sigmoid(-difference)
+    out.mul_(rest[..., None]).addcmul_(part_out.to(out.dtype), weight[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def gradients_of_part(
+    part: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``(out, lse)`` of a part, in the dtype of lse, from `gradients` of ``(out, lse)`` of the whole.
+
+    The whole is :func:`sum_of_parts`. A part that is the whole has the same gradients. A row that the part does not see
+    has gradients of 0. The gradient of the whole's lse may be None.
+    """
+    (out, lse), (whole_out, whole_lse), (dout, dlse) = part, whole, gradients
+    hidden = lse == -math.inf
+    weight = torch.exp(lse - whole_lse).masked_fill(hidden, 0.0)
+    dout = dout.to(weight.dtype)
+    into_lse = (dout * (out.to(weight.dtype) - whole_out)).sum(dim=-1)
+    into_lse = into_lse if dlse is None else into_lse + dlse
+    return weight[..., None] * dout, (weight * into_lse).masked_fill(hidden, 0.0)

@@ -21,6 +21,7 @@ from fusedattn.dropout import draw_seed
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed
+from fusedattn.parts import gradients_of_part
 from fusedattn.prepare import prepared, scale_of
 
 NAME = "fusedattn"
@@ -48,7 +49,8 @@ def register(*, dispatch_key: str = "CUDA") -> None:
 
     The operators return lse, but not the maximum and sum of each row, from which this package's backward computes the
     weights more exactly. So the backward runs the forward once more; its gradients are bit for bit those of
-    :func:`fusedattn.attention`.
+    :func:`fusedattn.attention`. If the backward operator is given out and lse of more keys than these, as by torch's
+    ``context_parallel``, its gradients are those of the attention to all of them.
 
     Packed queries may attend to a part of the keys of their sequence, the first ``seqused_k[i]``, which also lie in the
     pages of a `block_table`. Neither keys nor values are copied. The backward operator is not told of it, so such calls
@@ -125,7 +127,7 @@ def _scaled_dot_product_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(is_causal, None, None)
-    return _backward(grad_out, query, key, value, None, mask, scale, dropout_p, philox_seed)
+    return _backward(grad_out, query, key, value, (out, logsumexp), None, mask, scale, dropout_p, philox_seed)
 
 
 def _flash_forward(
@@ -193,8 +195,9 @@ def _flash_backward(
 ) -> tuple[Tensor, ...]:
     packed = _packed(query, key, cum_seq_q, cum_seq_k, max_q, max_k)
     mask = _mask(is_causal, window_size_left, window_size_right)
-    dout, q, k, v = _heads_first(grad_out, query, key, value)
-    return _heads_last(query, *_backward(dout, q, k, v, packed, mask, scale, dropout_p, rng_state))
+    dout, q, k, v, out = _heads_first(grad_out, query, key, value, out)
+    whole = out, logsumexp if packed is None else logsumexp[None]
+    return _heads_last(query, *_backward(dout, q, k, v, whole, packed, mask, scale, dropout_p, rng_state))
 
 
 def _flash_forward_inplace(out: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -331,19 +334,27 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    whole: tuple[Tensor, Tensor],
     packed: Packed | None,
     mask: Mask,
     scale: float | None,
     dropout_p: float,
     rng_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; runs the forward once more."""
+    """dq, dk and dv; runs the forward once more.
+
+    `whole` are out and lse of these keys, or of others too: torch's ring attention passes those of all its processes.
+    """
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     options = Options(mask, scale=scale_of(scale, q), dropout_p=dropout_p, dropout_seed=seed, packed=packed)
     inputs = _problem(q, (k, v), options)
     constants = constants_of(options, keep_residual=True)
-    out, _, *kept, _ = ops.forward((*inputs, *_OTHERS), constants)
-    dq, dk, dv, *_ = ops.gradients(dout, None, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants)
+    out, lse, *kept, _ = ops.forward((*inputs, *_OTHERS), constants)
+    assert lse is not None
+    into_out, into_lse = gradients_of_part((out, lse), whole, (dout, None))
+    dq, dk, dv, *_ = ops.gradients(
+        into_out.to(out.dtype), into_lse, (*inputs, *_OTHERS), (out, *kept), _NEEDED, constants
+    )
     assert dq is not None
     assert dk is not None
     assert dv is not None

@@ -284,6 +284,35 @@ def test_gradients_are_those_of_attention_bit_for_bit(dtype: torch.dtype) -> Non
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_gradients_of_some_of_the_keys(dtype: torch.dtype, heads_first: bool) -> None:
+    """torch's ring attention calls the backward for a part of the keys, with out and lse of all."""
+    tensors = [normal(2, 3, n, 16).to(dtype).requires_grad_() for n in (8, 12, 12)]
+    visible, dout = band(8, 12, None, None), normal(2, 3, 8, 16).to(dtype)
+    out, lse = by_mathematics(*(x.double() for x in tensors), visible, None)
+    exact = torch.autograd.grad(out, tensors, dout.double())
+    eager = torch.autograd.grad(by_mathematics(*tensors, visible, None)[0], tensors, dout)
+    q, k, v = (x.detach() for x in tensors)
+    whole = out.detach().to(dtype), lse.detach().float()
+    found = []
+    for keys in (slice(0, 5), slice(5, 12)):
+        given = dout, q, k[:, :, keys], v[:, :, keys], whole[0]
+        nothing = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        others = whole[1], None, None, 8, keys.stop - keys.start, 0.0, False, nothing, nothing
+        if heads_first:
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *others)
+        else:
+            op = torch.ops.aten._flash_attention_backward
+            grads = [x.transpose(1, 2) for x in op(*(x.transpose(1, 2) for x in given), *others)]
+        found.append(grads)
+    (dq, *first), (more_dq, *second) = found
+    joined = [dq + more_dq, *(torch.cat(parts, dim=2) for parts in zip(first, second, strict=True))]
+    for actual, right, other in zip(joined, exact, eager, strict=True):
+        error, allowed = (actual - right).abs(), (other - right).abs()
+        assert error.max() <= 1.5 * allowed.max() + torch.finfo(dtype).eps * right.abs().max()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_drops_the_same_weights_backwards(packed: bool) -> None:
     leaves = leaves_of(*((n, 2, 8) if packed else (2, 2, n, 8) for n in (8, 9, 9)))
