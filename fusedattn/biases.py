@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedattn import indices
+from fusedattn.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,7 @@ class Bias:
         rows: Tensor | slice | None = None,
         keys: Tensor | slice | None = None,
         lengths: tuple[Tensor, Tensor] | None = None,
+        shard: Shard = WHOLE,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensor that defines this bias, broadcastable to ``(batch, nheads_q, seqlen_q, seqlen_k)``.
@@ -93,6 +96,7 @@ class Bias:
             rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default.
             lengths: the number of queries and of keys in each batch, int ``(batch,)``, if batches differ in length;
                 at most ``seqlen_q`` and ``seqlen_k``. Distances then follow these lengths.
+            shard: the part of a larger attention that this is.
             dtype: to compute in; by default the dtype of the parts, float32 at least.
 
         >>> alibi(torch.tensor([0.5])).dense(1, 3).tolist()
@@ -110,7 +114,9 @@ class Bias:
             dense = indices.part_of(self.tensor, rows, keys).to(dtype)
         if self.slopes is None and self.relative is None:
             return dense
-        shift = seqlen_k - seqlen_q if lengths is None else (lengths[1] - lengths[0])[:, None, None, None]
+        shift: Any = shard.diagonal(seqlen_q, seqlen_k)
+        if lengths is not None:
+            shift = (lengths[1] - lengths[0])[:, None, None, None]
         i = indices.select(seqlen_q, rows, device)[:, None]
         distance = (indices.select(seqlen_k, keys, device) - i)[None, None] - shift
         if self.slopes is not None:

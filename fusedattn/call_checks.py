@@ -17,6 +17,7 @@ from fusedattn.options import Packed, lengths_of
 from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+from fusedattn.shard import WHOLE, Shard
 from fusedattn.strides import features_overlap, is_expanded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -320,12 +321,12 @@ def check_num_splits(num_splits: int) -> None:
         raise ValueError(f"num_splits: got {num_splits}, allowed are 1 and more, and None")
 
 
-def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = None) -> None:
+def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = None, shard: Shard = WHOLE) -> None:
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
     if mask.only_bands:  # bands fit any shape
         return
     if packed is None:
-        mask.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k)
+        mask.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k, shard)
     elif packed.cu_seqlens_k is None:
         if mask.documents is not None:
             raise NotImplementedError(

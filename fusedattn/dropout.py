@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import indices
+from fusedattn.shard import WHOLE, Shard
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -35,27 +36,30 @@ def keep_mask(
     *,
     rows: Tensor | slice | None = None,
     keys: Tensor | slice | None = None,
-    first_batch: int = 0,
+    shard: Shard = WHOLE,
 ) -> Tensor:
     """Which weights are kept, bool ``(batch, nheads, seqlen_q, seqlen_k)``; each with probability ``1 - dropout_p``.
 
     Pair ``(i, j)`` of head ``h`` and batch ``b`` is kept iff a word of Philox is at least ``floor(dropout_p * 2**32)``.
-    The key is ``seed``, the counter is ``(g(j), g(i), (first_batch + b) * nheads + h, 0)`` with ``g(x) = x // 16 * 8 +
-    x % 8``, and the word number is ``i // 8 % 2 * 2 + j // 8 % 2``.
+    The key is ``seed``, the counter is ``(g(j), g(i), b * nheads + h, 0)`` with ``g(x) = x // 16 * 8 + x % 8``, and the
+    word number is ``i // 8 % 2 * 2 + j // 8 % 2``. All count through the whole attention of which this is a shard.
 
     Args:
         seed: int64 ``(1,)``.
         dropout_p: ``0 <= dropout_p < 1``.
-        batch, nheads, seqlen_q, seqlen_k: of the attention, or of ``batch`` of its batches from ``first_batch`` on.
+        batch, nheads, seqlen_q, seqlen_k: of the attention, or of the shard.
         rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default.
+        shard: the part of a larger attention that this is.
     """
-    device = seed.device
-    batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None]
-    streams = batches * nheads + torch.arange(nheads, device=device)
+    device, first_q, first_k = seed.device, shard.first_query, shard.first_key
+    batches = torch.arange(shard.first_batch, shard.first_batch + batch, device=device)[:, None]
+    heads = torch.arange(shard.first_head, shard.first_head + nheads, device=device)
+    streams = batches * shard.heads(nheads) + heads
     # A range would make the lengths constants under a compiler.
     if rows is None and keys is None and not torch.compiler.is_compiling():
-        return kept(seed, dropout_p, streams, range(seqlen_q), range(seqlen_k))
-    i, j = indices.select(seqlen_q, rows, device)[:, None], indices.select(seqlen_k, keys, device)
+        return kept(seed, dropout_p, streams, range(first_q, first_q + seqlen_q), range(first_k, first_k + seqlen_k))
+    i = indices.select(seqlen_q, rows, device)[:, None] + first_q
+    j = indices.select(seqlen_k, keys, device) + first_k
     words = _words(seed, streams, _group(i), _group(j))
     odd_row, odd_key = (x // _APART % 2 == 1 for x in (i, j))
     first, second = (torch.where(odd_key, words[n + 1], words[n]) for n in (0, 2))

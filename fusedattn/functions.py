@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _FUNCTIONS: dict[str, Any] = {}
@@ -152,9 +151,9 @@ def check_eager(eager: Any) -> None:
         raise TypeError(f"eager: got {type(eager).__name__}, allowed are a function of torch and None")
 
 
-def args_to(args: tuple[Any, ...], device: torch.device | str) -> tuple[Any, ...]:
-    """``args`` with the tensors on ``device``."""
-    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
+def mapped_args(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """``args`` with ``change(x)`` in place of each tensor."""
+    return tuple(change(x) if isinstance(x, Tensor) else x for x in args)
 
 
 def tensors_of(args: tuple[Any, ...], owner: str) -> dict[str, Tensor]:

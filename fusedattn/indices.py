@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedattn.shard import WHOLE, Shard
+
 
 def select(seqlen: int, part: Tensor | slice | None, device: torch.device | str | None) -> Tensor:
     """The selected indices among ``0 .. seqlen - 1``, int64 ``(n,)``."""
@@ -30,10 +32,13 @@ def part_of(x: Tensor, rows: Tensor | slice | None, keys: Tensor | slice | None)
 
 
 def of_scores(
-    batch: int, nheads: int, q_index: Tensor, k_index: Tensor, first_batch: int = 0
+    batch: int, nheads: int, q_index: Tensor, k_index: Tensor, shard: Shard = WHOLE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Indices for users' functions: int64 ``(batch, 1, 1, 1)``, ``(nheads, 1, 1)``, ``(rows, 1)`` and ``(keys,)``."""
+    """Indices for users' functions: int64 ``(batch, 1, 1, 1)``, ``(nheads, 1, 1)``, ``(rows, 1)`` and ``(keys,)``.
+
+    The arguments are those of the shard, the results count through the whole attention.
+    """
     device = q_index.device
-    batches = torch.arange(first_batch, first_batch + batch, device=device)[:, None, None, None]
-    heads = torch.arange(nheads, device=device)[:, None, None]
-    return batches, heads, q_index[:, None], k_index
+    batches = torch.arange(shard.first_batch, shard.first_batch + batch, device=device)[:, None, None, None]
+    heads = torch.arange(shard.first_head, shard.first_head + nheads, device=device)[:, None, None]
+    return batches, heads, q_index[:, None] + shard.first_query, k_index + shard.first_key

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import functions, indices
+from fusedattn.shard import WHOLE, Shard
 
 CausalAlign = Literal["bottom_right", "top_left"]
 
@@ -129,7 +130,7 @@ class MaskFunction:
         return functions.rebuilt, (MaskFunction, functions.Importable(self.function), self.eager, self.args)
 
     def dense(
-        self, batch: int | None, nheads: int | None, q_index: Tensor, k_index: Tensor, first_batch: int = 0
+        self, batch: int | None, nheads: int | None, q_index: Tensor, k_index: Tensor, shard: Shard = WHOLE
     ) -> Tensor:
         """The result of ``eager``; broadcasts to ``(batch, nheads, len(q_index), len(k_index))``."""
         if self.eager is None:
@@ -142,7 +143,7 @@ class MaskFunction:
                 f"batch, nheads: got {batch} and {nheads}, allowed are ints for a mask with a function, whose result "
                 "may depend on both"
             )
-        dense = self.eager(*indices.of_scores(batch, nheads, q_index, k_index, first_batch), self.args)
+        dense = self.eager(*indices.of_scores(batch, nheads, q_index, k_index, shard), self.args)
         check_bool(dense, "eager's result")
         return dense
 

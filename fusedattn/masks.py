@@ -24,6 +24,7 @@ from fusedattn.mask_parts import Documents as Documents
 from fusedattn.mask_parts import Layout as Layout
 from fusedattn.mask_parts import MaskFunction as MaskFunction
 from fusedattn.mask_parts import Prefix as Prefix
+from fusedattn.shard import WHOLE, Shard
 
 Part = TypeVar("Part")
 
@@ -134,7 +135,7 @@ class Mask:
         keys: Tensor | slice | None = None,
         batch: int | None = None,
         nheads: int | None = None,
-        first_batch: int = 0,
+        shard: Shard = WHOLE,
         lengths: tuple[Tensor, Tensor] | None = None,
         device: torch.device | str | None = None,
         expand: bool = True,
@@ -146,7 +147,7 @@ class Mask:
             rows, keys: which queries and keys to write out, int64 ``(n,)`` or a slice; all by default. Alignments
                 remain those of the whole mask.
             batch, nheads: the number of batches and of query heads; only a mask with a function needs them.
-            first_batch: the index of the first batch, for that function.
+            shard: the part of a larger attention that this is.
             lengths: the number of queries and of keys in each batch, int ``(batch,)``, if batches differ in length; at
                 most ``seqlen_q`` and ``seqlen_k``. Alignments follow these lengths; pairs beyond them are not hidden.
             device: by default that of the mask's tensors, or torch's default if it has none.
@@ -165,8 +166,9 @@ class Mask:
             device = next((x.device for x in self.tensors().values()), None)
         q_index = indices.select(seqlen_q, rows, device)
         k_index = indices.select(seqlen_k, keys, device)
-        i, j = q_index[:, None], k_index
-        shifts: dict[str, Any] = {align: _shift(align, seqlen_q, seqlen_k) for align in ALIGNMENTS}
+        i, j = q_index[:, None] + shard.first_query, k_index + shard.first_key
+        whole_q, whole_k = shard.lengths(seqlen_q, seqlen_k)
+        shifts: dict[str, Any] = {align: _shift(align, whole_q, whole_k) for align in ALIGNMENTS}
         if lengths is not None:
             shifts["bottom_right"] = (lengths[1] - lengths[0])[:, None, None, None]
         allowed: list[Tensor] = []
@@ -190,9 +192,9 @@ class Mask:
         if self.allowed is not None:
             allowed.append(indices.part_of(self.allowed, rows, keys))
         if self.tree is not None:
-            allowed.append(_among_newest(self.tree, rows, j - shifts["bottom_right"], seqlen_q))
+            allowed.append(_among_newest(self.tree, rows, j - shifts["bottom_right"], whole_q))
         if self.function is not None:
-            allowed.append(self.function.dense(batch, nheads, q_index, k_index, first_batch))
+            allowed.append(self.function.dense(batch, nheads, q_index, k_index, shard))
         if not allowed or (expand and not is_expanded):
             allowed.append(torch.ones(q_index.shape[0], k_index.shape[0], dtype=torch.bool, device=device))
         dense = functools.reduce(torch.bitwise_and, allowed)
@@ -213,27 +215,31 @@ class Mask:
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
+        return self.mapped(lambda x: x.to(device))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Mask:
+        """The same mask with ``change(x)`` in place of each tensor."""
         prefix, documents, layout, function = self.prefix, self.documents, self.layout, self.function
         if prefix is not None:
-            prefix = Prefix(prefix.lengths.to(device), prefix.align)
+            prefix = Prefix(change(prefix.lengths), prefix.align)
         if documents is not None:
-            documents = Documents(documents.q.to(device), documents.k.to(device))
+            documents = Documents(change(documents.q), change(documents.k))
         if layout is not None:
-            layout = Layout(layout.blocks.to(device), layout.block_q, layout.block_k)
+            layout = Layout(change(layout.blocks), layout.block_q, layout.block_k)
         if function is not None:
-            function = MaskFunction(function.function, function.eager, functions.args_to(function.args, device))
+            function = MaskFunction(function.function, function.eager, functions.mapped_args(function.args, change))
         return Mask(
             self.bands,
-            None if self.valid is None else self.valid.to(device),
-            None if self.allowed is None else self.allowed.to(device),
+            None if self.valid is None else change(self.valid),
+            None if self.allowed is None else change(self.allowed),
             prefix,
             documents,
             layout,
             function,
-            None if self.tree is None else self.tree.to(device),
+            None if self.tree is None else change(self.tree),
         )
 
-    def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> None:
+    def check(self, batch: int, nheads: int, seqlen_q: int, seqlen_k: int, shard: Shard = WHOLE) -> None:
         """Raise ValueError if a tensor of this mask does not fit the shape of the attention."""
         exact: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         if self.valid is not None:
@@ -250,7 +256,7 @@ class Mask:
             full = (batch, nheads, seqlen_q, seqlen_k)
             _check_broadcast(self.allowed, "boolean(m)", "(batch, nheads_q, seqlen_q, seqlen_k)", full)
         if self.tree is not None:
-            full = (batch, nheads, seqlen_q, seqlen_q)
+            full = (batch, nheads, seqlen_q, shard.lengths(seqlen_q, seqlen_k)[0])
             _check_broadcast(self.tree, "tree(m)", "(batch, nheads_q, seqlen_q, seqlen_q)", full)
         if self.layout is not None:
             block_q, block_k = self.layout.block_q, self.layout.block_k

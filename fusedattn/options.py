@@ -13,6 +13,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+from fusedattn.shard import WHOLE, Shard
 from fusedattn.support import Backend
 
 
@@ -65,7 +66,7 @@ class Options:
 
     Attributes:
         packed: where the sequences lie; None if each batch is one sequence.
-        first_batch: the number of the first batch, from which functions and dropout count.
+        shard: the part of a larger attention that this call computes.
         cache: the cache whose memory k and v are; None if they are tensors of this call.
         num_splits: the programs that share the keys of a small tile of queries; None for a fixed number of keys each.
     """
@@ -83,7 +84,7 @@ class Options:
     return_lse: bool = False
     return_max: bool = False
     packed: Packed | None = None
-    first_batch: int = 0
+    shard: Shard = WHOLE
     cache: KVCache | None = None
     num_splits: int | None = None
 

@@ -59,7 +59,7 @@ def prepared(
         call_checks.check_cached(cache, q, mask, options.rope, packed)
     elif known is None:
         call_checks.check_qkv(q, k, v)
-    call_checks.check_mask(mask, q, seqlen_k, packed)
+    call_checks.check_mask(mask, q, seqlen_k, packed, options.shard)
     if options.rope is not None:
         call_checks.check_rope(options.rope, q, seqlen_k, packed, cache)
     if options.bias is not None:

@@ -19,6 +19,7 @@ from fusedattn.masks import Mask, as_mask
 from fusedattn.readable import is_readable
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
+from fusedattn.shard import WHOLE, Shard
 
 
 def attention(
@@ -35,7 +36,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
-    first_batch: int = 0,
+    shard: Shard = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``softmax(scale * rope(q) rope(k)^T, masked) v`` (Vaswani et al., 2017, eq. 1), step by step.
 
@@ -48,7 +49,7 @@ def attention(
         v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         mask, rope, bias, scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for
             :func:`fusedattn.attention`.
-        first_batch: the index of the first batch, which dropout and functions of masks and scores depend on.
+        shard: the part of a larger attention that this is.
 
     Returns:
         ``(out, lse, weights)``: out ``(batch, nheads_q, seqlen_q, head_dim_v)``; lse float32 (float64 for float64
@@ -63,7 +64,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
     group = nheads // k.shape[1]
-    visible = mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, first_batch=first_batch, device=q.device)
+    visible = mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, shard=shard, device=q.device)
     visible = visible.expand(batch, nheads, -1, -1)
 
     if rope is not None:
@@ -76,14 +77,12 @@ def attention(
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None or score_mod is not None:
         scores = scores.masked_fill(~visible, 0.0)  # the derivative at a NaN is NaN, and 0 * NaN is a NaN gradient
-    scores = modified(
-        scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, first_batch=first_batch
-    )
+    scores = modified(scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, shard=shard)
     scores = scores.masked_fill(~visible, -math.inf)
     if _products_leak(v) and not ((scores < math.inf).all() and v.isfinite().all()):
         out, lse, weights = attention(
             *(x.float() for x in given), mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap,
-            score_mod=score_mod, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, first_batch=first_batch,
+            score_mod=score_mod, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, shard=shard,
         )  # fmt: skip
         return out.to(v.dtype), lse, weights.to(v.dtype)
 
@@ -95,7 +94,7 @@ def attention(
     kept = weights
     if dropout_p:
         seed = dropout.draw_seed(q.device) if dropout_seed is None else dropout_seed
-        keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first_batch)
+        keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, shard=shard)
         kept = weights * (keep.to(weights.dtype) / (1.0 - dropout_p))
     return _weighted_sum(kept.to(q.dtype), v, visible).masked_fill(unseen, 0.0), lse, weights.to(q.dtype)
 
@@ -110,13 +109,13 @@ def largest_scores(
     scale: float | None = None,
     softcap: float | None = None,
     score_mod: ScoreMod | None = None,
-    first_batch: int = 0,
+    shard: Shard = WHOLE,
     rows: slice | None = None,
 ) -> Tensor:
     """The largest score of each query, as the softmax sees it: scaled, and after the other steps before the mask.
 
     Args:
-        q, k, mask, rope, bias, scale, softcap, score_mod, first_batch: as for :func:`attention`.
+        q, k, mask, rope, bias, scale, softcap, score_mod, shard: as for :func:`attention`.
         rows: which queries; all by default.
 
     Returns:
@@ -133,11 +132,9 @@ def largest_scores(
     scores = ((q @ k.mT) * scale).to(torch.promote_types(q.dtype, torch.float32))
     scores = modified(
         scores, seqlen_q, seqlen_k, softcap=softcap, score_mod=score_mod, bias=bias, rows=chosen,
-        first_batch=first_batch,
+        shard=shard,
     )  # fmt: skip
-    visible = mask.dense(
-        seqlen_q, seqlen_k, rows=chosen, batch=batch, nheads=nheads, first_batch=first_batch, device=q.device
-    )
+    visible = mask.dense(seqlen_q, seqlen_k, rows=chosen, batch=batch, nheads=nheads, shard=shard, device=q.device)
     if seqlen_k == 0:
         return scores.new_full(scores.shape[:3], -math.inf)
     largest = torch.where(visible, scores, -math.inf).amax(dim=-1)
@@ -154,15 +151,15 @@ def modified(
     bias: Bias | None,
     rows: Tensor | None = None,
     keys: Tensor | None = None,
-    first_batch: int = 0,
+    shard: Shard = WHOLE,
 ) -> Tensor:
     """Scaled scores after the steps before the mask; for all queries and keys, or for `rows` and `keys`, int64."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score_mod is not None:
-        scores = score_mod.apply(scores, rows=rows, keys=keys, first_batch=first_batch).to(scores.dtype)
+        scores = score_mod.apply(scores, rows=rows, keys=keys, shard=shard).to(scores.dtype)
     if bias is not None:
-        scores = scores + bias.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, dtype=scores.dtype)
+        scores = scores + bias.dense(seqlen_q, seqlen_k, rows=rows, keys=keys, shard=shard, dtype=scores.dtype)
     return scores
 
 

@@ -25,6 +25,7 @@ from fusedattn.reference_varlen import (
     rows_of,
 )
 from fusedattn.rope import Rope, apply_rope
+from fusedattn.shard import Shard
 
 
 def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> Results:
@@ -59,7 +60,7 @@ def attention(q: Tensor, options: Options, *, attend: Attend = by_reference) -> 
             rope=rope,
             packed=None,
             cache=None,
-            first_batch=i,
+            shard=Shard(i),
         )
         out, lse, largest = attend(own_q.to(wide), k.to(wide), v.to(wide), own)
         outs.append(out.to(q.dtype))
@@ -194,5 +195,5 @@ def mask_of(mask: Mask, i: int, q: Tensor, n_keys: int) -> Mask:
     own = pairs_of_mask(own, i, n_queries, n_keys)
     if own.function is None:
         return own
-    written = own.dense(n_queries, n_keys, batch=1, nheads=q.shape[1], first_batch=i, device=q.device)
+    written = own.dense(n_queries, n_keys, batch=1, nheads=q.shape[1], shard=Shard(i), device=q.device)
     return Mask(allowed=written)  # a function may use the number of the sequence

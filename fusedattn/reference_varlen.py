@@ -15,6 +15,7 @@ from fusedattn.indices import four_dimensional
 from fusedattn.masks import Documents, Layout, Mask, Prefix
 from fusedattn.options import Options, Packed
 from fusedattn.rope import Rope
+from fusedattn.shard import Shard
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, largest
 
@@ -45,16 +46,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, *, attend: Atte
     for i in range(packed.n_sequences):
         queries, keys = slice(stops_q[i], stops_q[i + 1]), slice(stops_k[i], stops_k[i + 1])
         mask = _mask_of(options.mask, i, queries, keys)
-        if mask.function is not None:  # it may use the number of the sequence
-            lengths = _length(queries), _length(keys)
-            mask = Mask(allowed=mask.dense(*lengths, batch=1, nheads=q.shape[1], first_batch=i, device=q.device))
         own = replace(
             options,
             mask=mask,
             bias=None if options.bias is None else bias_of(options.bias, i, _length(queries), _length(keys)),
             rope=None if options.rope is None else _rope_of(options.rope, queries, keys),
             packed=None,
-            first_batch=i,
+            shard=Shard(i),
         )
         out, lse, largest = attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], own)
         outs.append(out)

@@ -11,6 +11,7 @@ so that ``q . k`` depends on positions only through their difference.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,17 +129,12 @@ class Rope:
 
     def to(self, device: torch.device | str) -> Rope:
         """The same tables and positions on ``device``."""
+        return self.mapped(lambda x: x.to(device))
 
-        def move(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device)
-
-        return Rope(
-            self.cos.to(device),
-            self.sin.to(device),
-            self.interleaved,
-            move(self.positions_q),
-            move(self.positions_k),
-        )
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Rope:
+        """The same rotation with ``change(x)`` in place of each tensor."""
+        positions = (None if x is None else change(x) for x in (self.positions_q, self.positions_k))
+        return Rope(change(self.cos), change(self.sin), self.interleaved, *positions)
 
     def check(self, batch: int, seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
         """Raise ValueError if the tables or positions do not fit the attention."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedattn import functions, indices
+from fusedattn.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +122,13 @@ class ScoreMod:
         return replace(self, args=tuple(args))
 
     def apply(
-        self, scores: Tensor, *, rows: Tensor | None = None, keys: Tensor | None = None, first_batch: int = 0
+        self, scores: Tensor, *, rows: Tensor | None = None, keys: Tensor | None = None, shard: Shard = WHOLE
     ) -> Tensor:
         """The result of ``eager`` for scores ``(batch, nheads_q, rows, keys)``.
 
         Args:
             rows, keys: the indices of their queries and keys, int64 ``(n,)``; counted from 0 by default.
-            first_batch: the index of the first batch.
+            shard: the part of the whole attention that these scores are.
 
         Raises:
             NotImplementedError: there is no ``eager``.
@@ -140,7 +141,7 @@ class ScoreMod:
         batch, nheads, n_rows, n_keys = scores.shape
         q_index = indices.select(n_rows, rows, scores.device)
         k_index = indices.select(n_keys, keys, scores.device)
-        return self.eager(scores, *indices.of_scores(batch, nheads, q_index, k_index, first_batch), self.args)
+        return self.eager(scores, *indices.of_scores(batch, nheads, q_index, k_index, shard), self.args)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of ``args``, by name."""
@@ -148,7 +149,7 @@ class ScoreMod:
 
     def to(self, device: torch.device | str) -> ScoreMod:
         """The same function with its tensors on ``device``."""
-        return replace(self, args=functions.args_to(self.args, device))
+        return replace(self, args=functions.mapped_args(self.args, lambda x: x.to(device)))
 
 
 def _check_arg_gradient(gradient: ArgGradient, args: tuple[Any, ...]) -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from fusedattn.kernels import exact_sum, launcher
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.exact_sum import ExactSums, add_exactly
-from fusedattn.kernels.masking import any_keys, bounds_of, clamped, key_blocks
+from fusedattn.kernels.masking import any_keys, bounds_of, key_blocks, numbers_of_pairs
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import dtype_of, program_tile, strided
@@ -61,7 +61,6 @@ def attention_bwd_learned(
     number, head, sequence = program_tile(n_tiles, nheads_q, heads_in_l2, REVERSED=call.mask.HAS_UPPER)
     place = place_of(call.sequences, sequence, head, nheads_q, seqlen_q, seqlen_k)
     start_m = number * tile.BLOCK_M
-    query = clamped((start_m + tl.arange(0, tile.BLOCK_M))[:, None], place.seqlen_q)
     bounds = bounds_of(call.mask, place, numbers)
     blocks = key_blocks(call.mask, place, bounds, start_m, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_N)
     for i in tl.range(0, blocks.n_full + blocks.n_boundary, disable_licm=True):
@@ -73,10 +72,10 @@ def attention_bwd_learned(
             index = sequence * call.score.slopes_stride + head
             terms = -ds * tl.abs(distance_of(place, block)).to(dtype_of(tile.ACC))
         else:
-            key = clamped(block.keys, place.seqlen_k)
             scores, _ = capped(products, call.score, scale)
-            index = INDEX(sequence, head, query, key, call.score.function_args)
-            derivative = DERIVATIVE(scores, sequence, head, query, key, call.score.function_args)
+            of_sequence, of_head, query, key = numbers_of_pairs(place, block.rows, block.keys)
+            index = INDEX(of_sequence, of_head, query, key, call.score.function_args)
+            derivative = DERIVATIVE(scores, of_sequence, of_head, query, key, call.score.function_args)
             # The derivative of a hidden pair may be any number, or NaN.
             terms = tl.where(pairs, ds * tl.cast(derivative, dtype_of(tile.ACC)), 0.0)
         index += tl.zeros([1, 1], tl.int32)  # a number gets a shape too, which says what the index depends on

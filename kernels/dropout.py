@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.shard import first_key, first_query, head_number
+
 
 class DropoutArguments(NamedTuple):
     """The arguments of dropout; `seed_ptr` is None if nothing is dropped.
@@ -29,9 +31,10 @@ NO_DROPOUT = DropoutArguments(None, None, None)
 @triton.jit
 def kept(dropout, place, block):
     """Which weights of a block are kept."""
-    rows = block.rows
-    keys = block.keys
-    stream = place.sequence * place.nheads + place.head
+    rows = block.rows + first_query(place)
+    keys = block.keys + first_key(place)
+    sequence, head, nheads = head_number(place)
+    stream = sequence * nheads + head
     zero = (rows + keys) * 0
     a, b, c, d = tl.philox(tl.load(dropout.seed_ptr), zero + _group(keys), zero + _group(rows), zero + stream, zero, 10)
     word = tl.where(rows & 8 != 0, tl.where(keys & 8 != 0, d, c), tl.where(keys & 8 != 0, b, a))

@@ -95,7 +95,7 @@ def mask_arguments(
     if mask.layout is not None:
         n_q, n_k = triton.cdiv(shape.max_seqlen_q, sizes.block_q), triton.cdiv(shape.max_seqlen_k, sizes.block_k)
         blocks = mask.layout.expand(-1, -1, n_q, n_k)
-        if sequences.cu_q_ptr is None and sequences.lengths_ptr is None:
+        if sequences.cu_q_ptr is None and sequences.lengths_ptr is None and sequences.shard_ptr is None:
             blocks = blocks & _blocks_in_band(blocks, sizes.block_q, sizes.block_k, *band.at(shape))
         layout = _layout(blocks, sizes.block_q, sizes.block_k)
     by_pair = mask.allowed is not None or mask.layout is not None or function is not None

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.pairs import Block, Pairs, pair_pointers
+from fusedattn.kernels.shard import diagonal_at_end, diagonal_at_start, first_key, first_query, head_number
 
 # Larger than any length, and small enough to be added to one.
 FAR = tl.constexpr(2**30)
@@ -108,15 +109,15 @@ class Blocks(NamedTuple):
 @triton.jit
 def bounds_of(mask, place, numbers):
     """The :class:`Bounds` of a sequence, from the :class:`~fusedattn.kernels.parameters.Numbers` of the call."""
-    at_end = place.seqlen_k - place.seqlen_q
-    lower = tl.maximum(numbers.lower_start, numbers.lower_end + at_end)
-    upper = tl.minimum(numbers.upper_start, numbers.upper_end + at_end)
+    at_start = diagonal_at_start(place)
+    at_end = diagonal_at_end(place)
+    lower = tl.maximum(numbers.lower_start + at_start, numbers.lower_end + at_end)
+    upper = tl.minimum(numbers.upper_start + at_start, numbers.upper_end + at_end)
     prefix = 0
     prefix_upper = 0
     if mask.prefix_ptr is not None:
-        prefix = tl.load(mask.prefix_ptr + place.sequence)
-        if mask.PREFIX_AT_END:
-            prefix_upper = at_end
+        prefix = tl.load(mask.prefix_ptr + place.sequence) - first_key(place)
+        prefix_upper = at_end if mask.PREFIX_AT_END else at_start
     if mask.key_range_ptr is not None:
         ptr = mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3
         return Bounds(lower, upper, tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), prefix, prefix_upper)
@@ -198,7 +199,7 @@ def key_blocks(
             full_start = tl.maximum(full_start, full_first - place.first_k)
             full_stop = tl.minimum(full_stop, full_end - place.first_k)
         if mask.tree is not None:
-            full_stop = tl.minimum(full_stop, place.seqlen_k - place.seqlen_q)
+            full_stop = tl.minimum(full_stop, _older_keys(place))
         if IS_SPLIT:
             start += split * split_keys
             stop = tl.minimum(stop, start + split_keys)
@@ -293,7 +294,7 @@ def query_blocks(
             end_full = stop - n_right * BLOCK_M
             keys_full = (start_n >= bounds.key_start) & (last < bounds.key_stop) & (bounds.contiguous != 0)
             if mask.tree is not None:
-                keys_full = keys_full & (last < place.seqlen_k - place.seqlen_q)
+                keys_full = keys_full & (last < _older_keys(place))
             n_full = tl.where(keys_full, tl.maximum(end_full - full_start, 0) // FULL_M, 0) * (FULL_M // BLOCK_M)
             n_left = tl.cdiv(tl.maximum(end_full - n_full * BLOCK_M - start, 0), BLOCK_M)
             return Blocks(end_full - (n_left + n_full) * BLOCK_M, n_left, n_full, n_left + n_right)
@@ -358,9 +359,21 @@ def load_key_visible(mask, place, bounds, keys):
 
 
 @triton.jit
-def clamped(offs, seqlen):
-    """Indices for users' functions, which may load by them: those outside the sequence become its first or last."""
-    return tl.minimum(tl.maximum(offs, 0), seqlen - 1)
+def _older_keys(place):
+    """The number of keys before those of the queries."""
+    return diagonal_at_end(place) - first_query(place)
+
+
+@triton.jit
+def numbers_of_pairs(place, rows, keys):
+    """(sequence, head, query, key) for users' functions, which may load by them.
+
+    Rows and keys outside the sequence become its first or last.
+    """
+    sequence, head, _ = head_number(place)
+    query = tl.minimum(tl.maximum(rows, 0), place.seqlen_q - 1) + first_query(place)
+    key = tl.minimum(tl.maximum(keys, 0), place.seqlen_k - 1) + first_key(place)
+    return sequence, head, query, key
 
 
 @triton.jit
@@ -386,12 +399,11 @@ def visible(mask, place, bounds, block, query_exists, key_visible):
         ptrs = pair_pointers(mask.allowed, place, block)
         pairs = pairs & (tl.load(ptrs, mask=pairs, other=0) != 0)
     if mask.tree is not None:
-        older = place.seqlen_k - place.seqlen_q
+        older = _older_keys(place)
         newest = Block(block.start_m, block.start_n - older, rows, keys - older)
         ptrs = pair_pointers(mask.tree, place, newest)
         pairs = pairs & (tl.load(ptrs, mask=pairs & (newest.keys >= 0), other=1) != 0)
     if mask.FUNCTION is not None:
-        pairs = pairs & mask.FUNCTION(
-            place.sequence, place.head, clamped(rows, place.seqlen_q), clamped(keys, place.seqlen_k), mask.function_args
-        )
+        sequence, head, query, key = numbers_of_pairs(place, rows, keys)
+        pairs = pairs & mask.FUNCTION(sequence, head, query, key, mask.function_args)
     return pairs

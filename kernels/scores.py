@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.accurate_math import quotient
-from fusedattn.kernels.masking import clamped
+from fusedattn.kernels.masking import numbers_of_pairs
 from fusedattn.kernels.pairs import Pairs, pair_pointers, pairs
 from fusedattn.kernels.primitives import Strided, widen
+from fusedattn.kernels.shard import diagonal_at_end
 
 
 class ScoreArguments(NamedTuple):
@@ -76,7 +77,7 @@ def tanh(x):
 @triton.jit
 def distance_of(place, block):
     """The distance from each query of a block to each key."""
-    return block.keys - block.rows - (place.seqlen_k - place.seqlen_q)
+    return block.keys - block.rows - diagonal_at_end(place)
 
 
 @triton.jit
@@ -112,11 +113,9 @@ def modified(scores, score, scale, place, block, readable, ACC: tl.constexpr):
     if score.MODIFIED:
         scores, derivative = capped(scores, score, scale)
         if score.FUNCTION is not None:
-            query = clamped(block.rows, place.seqlen_q)
-            key = clamped(block.keys, place.seqlen_k)
-            by_score = score.DERIVATIVE(scores, place.sequence, place.head, query, key, score.function_args)
-            derivative *= tl.cast(by_score, ACC)
-            changed = score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args)
+            sequence, head, query, key = numbers_of_pairs(place, block.rows, block.keys)
+            derivative *= tl.cast(score.DERIVATIVE(scores, sequence, head, query, key, score.function_args), ACC)
+            changed = score.FUNCTION(scores, sequence, head, query, key, score.function_args)
             scores = tl.cast(changed, ACC)
         if score.bias is not None:
             ptrs = pair_pointers(score.bias, place, block)

@@ -13,12 +13,14 @@ import triton.language as tl
 class Sequences(NamedTuple):
     """The starts of packed sequences, int32 ``(n + 1,)`` each; None if a batch is not packed.
 
-    If keys lie in a cache (kernels/cached.py), `lengths_ptr`, int32 ``(n,)``, has the tokens of each sequence.
+    If keys lie in a cache (kernels/cached.py), `lengths_ptr`, int32 ``(n,)``, has the tokens of each sequence. If they
+    are a shard (kernels/shard.py), `shard_ptr` has its numbers.
     """
 
     cu_q_ptr: Any
     cu_k_ptr: Any
     lengths_ptr: Any = None
+    shard_ptr: Any = None
 
 
 NOT_PACKED = Sequences(None, None)
@@ -45,6 +47,7 @@ class Place(NamedTuple):
     key_base: Any
     n_rows: Any
     dropped: Any
+    shard_ptr: Any
 
 
 @triton.jit
@@ -76,7 +79,19 @@ def place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k):
         length_k = tl.minimum(tl.maximum(length, 0), seqlen_k)
         dropped = length - length_k
     return Place(
-        sequence, head, nheads, batch, first_q, first_k, length_q, length_k, query_base, key_base, seqlen_q, dropped
+        sequence,
+        head,
+        nheads,
+        batch,
+        first_q,
+        first_k,
+        length_q,
+        length_k,
+        query_base,
+        key_base,
+        seqlen_q,
+        dropped,
+        sequences.shard_ptr,
     )
 
 
@@ -96,6 +111,7 @@ def with_head(place, head):
         place.key_base,
         place.n_rows,
         place.dropped,
+        place.shard_ptr,
     )
 
 

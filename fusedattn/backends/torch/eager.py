@@ -13,17 +13,10 @@ from torch import Tensor
 
 from fusedattn import dropout, reference
 from fusedattn.score_mod import ScoreMod
+from fusedattn.shard import Shard
 
 # The number of scores in one step, which fit a cache; and the fewest queries that are worth a separate product.
 SCORES, LEAST_ROWS = 2**17, 64
-
-
-class Place(NamedTuple):
-    """The batches, queries and keys of the whole attention that a part covers."""
-
-    batches: range
-    rows: range
-    keys: range
 
 
 class Steps(NamedTuple):
@@ -44,15 +37,15 @@ class Steps(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, place: Place
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, shard: Shard
 ) -> tuple[Tensor, Tensor | None]:
     """``(out, lse)``, float32 or float64; lse is None if not needed.
 
     Args:
-        q, k, v: as for :func:`fusedattn.attention`, those of `place`; finite, float32 or float64.
+        q, k, v: as for :func:`fusedattn.attention`, those of `shard`; finite, float32 or float64.
         added: added to the scores, ``(batch or 1, nheads or 1, seqlen_q or 1, seqlen_k)``; each row has a finite value.
         steps: the other steps.
-        place: the part of the whole attention that q and k are.
+        shard: the part of the whole attention that q and k are, with its nheads.
     """
     nheads, n_rows = q.shape[1:3]
     nheads_kv, n_keys = k.shape[1:3]
@@ -71,13 +64,10 @@ def attention(
             of_heads, blocks = _narrowed(own, 1, first, queries.shape[1]), []
             for i, rows in enumerate(queries.split(size, dim=2)):
                 start = i * size
-                at = Place(
-                    place.batches[b * n_batches : (b + 1) * n_batches],
-                    place.rows[start : start + size],
-                    place.keys,
-                )
                 on_rows = _narrowed(of_heads, 2, start, size)
-                blocks.append(_step(rows, keys, values, on_rows, steps, at, first, nheads))
+                own_steps = steps if steps.sinks is None else steps._replace(sinks=steps.sinks[first:][: rows.shape[1]])
+                own_shard = shard.part(b * n_batches, first, start)
+                blocks.append(_step(rows, keys, values, on_rows, own_steps, own_shard))
             heads.append(_joined(blocks, 2))
         batches.append(_joined(heads, 1))
     return _joined(batches, 0)
@@ -106,30 +96,23 @@ def _joined(parts: list[Results], dim: int) -> Results:
     return outs, torch.cat(lses, dim) if lses else None
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, at: Place, first_head: int, nheads: int
-) -> Results:
-    """``(out, lse)`` of the heads from `first_head` on, of `nheads` in all; q is scaled."""
+def _step(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, steps: Steps, shard: Shard) -> Results:
+    """``(out, lse)`` of a shard, with its own `steps.sinks`; q is scaled."""
     scores = _product(q, k.mT)
     if steps.softcap is not None:
         scores = torch.tanh_(scores)
     factor = 1.0 if steps.softcap is None else steps.softcap
     if steps.score_mod is not None:
-        rows, keys = (torch.arange(x.start, x.stop, device=q.device) for x in (at.rows, at.keys))
-        scores = scores * factor
-        scores = steps.score_mod.apply(scores, rows=rows, keys=keys, first_batch=at.batches.start).to(q.dtype)
+        scores = steps.score_mod.apply(scores * factor, shard=shard).to(q.dtype)
         factor = 1.0
     if added is not None:
         scores = torch.add(added, scores, alpha=factor)
     elif factor != 1.0:
         scores = scores * factor
     weights = torch.softmax(scores, dim=-1)
-    heads = slice(first_head, first_head + q.shape[1])
     if steps.dropout_p:
         assert steps.dropout_seed is not None
-        batches, own = (torch.arange(x.start, x.stop, device=q.device) for x in (at.batches, heads))
-        streams = batches[:, None] * nheads + own
-        keep = dropout.kept(steps.dropout_seed, steps.dropout_p, streams, at.rows, at.keys)
+        keep = dropout.keep_mask(steps.dropout_seed, steps.dropout_p, *scores.shape, shard=shard)
         weights = weights.masked_fill(~keep, 0.0)
     out = _product(weights, v)
     if steps.dropout_p:
@@ -140,7 +123,7 @@ def _step(
     if steps.sinks is None:
         return out, lse
     # Not by the sigmoid of their difference: its derivative would compute the weight of a sink as 1 minus almost 1.
-    whole = torch.logaddexp(lse, steps.sinks[heads, None].to(lse.dtype))
+    whole = torch.logaddexp(lse, steps.sinks[:, None].to(lse.dtype))
     return out * torch.exp(lse - whole)[..., None], whole
 
 

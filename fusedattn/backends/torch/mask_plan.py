@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedattn.masks import Documents, Mask, Prefix
+from fusedattn.masks import Band, Documents, Mask, Prefix
+from fusedattn.shard import WHOLE, Shard
 
 # The overhead of a call of torch's function, forward and backward, in units of one score of one head.
 CALL = 20_000
@@ -72,6 +73,24 @@ class Group(NamedTuple):
 
     batches: range
     pieces: tuple[Piece, ...]
+
+
+def within_shard(mask: Mask, shard: Shard, shape: ScoresShape, device: torch.device) -> Mask:
+    """The same mask of a shard, counted from its first batch, query and key; what cannot be shifted is written out."""
+    has_all_pairs = not (shard.first_query or shard.first_key) and shard.seqlen_q is None and shard.seqlen_k is None
+    by_number = mask.function is not None and shard != WHOLE
+    if by_number or not (has_all_pairs or (mask.prefix is None and mask.tree is None)):
+        return Mask(
+            allowed=mask.dense(
+                shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads, shard=shard, device=device
+            )
+        )
+    if has_all_pairs or not mask.bands:
+        return mask
+    lower, upper = mask.band(*shard.lengths(shape.seqlen_q, shape.seqlen_k))
+    shift = shard.first_query - shard.first_key
+    band = Band(None if lower is None else -lower - shift, None if upper is None else upper + shift, "top_left")
+    return replace(mask, bands=frozenset({band}))
 
 
 def with_allowed_pairs(mask: Mask, shape: ScoresShape) -> Mask:

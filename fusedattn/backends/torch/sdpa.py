@@ -20,36 +20,39 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusedattn import indices, reference
 from fusedattn.backends.torch import eager, flash, mask_plan
 from fusedattn.backends.torch.boxes import cut, paste
-from fusedattn.backends.torch.eager import Place, Steps
+from fusedattn.backends.torch.eager import Steps
 from fusedattn.masks import Mask, boolean
 from fusedattn.options import Options
 from fusedattn.readable import is_readable
 from fusedattn.reference import LARGE
+from fusedattn.shard import WHOLE, Shard
 from fusedattn.strides import rows_overlap
 
 Results = tuple[Tensor, Tensor | None]
 
 
 class Compute(Protocol):
-    """Compute ``(out, lse)`` of a piece; `of_rows` is added to its scores, `is_causal` hides keys ``j > i``."""
+    """Compute ``(out, lse)`` of a piece, which is `part` of the scores.
+
+    `of_rows` is added to its scores, `is_causal` hides keys ``j > i``.
+    """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
+        self, q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, part: Shard
     ) -> Results: ...
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """``(out, lse)`` of :func:`fusedattn.attention`; lse is None if not asked for.
-
-    A function of the mask counts batches from 0, whatever `options.first_batch` is.
-    """
-    return_lse, first_batch = options.return_lse, options.first_batch
+    """``(out, lse)`` of :func:`fusedattn.attention`; lse is None if not asked for."""
+    return_lse, shard = options.return_lse, options.shard
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     has_kernel = options.softcap is None and options.score_mod is None and not options.dropout_p
     is_plain = has_kernel and options.sinks is None
     if q.numel() == 0 or seqlen_k == 0:  # torch's function cannot compute these
         return _by_reference(q, k, v, options)
-    rope, bias, mask = options.rope, options.bias, options.mask
+    rope, bias = options.rope, options.bias
+    shape = mask_plan.ScoresShape(q.shape[0], q.shape[1], seqlen_q, seqlen_k)
+    mask = mask_plan.within_shard(options.mask, shard, shape, q.device)
     given = [q, k, v, *(x for x in (options.sinks, options.dropout_seed) if x is not None)]
     for value in (bias, options.score_mod):
         given += [] if value is None else value.tensors().values()
@@ -60,7 +63,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     if can_plan and options.sinks is not None and not (options.sinks < math.inf).all():  # 0 * NaN is NaN
         return _by_reference(q, k, v, options)
     # In float32 at least: in 16 bits a large negative bias would become -inf.
-    added = None if bias is None else bias.dense(seqlen_q, seqlen_k, dtype=torch.promote_types(q.dtype, torch.float32))
+    added = None
+    if bias is not None:
+        added = bias.dense(seqlen_q, seqlen_k, shard=shard, dtype=torch.promote_types(q.dtype, torch.float32))
     lowest = highest = 0.0
     if added is not None:
         lowest, highest = _bounds(added) if readable else (-math.inf, 0.0)
@@ -85,7 +90,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
             options.scale, options.softcap, options.score_mod, options.sinks, options.dropout_p, options.dropout_seed,
             needs_lse=return_lse or options.sinks is not None,
         )  # fmt: skip
-        out, lse = _with_lse(q, k, v, mask, added, steps, has_kernel and not keeps_weights, first_batch)
+        out, lse = _with_lse(q, k, v, mask, added, steps, has_kernel and not keeps_weights, shard)
     else:
         out, lse = _plain(q, k, v, mask, added, options.scale, can_plan, keeps_weights), None
     if poisoned is not None:
@@ -186,7 +191,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
     if not can_plan:
         return at_once(q, k, v, mask, added, scale)
 
-    def by_function(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place) -> Results:
+    def by_function(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, part: Shard) -> Results:
         return _call(q, k, v, attn_mask=of_rows, is_causal=is_causal, scale=scale), None
 
     return _in_pieces(q, k, v, mask, added, by_function, has_triangles=True)[0]
@@ -208,22 +213,20 @@ def _with_lse(
     added: Tensor | None,
     steps: Steps,
     has_kernel: bool,
-    first_batch: int,
+    shard: Shard,
 ) -> Results:
     """The output and, if `steps` need it, lse; by torch's kernel or with the weights written out."""
     if has_kernel and not (added is not None and added.requires_grad):
         head_dim_v = v.shape[3]
 
-        def by_kernel(
-            q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
-        ) -> Results:
+        def by_kernel(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, part: Shard) -> Results:
             def again(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Results:
                 own = of_rows
                 if is_causal:
                     triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
                     own = _rows(triangle[None, None], None, q.dtype).added
                 of_sinks = steps._replace(sinks=sinks)
-                return _widened(lambda q, k, v: eager.attention(q, k, v, own, of_sinks, place), q, k, v)
+                return _widened(lambda q, k, v: eager.attention(q, k, v, own, of_sinks, part), q, k, v)
 
             return flash.attention(q, k, v, of_rows, steps.sinks, is_causal=is_causal, scale=steps.scale, eager=again)
 
@@ -232,10 +235,10 @@ def _with_lse(
     else:
 
         def by_weights(
-            q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, place: Place
+            q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, part: Shard
         ) -> Results:
-            batches = range(first_batch + place.batches.start, first_batch + place.batches.stop)
-            return eager.attention(q, k, v, of_rows, steps, place._replace(batches=batches))
+            own = shard.part(part.first_batch, 0, part.first_query, part.first_key)
+            return eager.attention(q, k, v, of_rows, steps, own._replace(nheads=shard.heads(q.shape[1])))
 
         def compute(q: Tensor, k: Tensor, v: Tensor) -> Results:
             return _in_pieces(q, k, v, mask, added, by_weights, has_triangles=False)
@@ -297,9 +300,9 @@ def _in_pieces(
         else:
             shown = Mask(mask.bands) if in_band else mask
             rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
-        at = Place(batches, piece.rows, piece.keys)
+        at = Shard(batches.start, 0, piece.rows.start, piece.keys.start)
         run = functools.partial(
-            compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", place=at
+            compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", part=at
         )
         out, lse = _masked(queries, rows, run)
         outs.append(out)
@@ -349,8 +352,7 @@ def _whole(
 ) -> Results:
     """Run `compute` on everything at once; with `visible` None only `is_causal` hides pairs."""
     rows = _Rows(added, None) if visible is None else _rows(visible, added, q.dtype)
-    place = Place(range(q.shape[0]), range(q.shape[2]), range(k.shape[2]))
-    run = functools.partial(compute, k=k, v=v, of_rows=rows.added, is_causal=is_causal, place=place)
+    run = functools.partial(compute, k=k, v=v, of_rows=rows.added, is_causal=is_causal, part=WHOLE)
     out, lse = _masked(q, rows, run)
     return out, None if lse is None else lse.contiguous()
 

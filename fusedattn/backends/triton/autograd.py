@@ -17,6 +17,7 @@ from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import Constants, constants_of
 from fusedattn.indices import four_dimensional
 from fusedattn.options import Options
+from fusedattn.shard import WHOLE
 
 Eager = Callable[..., tuple[Tensor, Tensor]]
 
@@ -200,7 +201,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     learned = None if options.score_mod is None else options.score_mod.learned
     inputs = (q, k, v, added, relative, sinks, slopes, learned)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
-    constants = constants_of(options, keep_residual=needs_gradient)
+    shard = None
+    if options.shard != WHOLE:
+        shard = options.shard.numbers(q.shape[1], q.shape[2], k.shape[2], q.device)
+    constants = constants_of(options, keep_residual=needs_gradient, shard=shard)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op as it is, with the same backward.
     if torch.compiler.is_compiling():

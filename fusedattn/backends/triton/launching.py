@@ -126,10 +126,10 @@ def problem_of(
     if not (bias is None and relative is None and sinks is None and slopes is None) or constants.changes_scores:
         score = _score(constants, bias, relative, sinks, slopes, learned)
     plain = score is UNMODIFIED and not constants.hides_by_tensors and tensors.dropout_seed is None
-    if plain and cu_seqlens_q is None and not is_cached:
+    if plain and cu_seqlens_q is None and not is_cached and tensors.shard is None:
         call, call_kind = _plain_call(band)
     else:
-        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, tensors.lengths)
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, tensors.lengths, tensors.shard)
         dropout = dropout_arguments(tensors.dropout_seed, constants.dropout_p)
         function = registered(constants.functions.mask) if constants.functions.mask else None
         mask = mask_arguments(tensors, sizes, function, constants.mask_args, band, sequences, shape)

@@ -26,7 +26,8 @@ class ConstantTensors(NamedTuple):
     :func:`fusedattn.kernels.dropout.dropout_arguments` and :class:`fusedattn.Rope` give their shapes.
 
     `cu_seqlens_q` and `cu_seqlens_k` are int32 ``(n_sequences + 1,)``: sequences are packed into a batch of 1. With
-    `lengths`, k and v are the memory of a cache, and the tensors from there on those of :class:`fusedattn.KVCache`.
+    `lengths`, k and v are the memory of a cache, and the tensors from there on those of :class:`fusedattn.KVCache`, but
+    `shard`, which is :meth:`fusedattn.shard.Shard.numbers`.
     """
 
     valid: Tensor | None = None
@@ -49,6 +50,7 @@ class ConstantTensors(NamedTuple):
     left_padding: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    shard: Tensor | None = None
 
 
 NO_TENSORS = ConstantTensors()
@@ -191,14 +193,14 @@ class Constants:
         )
 
 
-def constants_of(options: Options, *, keep_residual: bool) -> Constants:
+def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None = None) -> Constants:
     """The options that get no gradient, and the other arguments of the operators."""
     mask, rope, score_mod, packed, cache = options.mask, options.rope, options.score_mod, options.packed, options.cache
     if cache is not None:
         rope = rope or cache.rope
     # torch.compile would trace through the cache, and make an input of everything that is read.
     has_tensors = not mask.only_bands or score_mod is not None or packed is not None or cache is not None
-    has_tensors = has_tensors or options.num_splits is not None
+    has_tensors = has_tensors or options.num_splits is not None or shard is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
@@ -225,6 +227,7 @@ def constants_of(options: Options, *, keep_residual: bool) -> Constants:
         cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
         cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
         **({} if cache is None else {name: getattr(cache, name) for name in OF_CACHE}),
+        shard=shard,
     )
     sizes = _sizes_of(mask.bands, options.deterministic, options.return_max)._replace(
         prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedattn import biases
 from fusedattn.dropout import keep_mask
+from fusedattn.shard import Shard
 from fusedattn.weights import attention_weights
 
 
@@ -27,7 +28,7 @@ def s_dmask(q: Tensor, k: Tensor, lse: Tensor, *, first_batch: int = 0, **option
     dropout_p, seed = options.pop("dropout_p"), options.pop("dropout_seed")
     with torch.no_grad():
         weights = attention_weights(q, k, lse, **options)
-        keep = keep_mask(seed, dropout_p, *weights.shape, first_batch=first_batch)
+        keep = keep_mask(seed, dropout_p, *weights.shape, shard=Shard(first_batch))
         return torch.where(keep, weights, -weights).to(q.dtype)
 
 
