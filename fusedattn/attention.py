@@ -16,11 +16,13 @@ from fusedattn.options import Keywords, Options
 from fusedattn.prepare import prepared, scale_of
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
-from fusedattn.support import Backend
+from fusedattn.support import Backend, are_dtensors
 from fusedattn.varlen import are_nested, nested_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fusedattn.distributed import Context
 
 
 @overload
@@ -30,6 +32,7 @@ def attention(
     v: Tensor | None = ...,
     *,
     cache: KVCache | None = ...,
+    context: Context | None = ...,
     return_lse: Literal[False] = ...,
     return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
@@ -43,6 +46,7 @@ def attention(
     v: Tensor | None = ...,
     *,
     cache: KVCache | None = ...,
+    context: Context | None = ...,
     return_lse: Literal[True],
     return_max: Literal[False] = ...,
     **keywords: Unpack[Keywords],
@@ -56,6 +60,7 @@ def attention(
     v: Tensor | None = ...,
     *,
     cache: KVCache | None = ...,
+    context: Context | None = ...,
     return_lse: Literal[False] = ...,
     return_max: Literal[True],
     **keywords: Unpack[Keywords],
@@ -69,6 +74,7 @@ def attention(
     v: Tensor | None = ...,
     *,
     cache: KVCache | None = ...,
+    context: Context | None = ...,
     return_lse: Literal[True],
     return_max: Literal[True],
     **keywords: Unpack[Keywords],
@@ -81,6 +87,7 @@ def attention(
     v: Tensor | None = None,
     *,
     cache: KVCache | None = None,
+    context: Context | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
     bias: Bias | Tensor | None = None,
@@ -120,6 +127,9 @@ def attention(
             as the cache keeps of it, and ``seqlen_k`` in the shapes of masks and biases is the capacity of the cache.
             Queries are the newest tokens: masks, biases and positions count from the end of their own sequence.
             Numbers that are stored as codes are those of :meth:`fusedattn.KVCache.dense`.
+        context: a :class:`fusedattn.distributed.Context`, if the tokens of a sequence are split among processes. q, k
+            and v are then those of this process, all of which make the call; ``docs/distributed.md`` says which part of
+            each other argument a process passes. q, k and v may also be DTensors, split by batches and heads.
         mask: a :class:`fusedattn.masks.Mask`, or a bool tensor broadcastable to
             ``(batch, nheads_q, seqlen_q, seqlen_k)``; True = attend. ``masks.causal()`` aligns the last query
             with the last key.
@@ -176,20 +186,39 @@ def attention(
         NotImplementedError: the call is valid but the backend cannot run it; the message lists every reason, as
             :func:`fusedattn.not_supported_reasons` does.
     """
+    if context is not None:
+        from fusedattn.distributed.context import checked
+
+        context = checked(context)
     if others:
-        raise unknown_argument("attention", others)
+        error = unknown_argument("attention", others)
+        if context is not None:
+            context.refuse(error)  # the other processes wait for this one
+        raise error
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
-    plainly = plainly and cache is None and score_mod is None and sinks is None and not return_lse and not return_max
+    plainly = plainly and cache is None and score_mod is None and sinks is None and context is None
+    plainly = plainly and not return_lse and not return_max
     plainly = plainly and type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
     if plainly and dropout_seed is None and k is not None and v is not None:
         answer = fast_path.attention(q, k, v, mask, backend)
         if answer is not None:
             return answer
-    is_nested = are_nested(q, k, v)
-    options = Options(
-        as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
-    )  # fmt: skip
+    try:
+        is_nested = are_nested(q, k, v)
+        options = Options(
+            as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
+            deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
+        )  # fmt: skip
+    except Exception as error:
+        if context is not None:
+            context.refuse(error)
+        raise
+    if context is not None:
+        return options.returned(*context.attention(q, k, v, options, backend))
+    if are_dtensors(q, k, v):
+        from fusedattn.distributed import dtensor
+
+        return options.returned(*dtensor.attention(q, k, v, options, backend))
     if is_nested:
         return nested_attention(q, k, v, options, backend)
     q, k, v, backend = prepared(q, k, v, options, backend)

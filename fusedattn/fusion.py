@@ -12,16 +12,23 @@ import logging
 import sys
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from fusedattn.call_checks import check_backend, check_deterministic
 from fusedattn.integrations import torch_nn
-from fusedattn.integrations.modules import FusedScaledDotProductAttention
+from fusedattn.integrations.modules import (
+    FusedScaledDotProductAttention,
+    SplitLearnedPositionalEncoding,
+    SplitPositionalEncoding,
+)
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from fusedattn.support import Backend
-from fusedattn.transformer import ScaledDotProductAttention
+from fusedattn.transformer import LearnedPositionalEncoding, PositionalEncoding, ScaledDotProductAttention
+
+if TYPE_CHECKING:
+    from fusedattn.distributed import Context
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,12 @@ Model = TypeVar("Model", bound=nn.Module)
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
     ScaledDotProductAttention: FusedScaledDotProductAttention,
     nn.MultiheadAttention: FusedMultiheadAttention,
+}
+
+# With a context.
+POSITION_TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    PositionalEncoding: SplitPositionalEncoding,
+    LearnedPositionalEncoding: SplitLearnedPositionalEncoding,
 }
 
 
@@ -46,7 +59,13 @@ class Replacement:
         return f"{_called(self.name)}: {self.reference} -> {self.fused}"
 
 
-def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = True) -> Model:
+def fuse(
+    model: Model,
+    *,
+    backend: Backend | None = None,
+    deterministic: bool = True,
+    context: Context | None = None,
+) -> Model:
     """Run every known attention in ``model`` through :func:`fusedattn.attention`, in place.
 
     Known are the reference Transformer of ``fusedattn.transformer``; ``torch.nn.MultiheadAttention``, and with it
@@ -58,6 +77,9 @@ def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = 
             untouched; fusing twice is fusing once.
         backend: passed on to :func:`fusedattn.attention`; None chooses by device.
         deterministic: likewise; with False, gradients may be summed in any order.
+        context: the model gets, on each process, the tokens that :meth:`fusedattn.distributed.Context.shard` gives it.
+            Attention is to the tokens of all processes, at their positions in the whole sequence. Only for models of
+            ``fusedattn.transformer``.
 
     Returns:
         ``model`` itself. :func:`fusion_report` lists the replacements, :func:`unfuse` undoes them.
@@ -78,6 +100,17 @@ def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = 
     models = hugging_face.models_in(model) if hugging_face else {}
     for name, pretrained in models.items():
         reasons += [f"{_called(name)}: {reason}" for reason in hugging_face.reasons(pretrained)]  # type: ignore[union-attr]
+    if context is not None:
+        from fusedattn.distributed.context import checked
+
+        context = checked(context)
+        others = [f"{_called(name)}: takes no context" for name in models]
+        others += [
+            f"{_called(name)}: takes no context"
+            for name, module in model.named_modules()
+            if isinstance(module, tuple(_twins())) and not isinstance(module, ScaledDotProductAttention)
+        ]
+        reasons += others
     if reasons:
         raise NotImplementedError("model: cannot be fused faithfully: " + "; ".join(reasons))
     twins = _twins()
@@ -91,6 +124,10 @@ def fuse(model: Model, *, backend: Backend | None = None, deterministic: bool = 
     for core in cores:
         core.__class__ = twins.get(type(core), type(core))
         core.__dict__.update(backend=backend, deterministic=deterministic)
+    for module in model.modules():
+        _split_positions(module, context)
+        if isinstance(module, FusedScaledDotProductAttention):
+            module.__dict__.update(context=context)
     for pretrained in models.values():
         hugging_face.fuse(pretrained, backend, deterministic)  # type: ignore[union-attr]
     for replacement in fusion_report(model):
@@ -103,9 +140,10 @@ def unfuse(model: Model) -> Model:
     references = {twin: reference for reference, twin in _twins().items()}
     for module in model.modules():
         if type(module) in references:
-            for name in ("backend", "deterministic"):
+            for name in ("backend", "deterministic", "context"):
                 module.__dict__.pop(name, None)
             module.__class__ = references[type(module)]
+        _split_positions(module, None)
     hugging_face = _hugging_face()
     if hugging_face:
         for pretrained in hugging_face.models_in(model).values():
@@ -126,6 +164,18 @@ def fusion_report(model: nn.Module) -> list[Replacement]:
             if isinstance(module, twin) and not (hugging_face and hugging_face.is_bypassed(module)):
                 report.append(Replacement(name, reference.__name__, type(module).__name__))
     return report
+
+
+def _split_positions(module: nn.Module, context: Context | None) -> None:
+    """Let a position encoding count through the whole sequence of a context, or undo it."""
+    for reference, twin in POSITION_TWINS.items():
+        if context is not None and type(module) is reference:
+            module.__class__ = twin
+        elif context is None and type(module) is twin:
+            module.__class__ = reference
+            module.__dict__.pop("context", None)
+        if type(module) is twin:
+            module.__dict__.update(context=context)
 
 
 def _twins() -> dict[type[nn.Module], type[nn.Module]]:

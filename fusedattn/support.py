@@ -269,3 +269,9 @@ def _release(version: str) -> tuple[int, ...]:
 HAS_TRITON = _is_installed("triton")
 HAS_KERNELS = _find_kernels()
 INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []
+
+
+def are_dtensors(*tensors: object) -> bool:
+    """Whether one of these is a DTensor of ``torch.distributed``, which is not loaded for this."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)

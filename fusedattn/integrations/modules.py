@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from fusedattn.attention import attention
@@ -11,6 +13,10 @@ from fusedattn.masks import Mask
 from fusedattn.rope import Rope
 from fusedattn.support import Backend
 from fusedattn.transformer import ScaledDotProductAttention
+from fusedattn.transformer.positions import LearnedPositionalEncoding, PositionalEncoding, rows_at
+
+if TYPE_CHECKING:
+    from fusedattn.distributed import Context
 
 
 class FusedScaledDotProductAttention(ScaledDotProductAttention):
@@ -21,6 +27,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
 
     backend: Backend | None = None
     deterministic: bool = True
+    context: Context | None = None
 
     def forward(
         self,
@@ -37,6 +44,8 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         if cache is not None:
             return self.cached(q, k, v, cache, mask, need_weights=need_weights)
         if need_weights:
+            if self.context is not None:
+                self.context.refuse(NotImplementedError("need_weights: got True with a context, allowed is False"))
             return super().forward(q, k, v, mask, rope=rope)
         if q.dim() == k.dim() == v.dim() == 3:  # one head, without a dimension for it
             if isinstance(mask, Tensor) and mask.dim() == 3:
@@ -53,6 +62,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             scale=self.scale,
             dropout_p=dropout_p,
             deterministic=self.deterministic,
+            context=self.context,
             backend=self.backend,
         )
         return out, None
@@ -68,6 +78,8 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """As the reference does: one kernel stores the tokens, and one attends to the cache."""
+        if self.context is not None:
+            self.context.refuse(NotImplementedError("cache: got a cache and a context, allowed is one of them"))
         if need_weights:
             return super().cached(q, k, v, cache, mask)
         append(cache, k, v, counted=True, backend=self.backend)
@@ -81,3 +93,36 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             backend=self.backend,
         )
         return out, None
+
+
+class SplitPositionalEncoding(PositionalEncoding):
+    """The twin of ``PositionalEncoding`` for tokens that a context splits among processes."""
+
+    context: Context
+
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """``x``, ``(batch, seqlen, d_model)``, the tokens of this process, plus the rows of their positions."""
+        return self.dropout(x + _rows(self.table, x, self.context, offset))
+
+
+class SplitLearnedPositionalEncoding(LearnedPositionalEncoding):
+    """The twin of ``LearnedPositionalEncoding`` for tokens that a context splits among processes."""
+
+    context: Context
+
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """``x``, ``(batch, seqlen, d_model)``, the tokens of this process, plus the vectors of their positions."""
+        return self.dropout(x + _rows(self.embedding.weight, x, self.context, offset))
+
+
+def _rows(table: Tensor, x: Tensor, context: Context, offset: int | Tensor) -> Tensor:
+    """The rows of a table at the positions of the tokens of this process."""
+    if isinstance(offset, Tensor) or offset != 0:
+        context.refuse(
+            NotImplementedError("offset: got a value with a context, allowed is 0: a context takes no cache")
+        )
+    positions = context.positions(x.shape[1], x.device)
+    try:
+        return rows_at(table, x, positions)
+    except Exception as error:  # the other processes have gone on to their next call
+        context.refuse(error)

@@ -273,9 +273,9 @@ class MultiHeadAttention(nn.Module):
         value = key if value is None else value
         for name, x in (("query", query), ("key", key), ("value", value)):
             _check_input(x, name, self.d_model)
-        q = self.q_proj(query).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(key).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(value).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)
+        q = self.q_proj(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k_proj(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(value).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if cache is None:
             rope = None if self.rope is None else self.rope.tables()
             heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)

@@ -160,17 +160,27 @@ def _rows(table: Tensor, x: Tensor, offset: int | Tensor) -> Tensor:
     return table[offset : offset + x.shape[1]].to(x.dtype)
 
 
+def rows_at(table: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """Rows of ``table`` at ``positions``, int64 ``(seqlen,)``, in the dtype of ``x``, ``(batch, seqlen, d_model)``.
+
+    Raises:
+        ValueError: a position outside the table, or an ``x`` of another width. On a GPU positions are not read: one
+            outside gives NaN.
+    """
+    if x.dim() != 3 or x.shape[-1] != table.shape[1]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, allowed is (batch, seqlen, d_model = {table.shape[1]})")
+    max_len = table.shape[0]
+    if positions.numel() and can_read(positions):
+        _check_positions(int(positions.min()), int(positions.max()) + 1, max_len)
+    inside = (positions >= 0) & (positions < max_len)
+    return table[positions.clamp(0, max_len - 1)].to(x.dtype).masked_fill(~inside[..., None], torch.nan)
+
+
 def _rows_of_sequences(table: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Rows that start at another offset in each sequence, ``(batch, seqlen, d_model)``."""
-    max_len, seqlen = table.shape[0], x.shape[1]
     if tuple(offsets.shape) != (x.shape[0],):
         raise ValueError(f"offset: got shape {tuple(offsets.shape)}, allowed is (batch,) = {(x.shape[0],)}")
-    if offsets.numel() and can_read(offsets):
-        _check_positions(int(offsets.min()), int(offsets.max()) + seqlen, max_len)
-    positions = offsets[:, None] + torch.arange(seqlen, device=offsets.device)
-    inside = (positions >= 0) & (positions < max_len)
-    rows = table[positions.clamp(0, max_len - 1)].to(x.dtype)
-    return rows.masked_fill(~inside[..., None], torch.nan)
+    return rows_at(table, x, offsets[:, None] + torch.arange(x.shape[1], device=offsets.device))
 
 
 def _check_positions(start: int, end: int, max_len: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization", "readable"}
+VALUES |= {"kv_cache", "quantization", "readable", "shard"}
 
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
 # files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
@@ -14,6 +14,7 @@ VALUES |= {"kv_cache", "quantization", "readable"}
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "integrations.kernels_hub": {"fusedattn"},
+    "distributed.example": {"fusedattn", "distributed", "cli", "transformer"},
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
@@ -24,24 +25,27 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.torch_nn",
         "integrations.transformers",
         "call_checks",
+        "distributed",
         "support",
         "transformer",
     },
     "integrations.transformers": {"attention", "caches", "weights", "support", *VALUES},
     "integrations.torch_nn": {"attention", "varlen", "weights", "call_checks", "support", *VALUES},
     "integrations.torch_functions": {"attention", "prepare", "call_checks", "support", *VALUES},
-    "integrations.modules": {"attention", "caches", "support", "transformer", *VALUES},
+    "integrations.modules": {"attention", "caches", "distributed", "support", "transformer", *VALUES},
     "integrations.flash_attn": {"attention", "varlen", "weights", "caches", "call_checks", *VALUES},
     "attention": {
         "varlen",
         "backends",
         "backends.torch.fast_path",
+        "distributed",
         "prepare",
         "call_checks",
         "options",
         "support",
         *VALUES,
     },
+    "distributed": {"backends", "prepare", "parts", "call_checks", "options", "support", *VALUES},
     "varlen": {"backends", "prepare", "call_checks", "options", "support", *VALUES},
     "caches": {"backends", "call_checks", "support", *VALUES},
     "backends": {
@@ -55,7 +59,14 @@ ALLOWED: dict[str, set[str]] = {
         "support",
         *VALUES,
     },
-    "integrations.torch_flash": {"backends.triton.ops", "prepare", "backends.triton.operands", "options", *VALUES},
+    "integrations.torch_flash": {
+        "backends.triton.ops",
+        "parts",
+        "prepare",
+        "backends.triton.operands",
+        "options",
+        *VALUES,
+    },
     "backends.triton.autograd": {
         "backends.triton.ops",
         "backends.triton.operands",
@@ -129,17 +140,18 @@ ALLOWED: dict[str, set[str]] = {
     "reference": VALUES,
     "transformer": VALUES,
     "backends.torch.mask_plan": VALUES,
-    "score_mod": {"functions", "indices"},
-    "masks": {"mask_parts", "functions", "indices"},
-    "mask_parts": {"functions", "indices"},
-    "dropout": {"indices"},
-    "biases": {"indices"},
+    "score_mod": {"functions", "indices", "shard"},
+    "masks": {"mask_parts", "functions", "indices", "shard"},
+    "mask_parts": {"functions", "indices", "shard"},
+    "dropout": {"indices", "shard"},
+    "biases": {"indices", "shard"},
     "integrations": set(),
     "functions": set(),
     "kernels": set(),
     "backends.triton": set(),
     "parts": set(),
-    "indices": set(),
+    "indices": {"shard"},
+    "shard": set(),
     "backends.torch.boxes": set(),
     "backends.torch.flash": set(),
     "strides": set(),
@@ -161,7 +173,7 @@ class Layer(NamedTuple):
 
 LAYERS = (
     Layer("command line", "`python -m fusedattn`, and the package as a kernel of the Hugging Face Hub",
-          ("__main__", "cli", "integrations.kernels_hub")),
+          ("__main__", "cli", "distributed.example", "integrations.kernels_hub")),
     Layer("public names", "`fusedattn/__init__.py`", ("fusedattn",)),
     Layer("fusing a model", "which module replaces which", ("fusion",)),
     Layer("other libraries", "the interface of each library, over `attention()`; none imports another",
@@ -172,6 +184,7 @@ LAYERS = (
            "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "merge", "caches")),
+    Layer("many processes", "attention over tensors that are split among processes", ("distributed",)),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.cached", "backends.torch.cache_numbers",
@@ -189,7 +202,7 @@ LAYERS = (
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
           ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
-           "indices", "strides", "readable")),
+           "indices", "shard", "strides", "readable")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

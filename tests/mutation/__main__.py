@@ -51,6 +51,7 @@ from tests.mutation import (
     package,
     scores,
     sequences,
+    shards,
     trees,
 )  # fmt: skip
 from tests.mutation.fault import Fault
@@ -61,7 +62,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
-    cache_kernels, hopper,
+    cache_kernels, hopper, shards,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)

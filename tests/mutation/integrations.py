@@ -85,7 +85,7 @@ FLASH_OF_TORCH = (
     Fault(FLASH, "    if key.shape[-1] != value.shape[-1]:\n", "    if False:\n", "torch's flash: values of another width are not refused", torch_flash("refused")),
     Fault(FLASH, "query.shape[2], key.shape[2], *_for_backward", "key.shape[2], query.shape[2], *_for_backward", "torch's flash: longest lengths exchanged", torch_flash("test_dense")),
     Fault(FLASH, "_forward(q, (k, v), packed, mask, scale, dropout_p", "_forward(q, (k, v), packed, mask, None, dropout_p", "torch's flash, heads last: scale dropped", torch_flash("heads_last")),
-    Fault(FLASH, "_backward(dout, q, k, v, packed, mask, scale, dropout_p, rng_state)", "_backward(dout, q, k, v, packed, mask, None, dropout_p, rng_state)", "torch's flash, heads last: backward without the scale", torch_flash("heads_last")),
+    Fault(FLASH, "_backward(dout, q, k, v, whole, packed, mask, scale, dropout_p, rng_state)", "_backward(dout, q, k, v, whole, packed, mask, None, dropout_p, rng_state)", "torch's flash, heads last: backward without the scale", torch_flash("heads_last")),
     Fault(FLASH, "_mask(is_causal, window_size_left, window_size_right)", "_mask(is_causal, window_size_right, window_size_left)", "torch's flash: backward with the window the other way round", torch_flash("heads_last"), nth=1),
     Fault(FLASH, "        self.library = None", "        pass", "torch's flash: stays when it is restored", torch_flash("restored")),
 )
@@ -120,7 +120,7 @@ TORCH_NN = (
 
 FUSING = (
     Fault(FUSION, "core.__dict__.update(backend=backend, deterministic=deterministic)", "core.__dict__.setdefault(\"backend\", backend)", "fuse: the backend of the first time stays", FUSED),
-    Fault(FUSION, 'for name in ("backend", "deterministic"):', 'for name in ("deterministic",):', "unfuse: a backend stays behind", multihead("module_is_unchanged")),
+    Fault(FUSION, 'for name in ("backend", "deterministic", "context"):', 'for name in ("deterministic", "context"):', "unfuse: a backend stays behind", multihead("module_is_unchanged")),
     Fault(FUSION, "            hugging_face.unfuse(pretrained)\n", "            pass\n", "unfuse: models of transformers stay fused", models("unfuse")),
     Fault(FUSION, "hugging_face.fuse(pretrained, backend, deterministic)", "hugging_face.fuse(pretrained, None, deterministic)", "fuse: backend ignored for models of transformers", models("rotation_inside and not triton")),
     Fault(FUSION, "return found + (torch_nn.reasons(module) if isinstance(module, nn.MultiheadAttention) else [])", "return found", "fuse: a module of torch that cannot be fused is", multihead("reasons")),

@@ -23,7 +23,7 @@ SCORES, TILE, DROPOUT, PROBLEM = "kernels/scores.py", "kernels/weights.py", "ker
 EPILOGUE, SUMS = "kernels/epilogue.py", "kernels/sums.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, LAUNCHING = "kernels/attention_bwd_bias.py", "fusedattn/backends/triton/launching.py"
-GRADIENT = "kernels/score_gradient.py"
+GRADIENT, MASKING = "kernels/score_gradient.py", "kernels/masking.py"
 
 CAPPED = budget("soft-cap", "everything")
 MODIFIED_GRADIENTS = gradients("soft-cap", "score")
@@ -49,13 +49,13 @@ FUNCTIONS = (
     Fault(BWD, "delta[None, :]) * derivative", "delta[None, :])", "dk: derivative of the score lost", MODIFIED_GRADIENTS),
     Fault(BWD, "ds = p * (dp - own.delta[:, None]) * derivative  # (", "ds = p * (dp - own.delta[:, None])  # (", "dq: derivative of the score lost in full blocks", budget("soft-cap", "score")),
     Fault(BWD, "return p * (dp - own.delta[:, None]) * derivative, pairs", "return p * (dp - own.delta[:, None]), pairs", "dq: derivative of the score lost in boundary blocks", MODIFIED_GRADIENTS),
-    Fault(SCORES, "derivative *= tl.cast(by_score, ACC)", "derivative = tl.cast(by_score, ACC)", "score function: derivative of the soft-cap lost", SCORE),
-    Fault(SCORES, "score.DERIVATIVE(scores, place.sequence", "score.DERIVATIVE(score.FUNCTION(scores, place.sequence, place.head, query, key, score.function_args), place.sequence", "score function: derivative at the result", MODIFIED_GRADIENTS),
-    Fault(SCORES, "changed = score.FUNCTION(scores, place.sequence, place.head, query, key,", "changed = score.FUNCTION(scores, place.sequence, place.head, key, query,", "score function: queries and keys exchanged", SCORE),
-    Fault(SCORES, "changed = score.FUNCTION(scores, place.sequence, place.head,", "changed = score.FUNCTION(scores, place.sequence, 0,", "score function: head 0 for all", SCORE),
-    Fault(SCORES, "score.DERIVATIVE(scores, place.sequence, place.head,", "score.DERIVATIVE(scores, place.sequence, 0,", "score function: derivative of head 0 for all", SCORE),
-    Fault(SCORES, "key = clamped(block.keys, place.seqlen_k)", "key = block.keys", "score function: a key beyond the last", FUNCTION_INDICES),
-    Fault(SCORES, "query = clamped(block.rows, place.seqlen_q)", "query = block.rows", "score function: a query before the first", FUNCTION_INDICES),
+    Fault(SCORES, "derivative *= tl.cast(score.DERIVATIVE", "derivative = tl.cast(score.DERIVATIVE", "score function: derivative of the soft-cap lost", SCORE),
+    Fault(SCORES, "score.DERIVATIVE(scores, sequence", "score.DERIVATIVE(score.FUNCTION(scores, sequence, head, query, key, score.function_args), sequence", "score function: derivative at the result", MODIFIED_GRADIENTS),
+    Fault(SCORES, "changed = score.FUNCTION(scores, sequence, head, query, key,", "changed = score.FUNCTION(scores, sequence, head, key, query,", "score function: queries and keys exchanged", SCORE),
+    Fault(SCORES, "changed = score.FUNCTION(scores, sequence, head,", "changed = score.FUNCTION(scores, sequence, 0,", "score function: head 0 for all", SCORE),
+    Fault(SCORES, "score.DERIVATIVE(scores, sequence, head,", "score.DERIVATIVE(scores, sequence, 0,", "score function: derivative of head 0 for all", SCORE),
+    Fault(MASKING, "tl.minimum(tl.maximum(keys, 0), place.seqlen_k - 1)", "keys", "score function: a key beyond the last", FUNCTION_INDICES),
+    Fault(MASKING, "tl.minimum(tl.maximum(rows, 0), place.seqlen_q - 1)", "rows", "score function: a query before the first", FUNCTION_INDICES),
 )
 
 BIASES = (
@@ -85,8 +85,8 @@ BIASES = (
 )
 
 DISTANCES = (
-    Fault(SCORES, "return block.keys - block.rows - (place.seqlen_k - place.seqlen_q)", "return block.keys - block.rows", "distance: counted from the first query and key", RELATIVE),
-    Fault(SCORES, "return block.keys - block.rows - (place.seqlen_k - place.seqlen_q)", "return block.rows - block.keys + (place.seqlen_k - place.seqlen_q)", "distance: the wrong way round", RELATIVE),
+    Fault(SCORES, "return block.keys - block.rows - diagonal_at_end(place)", "return block.keys - block.rows", "distance: counted from the first query and key", RELATIVE),
+    Fault(SCORES, "return block.keys - block.rows - diagonal_at_end(place)", "return block.rows - block.keys + diagonal_at_end(place)", "distance: the wrong way round", RELATIVE),
     Fault(SCORES, "scores -= slope *", "scores += slope *", "alibi: far keys get a reward", ALIBI),
     Fault(SCORES, "tl.abs(distance_of(place, block))", "(-distance_of(place, block))", "alibi: keys ahead get a reward in the kernels", ALIBI),
     Fault(SCORES, "place.sequence * score.slopes_stride + place.head", "place.sequence * score.slopes_stride", "alibi: slope of head 0 for all", ALIBI),
@@ -139,8 +139,8 @@ SINK = (
 
 DROP = (
     Fault(DROPOUT, "zero + _group(keys), zero + _group(rows),", "zero + _group(rows), zero + _group(keys),", "dropout: queries and keys exchanged", DROPPED),
-    Fault(DROPOUT, "stream = place.sequence * place.nheads + place.head", "stream = place.head", "dropout: batches draw the same", DROPPED),
-    Fault(DROPOUT, "stream = place.sequence * place.nheads + place.head", "stream = place.sequence", "dropout: heads draw the same", DROPPED),
+    Fault(DROPOUT, "stream = sequence * nheads + head", "stream = head", "dropout: batches draw the same", DROPPED),
+    Fault(DROPOUT, "stream = sequence * nheads + head", "stream = sequence", "dropout: heads draw the same", DROPPED),
     Fault(DROPOUT, "tl.where(rows & 8 != 0,", "tl.where(keys & 8 != 0,", "dropout: two words of a counter for four pairs", DROPPED),
     Fault(DROPOUT, "(index >> 4 << 3)", "(index >> 3 << 3)", "dropout: a counter for each pair in the kernels", DROPPED),
     Fault(DROPOUT, "zero, 10)", "zero, 7)", "dropout: Philox of 7 rounds in the kernels", DROPPED),

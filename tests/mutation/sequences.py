@@ -64,19 +64,19 @@ OFFSETS = (
 )
 
 WHAT_BELONGS_TO_A_SEQUENCE = (
-    Fault(DROPOUT, "stream = place.sequence * place.nheads + place.head", "stream = place.batch * place.nheads + place.head", "packed: sequences drop the same", PACKED),
+    Fault(DROPOUT, "stream = sequence * nheads + head", "stream = place.batch * nheads + head", "packed: sequences drop the same", PACKED),
     Fault(PAIRS, "tl.cast(place.sequence, tl.int64) * x.stride_b", "tl.cast(place.batch, tl.int64) * x.stride_b", "packed: bias of the first sequence for all", PACKED),
     Fault(SCORES, "place.sequence * score.slopes_stride + place.head", "place.batch * score.slopes_stride + place.head", "packed: slopes of the first sequence for all", PACKED),
     Fault(SCORES, "tl.cast(place.sequence, tl.int64) * score.relative.stride_b", "tl.cast(place.batch, tl.int64) * score.relative.stride_b", "packed: relative of the first sequence for all", PACKED),
     Fault(MASKING, "tl.load(mask.prefix_ptr + place.sequence)", "tl.load(mask.prefix_ptr + place.batch)", "packed: prefix of the first sequence for all", PACKED),
     Fault(MASKING, "mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3", "mask.key_range_ptr + tl.cast(place.batch, tl.int64) * 3", "packed: key range of the first sequence for all", PACKED),
     Fault(MASKING, "tl.cast(place.sequence, tl.int64) * layout.stride_b", "tl.cast(place.batch, tl.int64) * layout.stride_b", "packed: layout of the first sequence for all", PACKED),
-    Fault(MASKING, "place.sequence, place.head, clamped(rows", "place.batch, place.head, clamped(rows", "packed: mask function of the first sequence for all", PACKED),
-    Fault(SCORES, "score.FUNCTION(scores, place.sequence,", "score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", "tests/public/test_learned.py -k packed"),
+    Fault(MASKING, "mask.FUNCTION(sequence, head,", "mask.FUNCTION(place.batch, head,", "packed: mask function of the first sequence for all", PACKED),
+    Fault(SCORES, "score.FUNCTION(scores, sequence,", "score.FUNCTION(scores, place.batch,", "packed: score function of the first sequence for all", "tests/public/test_learned.py -k packed"),
     Fault(MASKING, "first - place.first_k)", "first)", "packed: documents visited from where they lie in the tensor", PACKED_BLOCKS, nth=0),
     Fault(MASKING, "end - place.first_k)", "end)", "packed: documents full to where they end in the tensor", PACKED_BLOCKS, nth=1),
     Fault(MASKING, "first - place.first_q)", "first)", "packed: dk, dv of documents from where they lie in the tensor", PACKED_BLOCKS, nth=0),
-    Fault(ARGUMENTS, "if sequences.cu_q_ptr is None and sequences.lengths_ptr is None:", "if sequences.lengths_ptr is None:", "packed: blocks of a layout aligned as if the batch were one sequence", PACKED_BLOCKS),
+    Fault(ARGUMENTS, "if sequences.cu_q_ptr is None and sequences.lengths_ptr is None and sequences.shard_ptr is None:", "if sequences.lengths_ptr is None and sequences.shard_ptr is None:", "packed: blocks of a layout aligned as if the batch were one sequence", PACKED_BLOCKS),
 )
 # fmt: on
 

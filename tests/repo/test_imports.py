@@ -37,6 +37,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "virtual_gpu": {"triton", "numpy"},
     "integrations.transformers": {"transformers"},
     "cli": {"triton", "rich", "matplotlib", "numpy"},
+    "distributed.example": {"rich", "matplotlib"},
 }
 
 
@@ -67,6 +68,8 @@ EVERY_MODULE = MODULES | modules("bench", "tests")
 def unit_of(module: str) -> str:
     """The row of the table: `cli` for `fusedattn.cli.demo.command`, `fusedattn` for the package itself."""
     _, *parts = module.split(".")
+    if parts[:2] == ["distributed", "example"]:  # a command
+        return "distributed.example"
     depth = {"integrations": 2, "testing": 2, "backends": 3}.get(parts[0], 1) if parts else 0
     return ".".join(parts[:depth]) or "fusedattn"
 

@@ -17,6 +17,9 @@ README = ROOT / "README.md"
 # An opening fence, possibly indented (in a list), up to a closing fence of the same indent.
 BLOCK = re.compile(r"^([ \t]*)```python[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 
+# As torchrun sets them.
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
 # One interpreter for all blocks of a file: importing torch costs more than running them. A block does not see the
 # names of another, as if a reader pasted it. Line numbers are the file's.
 RUNNER = """
@@ -48,7 +51,8 @@ def run_blocks(path: Path, cwd: Path) -> None:
     blocks = blocks_of(path.read_text(encoding="utf-8"))
     assert blocks or path != README, "README.md has no example"
     if blocks:
-        output("-c", RUNNER, path, json.dumps(blocks), cwd=cwd, PYTHONPATH=str(ROOT), MPLBACKEND="Agg")
+        environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", **ONE_PROCESS}
+        output("-c", RUNNER, path, json.dumps(blocks), cwd=cwd, **environment)
 
 
 @quick.only(path=README)
