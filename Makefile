@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-integrations test-versions test-triton lint accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
+.PHONY: help demo demo-distributed test test-all test-integrations test-versions test-triton lint accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -19,6 +19,12 @@ help: ## list the targets
 
 demo: .venv/.demo ## fuse the reference Transformer and show the difference; ARGS go to the demo
 	@$(VENV_PYTHON) -m fusedattn demo $(ARGS)
+
+# torchrun warns if it chooses the number of threads itself; the processes share out the cores.
+PROCESSES ?= 2
+demo-distributed: .venv/.demo ## train one GPT by PROCESSES=2 processes, each with some of the tokens; ARGS go to the example
+	@OMP_NUM_THREADS=1 $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
+	    -m fusedattn.distributed.example $(ARGS)
 
 PYTEST := $(VENV_PYTHON) -m pytest -n 2 --dist worksteal --maxfail=0 --durations=10
 

@@ -114,13 +114,13 @@ def _add_demo(commands: _Commands) -> None:
     parser = _add(commands, "demo", "fuse a GPT, compare, train, sample, measure", _DEMO, _DEMO_EXAMPLES)
     parser.add_argument("--text", metavar="PATH", help="a file or a folder to train on (default: Python's own library)")
     parser.add_argument(
-        "--steps", metavar="N", type=_positive, help=f"training steps (default: {CPU.steps}, on a GPU {GPU.steps})"
+        "--steps", metavar="N", type=positive, help=f"training steps (default: {CPU.steps}, on a GPU {GPU.steps})"
     )
     parser.add_argument(
         "--out", metavar="DIR", default="fusedattn-demo", help="folder for the figure (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", metavar="N", type=_seed, default=0, help="seed of the model and the text (default: %(default)s)"
+        "--seed", metavar="N", type=seed, default=0, help="seed of the model and the text (default: %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     _add_device(parser)
@@ -143,7 +143,7 @@ def _add_check(commands: _Commands) -> None:
     parser.add_argument(
         "--against", metavar="FUNCTION", action="append", default=[], help="function to compare with; may be repeated"
     )
-    parser.add_argument("--seed", metavar="N", type=_seed, default=0, help="seed of the inputs (default: %(default)s)")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of the inputs (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="run each case in one dtype, taken in turn")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument(
@@ -195,14 +195,16 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1, ... or cpu (default: a GPU if there is one)")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An option that is a whole number from 1 on."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed are whole numbers from 1 on")
     return number
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
+    """An option that is a seed of torch."""
     number = int(text) if text.isdecimal() else -1
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed are whole numbers from 0 to 2^63 - 1")
@@ -231,4 +233,4 @@ def _shape(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if len(parts) != 6:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed are six numbers, B,HQ,HKV,SQ,SK,D")
-    return tuple(_positive(part) for part in parts)
+    return tuple(positive(part) for part in parts)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from fusedattn.cli.demo import corpus
 from fusedattn.cli.demo.corpus import Batch, Corpus
@@ -41,10 +43,9 @@ def loss_of(model: GPTModel, batch: Batch) -> Tensor:
 
 
 def train(model: GPTModel, text: Corpus, settings: Settings, steps: int, generator: torch.Generator) -> Iterator[Step]:
-    """Train by AdamW with a linear warm-up and a cosine decay; yields after every step."""
+    """Train; yields after every step."""
     device = model.embedding.weight.device
-    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
+    optimizer, schedule = optimizer_of(model, settings.learning_rate, steps)
     model.train()
     start, spoken = 0.0, 0
     for number in range(1, steps + 1):
@@ -63,6 +64,12 @@ def train(model: GPTModel, text: Corpus, settings: Settings, steps: int, generat
             spoken += batch.ids.numel()
         elapsed = time.perf_counter() - start
         yield Step(number, value, spoken / elapsed if spoken else 0.0)
+
+
+def optimizer_of(model: GPTModel, learning_rate: float, steps: int) -> tuple[AdamW, LambdaLR]:
+    """AdamW, and its learning rate over so many steps: a linear warm-up, then a cosine decay."""
+    optimizer = AdamW(model.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return optimizer, LambdaLR(optimizer, lambda step: _factor(step, steps))
 
 
 def _factor(step: int, steps: int) -> float:

@@ -1,0 +1,1 @@
+"""``python -m fusedattn.distributed.example``: processes train one GPT, and each has some of the tokens."""
