@@ -215,7 +215,7 @@ def attention(
         raise
     if context is not None:
         return options.returned(*context.attention(q, k, v, options, backend))
-    if are_dtensors(q, k, v):
+    if not (type(q) is type(k) is type(v) is Tensor) and are_dtensors(q, k, v):
         from fusedattn.distributed import dtensor
 
         return options.returned(*dtensor.attention(q, k, v, options, backend))
