@@ -92,6 +92,28 @@ class _Gather(torch.autograd.Function):
         return total.to(parts[0].dtype), None, None
 
 
+def depending(results: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
+    """`results`, which depend on `sources` for autograd even if no number does.
+
+    The backward of what made the sources then runs on every process, also on one without queries.
+    """
+    found: tuple[Tensor, ...] = _Depending.apply(len(results), *results, *sources)  # type: ignore[no-untyped-call]
+    return list(found)
+
+
+class _Depending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.n_sources = len(tensors) - n
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors[:n])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *grads, *(None,) * ctx.n_sources
+
+
 class Passing:
     """Bytes under way to the next process of a ring, and others from the one before."""
 

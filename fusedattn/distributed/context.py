@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedattn.distributed import checks, rows
 from fusedattn.distributed.agreement import agree
+from fusedattn.distributed.collectives import depending
 from fusedattn.distributed.gathered import attention as gathered_attention
+from fusedattn.distributed.partial import learned_of
 from fusedattn.distributed.placement import Placement, rank_in, size_of
 from fusedattn.distributed.ring import Ring
 from fusedattn.distributed.ring import attention as ring_attention
@@ -68,11 +70,8 @@ class Context:
         self._passes = "ring" in by_mode
         self._tokens: dist.ProcessGroup | None = next(iter(by_mode.values()), None)
         self._balance: Balance = balance if self._tokens is not None else "contiguous"
-        ranks = group.mesh.flatten().tolist() if isinstance(group, DeviceMesh) else dist.get_process_group_ranks(group)
         self._checked: set[Hashable] = set()  # lengths and shapes of calls that all processes have found right
-        # Messages about calls go between CPUs.
-        timeout = _timeout_of(groups[0])
-        self._group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        self._group = _of_cpus(group, groups)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The part of ``x`` for this process; dimension `dim` is that of the tokens."""
@@ -139,6 +138,8 @@ class Context:
         )  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):
             out, lse, largest = (ring_attention if self._passes else gathered_attention)(q, k, v, options, ring)
+        sources = [x for x in (q, k, v, *learned_of(options)) if x is not None]
+        out, lse = depending([out, lse], sources)
         if exchanged is None:
             return out, lse, largest
         out, largest = exchanged.to_tokens(out), None if largest is None else exchanged.to_tokens(largest)
@@ -190,6 +191,14 @@ def checked(context: object) -> Context:
     if not isinstance(context, Context):
         raise TypeError(f"context: got {type(context).__name__}, allowed are fusedattn.distributed.Context and None")
     return context
+
+
+def _of_cpus(group: dist.ProcessGroup | DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A group of all processes that carries CPU tensors, for messages about calls: the given one if it does."""
+    if len(groups) == 1 and torch.device("cpu") in groups[0]._device_types:
+        return groups[0]
+    ranks = group.mesh.flatten().tolist() if isinstance(group, DeviceMesh) else dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, _timeout_of(groups[0]), backend="gloo", use_local_synchronization=True)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

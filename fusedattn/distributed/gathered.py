@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedattn.distributed.collectives import gather
+from fusedattn.distributed.collectives import depending, gather
 from fusedattn.distributed.cutting import Rectangle
 from fusedattn.distributed.partial import attend
 from fusedattn.distributed.ring import Ring
@@ -30,4 +30,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, ring: Ring) -> 
         found.append(attend(q[:, :, rows], k, v, options, part, ring.backend))
     outs, lses, maxima = zip(*found, strict=True)
     largest = torch.cat(maxima, dim=2) if options.return_max else None
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2), largest
+    out, lse = depending([torch.cat(outs, dim=2), torch.cat(lses, dim=2)], [k, v])
+    return out, lse, largest

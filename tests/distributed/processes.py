@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import functools
 import multiprocessing
 import multiprocessing.process
@@ -19,7 +20,7 @@ import torch.multiprocessing
 
 SECONDS = 300
 SECONDS_OF_START = 120
-SECONDS_OF_STEP = 20
+SECONDS_OF_STEP = 30
 
 
 def in_processes(world: int, directory: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -34,7 +35,7 @@ def in_processes(world: int, directory: Path, function: Callable[..., Any], *arg
 
 
 def _process(rank: int, world: int, directory: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    with_gloo(rank, world, directory, SECONDS)
+    with_gloo(rank, world, SECONDS, init_method=f"file://{directory}/meeting")
     try:
         result = function(*args)
     finally:
@@ -42,11 +43,15 @@ def _process(rank: int, world: int, directory: str, function: Callable[..., Any]
     torch.save(result, f"{directory}/result{rank}")
 
 
-def with_gloo(rank: int, world: int, directory: str, seconds: float) -> None:
-    """Make this process one of a world; what it waits for takes at most so many seconds."""
+def with_gloo(rank: int, world: int, seconds: float, **where: Any) -> None:
+    """Make this process one of a world; what it waits for takes at most so many seconds.
+
+    Args:
+        where: the processes meet, as an argument of ``init_process_group``.
+    """
     torch.set_num_threads(1)
     start = functools.partial(dist.init_process_group, "gloo", rank=rank, world_size=world)
-    start(init_method=f"file://{directory}/meeting", timeout=datetime.timedelta(seconds=seconds))
+    start(timeout=datetime.timedelta(seconds=seconds), **where)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class Lost:
 
     reason: str
 
+    def __repr__(self) -> str:
+        return f"Lost({self.reason})"
+
 
 def caught(function: Callable[[], Any]) -> Any:
     """The result of a function, or the error that it raised."""
@@ -73,27 +81,33 @@ def caught(function: Callable[[], Any]) -> Any:
 
 
 def in_steps(
-    world: int, directory: Path, function: Callable[..., Any], names: Sequence[str], *args: Any
+    world: int,
+    directory: Path,
+    function: Callable[..., Any],
+    names: Sequence[str],
+    *args: Any,
+    seconds: float = SECONDS_OF_STEP,
 ) -> dict[str, list[Any]]:
     """``function(name, *args)`` for each name in `world` processes; by name, the results in the order of ranks.
 
-    A result is :class:`Raised` if the function raised an error. If processes wait for each other in vain, or end, it is
-    :class:`Lost`, and other processes begin at the next name.
+    A result is :class:`Raised` if the function raised an error. If a name takes more than so many seconds, or a process
+    ends, it is :class:`Lost`, and other processes begin at the next name.
     """
     found: dict[str, list[Any]] = {}
     left = list(names)
     while left:
         start = directory / f"{len(left)}left"
         start.mkdir(parents=True)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes = [
             multiprocessing.get_context("spawn").Process(
-                target=_steps, args=(rank, world, str(start), function, left, args), daemon=True
+                target=_steps, args=(rank, world, store.port, str(start), seconds, function, left, args), daemon=True
             )
             for rank in range(world)
         ]
         for process in processes:
             process.start()
-        reason = _wait(processes, start)
+        reason = _wait(processes, start, seconds)
         for step, name in enumerate(left):
             if step and not list(start.glob(f"begun{step}of*")):  # after trouble in the step before
                 break
@@ -104,23 +118,24 @@ def in_steps(
     return found
 
 
-def _wait(processes: Sequence[multiprocessing.process.BaseProcess], start: Path) -> str:
+def _wait(processes: Sequence[multiprocessing.process.BaseProcess], start: Path, seconds: float) -> str:
     """Wait until all processes have ended, or a step takes too long; returns the reason if a result is missing."""
     n_known, until, ends_at = 0, time.monotonic() + SECONDS_OF_START, 0.0
     while any(process.is_alive() for process in processes) and time.monotonic() < until:
         n_results = len(list(start.glob("step*")))
         if n_results >= n_known + len(processes):
             n_known = n_results - n_results % len(processes)
-            until = time.monotonic() + SECONDS_OF_STEP
+            until = time.monotonic() + seconds
         if any(process.exitcode for process in processes):  # the others may have a result, or wait in vain
-            ends_at = ends_at or time.monotonic() + SECONDS_OF_STEP / 2
+            ends_at = ends_at or time.monotonic() + seconds / 2
             until = min(until, ends_at)
         time.sleep(0.02)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
         process.join()
-    return f"no result; exit codes of all ranks: {codes} (None: it waited for {SECONDS_OF_STEP} s)"
+    stacks = [f"rank {path.name[5:]}:\n{path.read_text()}" for path in sorted(start.glob("waits*"))]
+    return "\n".join([f"no result; exit codes of all ranks: {codes} (None: it waited for {seconds} s)", *stacks])
 
 
 def _result(start: Path, step: int, rank: int, reason: str) -> Any:
@@ -129,14 +144,25 @@ def _result(start: Path, step: int, rank: int, reason: str) -> Any:
 
 
 def _steps(
-    rank: int, world: int, directory: str, function: Callable[..., Any], names: Sequence[str], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    directory: str,
+    seconds: float,
+    function: Callable[..., Any],
+    names: Sequence[str],
+    args: tuple[Any, ...],
 ) -> None:
-    with_gloo(rank, world, directory, SECONDS)
-    Meeting.here = Meeting(dist.FileStore(f"{directory}/steps", world), rank, world)
+    store = dist.TCPStore("127.0.0.1", port)
+    with_gloo(rank, world, SECONDS, store=dist.PrefixStore("world", store))
+    Meeting.here = Meeting(dist.PrefixStore("steps", store), rank, world, seconds / 2)
     for step, name in enumerate(names):
         path = Path(f"{directory}/begun{step}of{rank}")
         path.touch()
-        result = caught(functools.partial(function, name, *args))
+        with path.with_name(f"waits{rank}").open("w") as file:
+            faulthandler.dump_traceback_later(0.7 * seconds, file=file)
+            result = caught(functools.partial(function, name, *args))
+            faulthandler.cancel_dump_traceback_later()
         torch.save(result, path.with_name(f"saved{step}of{rank}"))
         path.with_name(f"saved{step}of{rank}").rename(path.with_name(f"step{step}of{rank}"))  # whole
         if not Meeting.here.all_came():
@@ -149,8 +175,9 @@ class Meeting:
 
     here: Meeting
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, seconds: float) -> None:
         self._store, self._rank, self._world = store, rank, world
+        self._wait = datetime.timedelta(seconds=seconds)
         self._n = 0
 
     def all_came(self) -> bool:
@@ -159,7 +186,7 @@ class Meeting:
         self._store.set(f"{self._n}of{self._rank}", "")
         keys = [f"{self._n}of{rank}" for rank in range(self._world)]
         try:
-            self._store.wait(keys, datetime.timedelta(seconds=SECONDS_OF_STEP / 2))
+            self._store.wait(keys, self._wait)
         except RuntimeError:
             self._store.set("trouble", "")
         return not self._store.check(["trouble"])

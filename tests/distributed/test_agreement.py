@@ -166,12 +166,12 @@ WRONG: dict[str, Wrong] = {
     "a position outside of the tables": Wrong(
         ValueError,
         "positions_k",
-        lambda x, wrong: {"rope": rope(64, None, torch.full((x.length,), 64 if wrong else 3))},
+        lambda x, wrong: {"rope": rope(x.seqlen, None, torch.full((x.length,), x.seqlen if wrong else 3))},
     ),
     "positions of all queries": Wrong(
         ValueError,
         "positions_q",
-        lambda x, wrong: {"rope": rope(64, torch.zeros(x.seqlen if wrong else x.length).int())},
+        lambda x, wrong: {"rope": rope(x.seqlen, torch.zeros(x.seqlen if wrong else x.length).int())},
     ),
     "short tables": Wrong(ValueError, "rope", lambda x, wrong: {"rope": rope(x.seqlen - wrong)}),
     "rope is a tensor": Wrong(TypeError, "rope", lambda x, wrong: only_if(wrong, rope=zeros(64, 4))),

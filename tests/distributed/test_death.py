@@ -65,7 +65,7 @@ def _unless_numbers(ending: Any) -> Any:
 
 def work(rank: int, world: int, directory: str, mode: str, when: str, how: str) -> None:
     """One right step, then one in which the last rank ends; others write down what happens to them."""
-    with_gloo(rank, world, directory, SECONDS)
+    with_gloo(rank, world, SECONDS, init_method=f"file://{directory}/meeting")
     assert dist.group.WORLD is not None
     x = own_tokens(Context(dist.group.WORLD, mode=mode), 13)
     x.out_and_gradients()

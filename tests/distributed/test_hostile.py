@@ -144,7 +144,8 @@ class Solved:
         """Of each rank."""
         if (world, backend) not in self._known:
             steps = [f"{x}: {y}" for x in contexts_of(world) for y in names_of(backend)]
-            found = in_steps(world, self._directory / f"{world}{backend}", solve, steps, backend)
+            seconds = 30.0 if backend == "torch" else 300.0
+            found = in_steps(world, self._directory / f"{world}{backend}", solve, steps, backend, seconds=seconds)
             self._known[world, backend] = found
         return self._known[world, backend][f"{of_context}: {name}"]
 
@@ -170,7 +171,7 @@ def test_hostile_problems_keep_the_error_budget(
 ) -> None:
     found = solved.results(world, backend, of_context, name)
     assert not any(isinstance(x, Raised | Lost) for x in found), found
-    for other in found[1:]:
+    for other in found[1:]:  # joined tokens, and gradients summed over all ranks
         assert_equal(other, found[0])
     problem = LAYOUT_PROBLEM if name in OF_LAYOUTS else PROBLEMS[name]
     inputs = replace(problem, poison=()).inputs("cpu")  # what is hidden changes nothing
