@@ -44,10 +44,10 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(parts: Sequence[Tensor], specs: Sequence[Spec], group: dist.ProcessGroup) -> list[Tensor]:
     sent = [as_bytes(x) for x in parts]
-    sizes = [shape.numel() * dtype.itemsize for shape, dtype in specs]
-    received = sent[0].new_empty(sum(sizes))
+    received = sent[0].new_empty(n_bytes(specs))
+    sizes = [n_bytes([spec]) for spec in specs]
     dist.all_to_all_single(received, torch.cat(sent), sizes, [x.numel() for x in sent], group=group)
-    return [from_bytes(x, spec) for x, spec in zip(received.split(sizes), specs, strict=True)]
+    return [from_bytes(x, spec) for x, spec in zip(_parts(received, specs), specs, strict=True)]
 
 
 def gather_equal(found: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -69,15 +69,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, specs: tuple[Spec, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         ctx.group, ctx.spec = group, spec_of(x)
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in specs]
+        sizes = [n_bytes([spec]) for spec in specs]
         own = as_bytes(x)
         padded = own.new_zeros(max(sizes))
         padded[: own.numel()] = own
-        received = own.new_empty(len(sizes) * max(sizes))
-        gather_equal(received, padded, group)
-        found = zip(received.split(max(sizes)), sizes, specs, strict=True) if max(sizes) else []
-        parts = tuple(from_bytes(whole[:size], spec) for whole, size, spec in found)
-        parts = parts or tuple(x.new_empty(shape) for shape, _ in specs)
+        received = own.new_empty(len(sizes), max(sizes))
+        gather_equal(received.view(-1), padded, group)
+        parts = tuple(from_bytes(row[:size], spec) for row, size, spec in zip(received, sizes, specs, strict=True))
         if not x.is_floating_point():
             ctx.mark_non_differentiable(*parts)
         return parts
@@ -142,8 +140,13 @@ def n_bytes(specs: Sequence[Spec]) -> int:
 
 def views(x: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
     """Tensors that lie one after another in `x`, uint8; each at a multiple of its itemsize."""
+    return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(_parts(x, specs), specs, strict=True)]
+
+
+def _parts(x: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """The bytes of each of these tensors, which lie one after another in `x`."""
     ends = accumulate((n_bytes([spec]) for spec in specs), initial=0)
-    return [x[a:b].view(dtype).view(shape) for (a, b), (shape, dtype) in zip(pairwise(ends), specs, strict=True)]
+    return [x[start:stop] for start, stop in pairwise(ends)]
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from fusedattn.support import Backend, default_backend
 
 Mode = Literal["ring", "all_gather", "ulysses"]
 MODES: tuple[Mode, ...] = ("ring", "all_gather", "ulysses")
+ALLOWED_MODES = (*((mode,) for mode in MODES), ("ring", "ulysses"), ("all_gather", "ulysses"))
 BALANCES: tuple[Balance, ...] = ("zigzag", "contiguous")
 
 
@@ -177,9 +178,6 @@ class Context:
             self._checked.add(kind)
         options = with_all_keys(options, queries, keys, for_each_query, q.device)
         return q, k, v, options, queries, keys
-
-
-ALLOWED_MODES = (("ring",), ("all_gather",), ("ulysses",), ("ring", "ulysses"), ("all_gather", "ulysses"))
 
 
 def checked(context: object) -> Context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +51,7 @@ class Placement:
         """The blocks of `size` tokens of the share, ``(..., blocks, n)``, from those of this process."""
         if self.inner_group is None:
             return x
-        shapes = [torch.Size((*x.shape[:-2], -(-n // size), x.shape[-1])) for n in self.inner.lengths]
-        return torch.cat(gather(x, [(shape, x.dtype) for shape in shapes], self.inner_group), dim=-2)
+        return torch.cat(_gathered(x, [-(-n // size) for n in self.inner.lengths], self.inner_group, -2), dim=-2)
 
     def planned(self) -> Placement:
         """The same for shapes alone: nothing is sent, and results have no numbers."""
@@ -73,17 +73,20 @@ class _Planned(Placement):
 
 
 def _of_length(x: Tensor, length: int, dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = length
-    return x.new_empty(()).expand(shape)
+    return x.new_empty(()).expand(_shape(x, length, dim))
 
 
 def _joined(x: Tensor, split: Split, group: Group, dim: int) -> Tensor:
-    if group is None:
-        return x
-    shapes = []
-    for length in split.lengths:
-        shape = list(x.shape)
-        shape[dim] = length
-        shapes.append(torch.Size(shape))
-    return split.joined(gather(x, [(shape, x.dtype) for shape in shapes], group), dim)
+    return x if group is None else split.joined(_gathered(x, split.lengths, group, dim), dim)
+
+
+def _gathered(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, dim: int) -> list[Tensor]:
+    """The tensor of each process, which has its own length in one dimension."""
+    return gather(x, [(_shape(x, length, dim), x.dtype) for length in lengths], group)
+
+
+def _shape(x: Tensor, length: int, dim: int) -> torch.Size:
+    """The shape of `x` with another length in one dimension."""
+    sizes = list(x.shape)
+    sizes[dim] = length
+    return torch.Size(sizes)

@@ -109,8 +109,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        q, k, v, out, lse, *others = ctx.saved_tensors
-        learned = others[:N_LEARNED]
+        q, k, v, out, lse, *saved = ctx.saved_tensors
+        learned = saved[:N_LEARNED]
         ring, options, needed = ctx.ring, ctx.options, ctx.needs_input_grad[2:]
         of_rows = _OfRows(
             out, lse, torch.zeros_like(out) if dout is None else dout.to(out.dtype),

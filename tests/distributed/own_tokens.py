@@ -28,6 +28,11 @@ PLAIN = ("ring", "all_gather", "ulysses")  # modes of one dimension, balanced as
 PAIRS = ("ring of two shares", "all_gather of two shares")  # of a mesh of 2 x 2 processes
 
 
+def contexts_of(world: int) -> tuple[str, ...]:
+    """Those of so many processes, 2 or 4."""
+    return tuple(name for name in CONTEXTS if world == 4 or name not in PAIRS)
+
+
 def context_of(name: str) -> Context:
     """A context whose groups nothing has been sent in; all processes of the world call this."""
     if name not in PAIRS:

@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+from tests.conftest import INTERPRETING
+
+# For pytestmark.
+NEEDS_PROCESSES = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
+    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
+]
 
 SECONDS = 300
 SECONDS_OF_START = 120
@@ -78,6 +87,24 @@ def caught(function: Callable[[], Any]) -> Any:
         return function()
     except Exception as error:
         return Raised(type(error).__name__, str(error))
+
+
+class Steps(dict[str, Callable[..., Any]]):
+    """Functions for :func:`in_steps` by name; a decorator adds one."""
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self[function.__name__] = function
+        return function
+
+
+def without_trouble(results: list[Any]) -> list[Any]:
+    """The results of all ranks.
+
+    Raises:
+        AssertionError: one of them is an error, or lost.
+    """
+    assert not any(isinstance(x, Raised | Lost) for x in results), results
+    return results
 
 
 def in_steps(

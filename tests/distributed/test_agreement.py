@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fusedattn import KVCache, Rope, biases, masks
 from fusedattn.distributed.split import Split
-from tests.conftest import INTERPRETING
 from tests.distributed.own_tokens import (
     CONTEXTS,
     HEAD_DIM,
@@ -28,13 +27,10 @@ from tests.distributed.own_tokens import (
     context_of,
     own_tokens,
 )
-from tests.distributed.processes import Lost, Meeting, Raised, caught, in_steps
+from tests.distributed.processes import NEEDS_PROCESSES, Lost, Meeting, Raised, caught, in_steps, without_trouble
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 Arguments = Callable[[OwnTokens, bool], dict[str, Any]]
 
@@ -271,28 +267,24 @@ def solve(step: str, seqlen: int) -> dict[str, Any]:
     return {"before": before, "result": result, "after": Meeting.here.then(x.out_and_gradients)}
 
 
-class Solved:
-    """The results by number of processes; all steps share processes, which start slowly."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[int, dict[str, list[Any]]] = {}
-
-    def results(self, world: int, of_context: str, name: str) -> list[dict[str, Any]]:
-        """Of each rank."""
-        if world not in self._known:
-            steps = [f"{x}: {y}" for x in contexts_of(world) for y in (*WRONG, *DIFFERENT, *RIGHT_OR_REFUSED)]
-            self._known[world] = in_steps(world, self._directory / str(world), solve, steps, 32 * world)
-        return self._known[world][f"{of_context}: {name}"]
-
-
 def contexts_of(world: int) -> tuple[str, ...]:
     return PLAIN if world == 2 else (*PLAIN, *PAIRS)
 
 
+Solved = Callable[..., Any]
+
+
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
-    return Solved(tmp_path_factory.mktemp("processes"))
+    """The results of each rank by number of processes: all steps share processes, which start slowly."""
+    directory = tmp_path_factory.mktemp("processes")
+
+    @functools.cache
+    def results(world: int) -> dict[str, list[Any]]:
+        steps = [f"{x}: {y}" for x in contexts_of(world) for y in (*WRONG, *DIFFERENT, *RIGHT_OR_REFUSED)]
+        return in_steps(world, directory / str(world), solve, steps, 32 * world)
+
+    return results
 
 
 def runs(names: Any) -> pytest.MarkDecorator:
@@ -322,8 +314,7 @@ def joined(shards: list[Tensor], of_context: str, seqlen: int) -> Tensor:
 @quick.only(world=2)
 @runs(WRONG)
 def test_all_processes_hear_of_an_error_in_one(solved: Solved, world: int, of_context: str, name: str) -> None:
-    found = solved.results(world, of_context, name)
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(world)[f"{of_context}: {name}"])
     assert not any(isinstance(x["before"], Raised) for x in found), found
     wrong, results = WRONG[name], [x["result"] for x in found]
     assert all(isinstance(x, Raised) for x in results), results
@@ -338,8 +329,7 @@ def test_all_processes_hear_of_an_error_in_one(solved: Solved, world: int, of_co
 @quick.only(world=2)
 @runs(DIFFERENT)
 def test_different_calls_are_an_error_on_all(solved: Solved, world: int, of_context: str, name: str) -> None:
-    found = solved.results(world, of_context, name)
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(world)[f"{of_context}: {name}"])
     for x in found:
         assert isinstance(x["result"], Raised), found
         assert x["result"].kind == "ValueError", x["result"]
@@ -353,8 +343,7 @@ def test_different_calls_are_an_error_on_all(solved: Solved, world: int, of_cont
 @quick.only(world=2)
 @runs(RIGHT_OR_REFUSED)
 def test_tensors_that_broadcast_otherwise(solved: Solved, world: int, of_context: str, name: str) -> None:
-    found = solved.results(world, of_context, name)
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(world)[f"{of_context}: {name}"])
     results = [x["result"] for x in found]
     if any(isinstance(x, Raised) for x in results):
         assert all(isinstance(x, Raised) and x.kind in ("ValueError", "RuntimeError") for x in results), results

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedattn import Rope, attention, biases, masks
 from fusedattn.distributed import Context
-from tests.conftest import INTERPRETING
 from tests.distributed.own_tokens import (
     HEAD_DIM,
     NHEADS,
@@ -26,42 +25,21 @@ from tests.distributed.own_tokens import (
     own_tokens,
     whole_tokens,
 )
-from tests.distributed.processes import Lost, Raised, caught, in_steps, new_group
+from tests.distributed.processes import NEEDS_PROCESSES, Raised, Steps, caught, in_steps, new_group, without_trouble
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 SEQLEN = 13
 NAMES = ("ring", "contiguous ring", "all_gather", "ulysses")
 
-STEPS: dict[str, Callable[[str], Any]] = {}  # of a name of a context
-ONCE: dict[str, Callable[[], Any]] = {}
-OF_FOUR: dict[str, Callable[[], Any]] = {}
-
-
-def step(function: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A step of the processes for each context."""
-    STEPS[function.__name__] = function
-    return function
-
-
-def once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A step of two processes."""
-    ONCE[function.__name__] = function
-    return function
-
-
-def of_four(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A step of four processes."""
-    OF_FOUR[function.__name__] = function
-    return function
+step = Steps()  # for each context
+once = Steps()  # of two processes
+of_four = Steps()  # of four
 
 
 def run(name: str) -> Any:
     of_context, _, rest = name.partition(": ")
-    return STEPS[rest](of_context) if rest else (ONCE | OF_FOUR)[name]()
+    return step[rest](of_context) if rest else (once | of_four)[name]()
 
 
 Found = Callable[..., list[Any]]
@@ -73,13 +51,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     @functools.cache
     def of_world(world: int) -> dict[str, list[Any]]:
-        names = list(OF_FOUR) if world == 4 else [*(f"{x}: {y}" for y in STEPS for x in NAMES), *ONCE]
+        names = list(of_four) if world == 4 else [*(f"{x}: {y}" for y in step for x in NAMES), *once]
         return in_steps(world, tmp_path_factory.mktemp(f"processes{world}"), run, names)
 
     def results(name: str, world: int = 2) -> list[Any]:
-        of_ranks = of_world(world)[name]
-        assert not any(isinstance(x, Raised | Lost) for x in of_ranks), of_ranks
-        return of_ranks
+        return without_trouble(of_world(world)[name])
 
     return results
 
@@ -186,7 +162,7 @@ def of_one_leaf(of_context: str, leaf: str) -> Any:
     return close(gradients(leaf), [gradients(*LEAVES)[LEAVES.index(leaf)]])
 
 
-STEPS |= {f"of {leaf}": functools.partial(of_one_leaf, leaf=leaf) for leaf in LEAVES}
+step |= {f"of {leaf}": functools.partial(of_one_leaf, leaf=leaf) for leaf in LEAVES}
 
 
 @step
@@ -572,7 +548,7 @@ def test_groups(found: Found, name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", of_four)
 def test_groups_of_four(found: Found, name: str) -> None:
     for results in found(name, 4):
         assert all(x is True for x in results), results

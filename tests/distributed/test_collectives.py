@@ -26,15 +26,11 @@ from fusedattn.distributed.collectives import (
     spec_of,
     views,
 )
-from tests.conftest import INTERPRETING
 from tests.distributed.own_tokens import BATCH, HEAD_DIM, NHEADS, PLAIN, context_of, own_tokens
-from tests.distributed.processes import Lost, Raised, in_steps, new_group
+from tests.distributed.processes import NEEDS_PROCESSES, Steps, in_steps, new_group, without_trouble
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32,
@@ -42,17 +38,11 @@ DTYPES = (
 )  # fmt: skip
 WORLDS = (2, 4)
 
-STEPS: dict[str, Callable[[], Any]] = {}
-
-
-def step(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A step of the processes, by its name."""
-    STEPS[function.__name__] = function
-    return function
+step = Steps()
 
 
 def run(name: str) -> Any:
-    return STEPS[name]()
+    return step[name]()
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +51,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list
 
     @functools.cache
     def of_world(world: int) -> dict[str, list[Any]]:
-        return in_steps(world, tmp_path_factory.mktemp(f"processes{world}"), run, list(STEPS))
+        return in_steps(world, tmp_path_factory.mktemp(f"processes{world}"), run, list(step))
 
     def results(world: int, name: str) -> list[Any]:
-        of_ranks = of_world(world)[name]
-        assert not any(isinstance(x, Raised | Lost) for x in of_ranks), of_ranks
-        return of_ranks
+        return without_trouble(of_world(world)[name])
 
     return results
 

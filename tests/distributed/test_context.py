@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from fusedattn import testing
-from fusedattn.distributed import Context
 from fusedattn.testing import Case
-from tests.conftest import BACKENDS, INTERPRETING, assert_results_accurate, inputs_of
+from tests.conftest import BACKENDS, assert_results_accurate, inputs_of
 from tests.distributed import sharded
-from tests.distributed.processes import in_processes
+from tests.distributed.own_tokens import context_of, contexts_of
+from tests.distributed.processes import NEEDS_PROCESSES, in_processes
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 BASE = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=37, seqlen_k=37, head_dim=16)
 
@@ -54,31 +50,12 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fewer tokens than processes": {"seqlen_q": 3, "seqlen_k": 3, "causal": "bottom_right"},
 }
 
-MODES: dict[str, dict[str, Any]] = {
-    "ring": {"mode": "ring"},
-    "ring, contiguous": {"mode": "ring", "balance": "contiguous"},
-    "all-gather": {"mode": "all_gather"},
-    "ulysses": {"mode": "ulysses"},
-}
-MESHES: dict[str, dict[str, Any]] = {
-    "ring of two shares": {"mode": ("ring", "ulysses")},
-    "all-gather of two shares": {"mode": ("all_gather", "ulysses")},
-}
-
 
 def case_of(problem: str) -> Case:
     return replace(BASE, name=problem, **PROBLEMS[problem])
 
 
-def context_of(name: str) -> Context:
-    if name in MESHES:
-        return Context(init_device_mesh("cpu", (2, dist.get_world_size() // 2)), **MESHES[name])
-    group = dist.group.WORLD
-    assert group is not None
-    return Context(group, **MODES[name])
-
-
-def solve_all(backend: str, modes: list[str], problems: list[str]) -> dict[tuple[str, str], dict[str, Tensor]]:
+def solve_all(backend: str, modes: tuple[str, ...], problems: list[str]) -> dict[tuple[str, str], dict[str, Tensor]]:
     """In each process: the results of every problem in every mode."""
     contexts = {mode: context_of(mode) for mode in modes}
     return {
@@ -88,25 +65,21 @@ def solve_all(backend: str, modes: list[str], problems: list[str]) -> dict[tuple
     }
 
 
-class Solved:
-    """The results by number of processes and backend; all problems of one run share processes, which start slowly."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[tuple[int, str], dict[tuple[str, str], dict[str, Tensor]]] = {}
-
-    def results(self, world: int, backend: str, mode: str, problem: str) -> dict[str, Tensor]:
-        if (world, backend) not in self._known:
-            modes = [*MODES, *(MESHES if world == 4 else ())]
-            problems = list(PROBLEMS) if backend == "torch" else list(INTERPRETED)
-            found = in_processes(world, self._directory / f"{world}{backend}", solve_all, backend, modes, problems)
-            self._known[world, backend] = found[0]
-        return self._known[world, backend][mode, problem]
+Solved = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
-    return Solved(tmp_path_factory.mktemp("processes"))
+    """The results by number of processes and backend: all problems of one run share processes, which start slowly."""
+    directory = tmp_path_factory.mktemp("processes")
+
+    @functools.cache
+    def results(world: int, backend: str) -> dict[tuple[str, str], dict[str, Tensor]]:
+        problems = list(PROBLEMS) if backend == "torch" else list(INTERPRETED)
+        folder = directory / f"{world}{backend}"
+        return in_processes(world, folder, solve_all, backend, contexts_of(world), problems)[0]
+
+    return results
 
 
 # By the kernels, which the interpreter takes long to run; tests/public/test_shard.py has the others.
@@ -116,7 +89,7 @@ RUNS = [
     (world, backend, mode, problem)
     for world in (2, 4)
     for backend in BACKENDS
-    for mode in (*MODES, *(MESHES if world == 4 else ()))
+    for mode in contexts_of(world)
     for problem in (PROBLEMS if backend == "torch" else INTERPRETED)
 ]
 
@@ -125,5 +98,5 @@ RUNS = [
 @pytest.mark.parametrize(("world", "backend", "mode", "problem"), RUNS)
 def test_processes_keep_the_error_budget(solved: Solved, world: int, backend: str, mode: str, problem: str) -> None:
     inputs = inputs_of(case_of(problem))
-    found = solved.results(world, backend, mode, problem)
+    found = solved(world, backend)[mode, problem]
     assert_results_accurate(found, inputs, testing.golden(inputs), testing.baseline(inputs), problem)

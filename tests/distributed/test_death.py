@@ -16,15 +16,11 @@ import torch
 import torch.distributed as dist
 
 from fusedattn.distributed import Context, collectives
-from tests.conftest import INTERPRETING
 from tests.distributed.own_tokens import PLAIN, OwnTokens, own_tokens
-from tests.distributed.processes import with_gloo
+from tests.distributed.processes import NEEDS_PROCESSES, with_gloo
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 SECONDS = 5  # that the process group waits
 SECONDS_OF_TEST = 40  # from the death on, until all processes have ended

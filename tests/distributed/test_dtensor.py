@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fusedattn import attention, fuse, masks, testing
 from fusedattn.testing import Case, Inputs
 from fusedattn.transformer import GPTModel
-from tests.conftest import BACKENDS, INTERPRETING, assert_results_accurate, inputs_of
-from tests.distributed.processes import in_processes
+from tests.conftest import BACKENDS, assert_results_accurate, inputs_of
+from tests.distributed.processes import NEEDS_PROCESSES, in_processes
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 BASE = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=22, seqlen_k=37, head_dim=16)
 
@@ -108,26 +107,21 @@ def solve_all(backend: str, splits: list[str], problems: list[str]) -> dict[tupl
     return {(split, name): solve(inputs_of(case_of(name)), split, backend) for split in splits for name in problems}
 
 
-class Solved:
-    """The results by number of processes and backend; all problems of one run share processes, which start slowly."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[tuple[int, str], list[dict[tuple[str, str], dict[str, Tensor]]]] = {}
-
-    def results(self, world: int, backend: str, split: str, problem: str) -> list[dict[str, Tensor]]:
-        """Those of every process."""
-        if (world, backend) not in self._known:
-            splits = [*SPLITS, *(SPLITS_OF_A_GRID if world == 4 else ())]
-            problems = list(PROBLEMS) if backend == "torch" else list(INTERPRETED)
-            folder = self._directory / f"{world}{backend}"
-            self._known[world, backend] = in_processes(world, folder, solve_all, backend, splits, problems)
-        return [found[split, problem] for found in self._known[world, backend]]
+Solved = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
-    return Solved(tmp_path_factory.mktemp("processes"))
+    """The results by number of processes and backend: all problems of one run share processes, which start slowly."""
+    directory = tmp_path_factory.mktemp("processes")
+
+    @functools.cache
+    def results(world: int, backend: str) -> list[dict[tuple[str, str], dict[str, Tensor]]]:
+        splits = [*SPLITS, *(SPLITS_OF_A_GRID if world == 4 else ())]
+        problems = list(PROBLEMS) if backend == "torch" else list(INTERPRETED)
+        return in_processes(world, directory / f"{world}{backend}", solve_all, backend, splits, problems)
+
+    return results
 
 
 RUNS = [
@@ -144,8 +138,8 @@ RUNS = [
 def test_dtensors_keep_the_error_budget(solved: Solved, world: int, backend: str, split: str, problem: str) -> None:
     inputs = inputs_of(case_of(problem))
     golden, baseline = testing.golden(inputs), testing.baseline(inputs)
-    for found in solved.results(world, backend, split, problem):  # every process has the whole gradient
-        assert_results_accurate(found, inputs, golden, baseline, problem)
+    for found in solved(world, backend):  # every process has the whole gradient
+        assert_results_accurate(found[split, problem], inputs, golden, baseline, problem)
 
 
 VOCABULARY, D_MODEL, N_HEADS, LENGTH = 31, 32, 4, 24

@@ -17,14 +17,11 @@ from fusedattn.distributed.example.plan import shares_of
 from fusedattn.distributed.example.shares import Shares
 from fusedattn.distributed.example.sizes import CPU
 from fusedattn.distributed.example.training import Losses
-from tests.conftest import INTERPRETING
+from tests.distributed.processes import NEEDS_PROCESSES
 from tests.helpers import quick
 from tests.helpers.compiling import ROOT, run
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")

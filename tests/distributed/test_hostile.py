@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fusedattn import testing
 from fusedattn.testing import Case
-from tests.conftest import BACKENDS, EVERYTHING, INTERPRETING, assert_equal, assert_results_accurate
+from tests.conftest import BACKENDS, EVERYTHING, assert_equal, assert_results_accurate
 from tests.distributed import sharded
-from tests.distributed.own_tokens import CONTEXTS, PAIRS, context_of
-from tests.distributed.processes import Lost, Raised, in_steps
+from tests.distributed.own_tokens import context_of, contexts_of
+from tests.distributed.processes import NEEDS_PROCESSES, in_steps, without_trouble
 from tests.helpers import quick
 from tests.helpers.hostile import LAYOUTS, FuzzProblem
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 BASE = Case(batch=2, nheads_q=4, nheads_kv=2, seqlen_q=29, seqlen_k=29, head_dim=8)
 CAUSAL = replace(BASE, causal="bottom_right")
@@ -123,36 +120,27 @@ def solve(step: str, backend: str) -> dict[str, Tensor]:
     return sharded.solve(PROBLEMS[name].inputs("cpu"), context_of(of_context), backend)
 
 
-def contexts_of(world: int) -> tuple[str, ...]:
-    return tuple(x for x in CONTEXTS if world == 4 or x not in PAIRS)
-
-
 def names_of(backend: str) -> tuple[str, ...]:
     if backend == "triton":
         return INTERPRETED
     return (*(name for name in PROBLEMS if name not in ONLY_INTERPRETED), *OF_LAYOUTS)
 
 
-class Solved:
-    """The results by number of processes and backend; all problems of one run share processes, which start slowly."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[tuple[int, str], dict[str, list[Any]]] = {}
-
-    def results(self, world: int, backend: str, of_context: str, name: str) -> list[Any]:
-        """Of each rank."""
-        if (world, backend) not in self._known:
-            steps = [f"{x}: {y}" for x in contexts_of(world) for y in names_of(backend)]
-            seconds = 30.0 if backend == "torch" else 300.0
-            found = in_steps(world, self._directory / f"{world}{backend}", solve, steps, backend, seconds=seconds)
-            self._known[world, backend] = found
-        return self._known[world, backend][f"{of_context}: {name}"]
+Solved = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
-    return Solved(tmp_path_factory.mktemp("processes"))
+    """The results of each rank by number of processes and backend: all problems share processes, which start slowly."""
+    directory = tmp_path_factory.mktemp("processes")
+
+    @functools.cache
+    def results(world: int, backend: str) -> dict[str, list[Any]]:
+        steps = [f"{x}: {y}" for x in contexts_of(world) for y in names_of(backend)]
+        seconds = 30.0 if backend == "torch" else 300.0
+        return in_steps(world, directory / f"{world}{backend}", solve, steps, backend, seconds=seconds)
+
+    return results
 
 
 RUNS = [
@@ -169,8 +157,7 @@ RUNS = [
 def test_hostile_problems_keep_the_error_budget(
     solved: Solved, world: int, backend: str, of_context: str, name: str
 ) -> None:
-    found = solved.results(world, backend, of_context, name)
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(world, backend)[f"{of_context}: {name}"])
     for other in found[1:]:  # joined tokens, and gradients summed over all ranks
         assert_equal(other, found[0])
     problem = LAYOUT_PROBLEM if name in OF_LAYOUTS else PROBLEMS[name]
@@ -180,8 +167,7 @@ def test_hostile_problems_keep_the_error_budget(
 
 @pytest.mark.parametrize("of_context", contexts_of(2))
 def test_a_batch_of_padding_has_no_results(solved: Solved, of_context: str) -> None:
-    found = solved.results(2, "torch", of_context, "a batch of padding")
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(2, "torch")[f"{of_context}: a batch of padding"])
     for results in found:
         assert (results["out"][-1] == 0.0).all()
         assert (results["lse"][-1] == -torch.inf).all()
@@ -192,7 +178,6 @@ def test_a_batch_of_padding_has_no_results(solved: Solved, of_context: str) -> N
 @pytest.mark.parametrize("of_context", contexts_of(2))
 @pytest.mark.parametrize("name", ["NaN in padding", "NaN outside of documents", "NaN in a batch of padding"])
 def test_hidden_nan_reaches_nothing(solved: Solved, of_context: str, name: str) -> None:
-    found = solved.results(2, "torch", of_context, name)
-    assert not any(isinstance(x, Raised | Lost) for x in found), found
+    found = without_trouble(solved(2, "torch")[f"{of_context}: {name}"])
     for results in found:
         assert not any(x.isnan().any() for x in results.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,31 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedattn import attention, biases, fuse, masks, unfuse
 from fusedattn.distributed import Context
 from fusedattn.transformer import GPTModel, MultiHeadAttention, PositionalEncoding
-from tests.conftest import INTERPRETING
 from tests.distributed.own_tokens import HEAD_DIM, OwnTokens, context_of, own_tokens
-from tests.distributed.processes import Lost, Meeting, Raised, caught, in_steps, new_group
+from tests.distributed.processes import NEEDS_PROCESSES, Lost, Meeting, Raised, Steps, caught, in_steps, new_group
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
-STEPS: dict[str, Callable[[], Any]] = {}
-
-
-def step(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A step of the processes, two of them, by its name."""
-    STEPS[function.__name__] = function
-    return function
+step = Steps()  # of two processes
 
 
 def run(name: str) -> Any:
-    return STEPS[name]()
+    return step[name]()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return in_steps(2, tmp_path_factory.mktemp("processes"), run, list(STEPS))
+    return in_steps(2, tmp_path_factory.mktemp("processes"), run, list(step))
 
 
 def assert_all_raised(results: list[Any], kind: str, words: str) -> None:
@@ -120,7 +109,7 @@ def with_blocks(of_context: str, seqlen: int, mask: masks.Mask) -> tuple[Any, An
     return result, Meeting.here.then(x.call)
 
 
-STEPS |= {f"blocks, {name}": functools.partial(with_blocks, *row[:3]) for name, row in BLOCKS.items()}
+step |= {f"blocks, {name}": functools.partial(with_blocks, *row[:3]) for name, row in BLOCKS.items()}
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -15,12 +15,10 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
 from fusedattn.integrations import torch_flash
-from tests.conftest import INTERPRETING
-from tests.distributed.processes import in_processes
+from tests.distributed.processes import NEEDS_PROCESSES, in_processes
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of this test are CPU processes"),
+    *NEEDS_PROCESSES,
     pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="no registration"),
 ]
 

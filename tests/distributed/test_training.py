@@ -12,14 +12,10 @@ from torch import Tensor, nn
 from fusedattn import fuse
 from fusedattn.distributed import Context
 from fusedattn.transformer import GPTModel
-from tests.conftest import INTERPRETING
-from tests.distributed.processes import in_processes
+from tests.distributed.processes import NEEDS_PROCESSES, in_processes
 from tests.helpers import quick
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.skipif(not INTERPRETING, reason="the processes of these tests are CPU processes"),
-]
+pytestmark = NEEDS_PROCESSES
 
 STEPS, BATCH, LENGTH, VOCABULARY = 50, 2, 37, 29
 MODES = ("ring", "all_gather", "ulysses")

@@ -21,8 +21,8 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The demo's model, training and measurements."""
+class Sizes:
+    """A model and its training."""
 
     d_model: int
     n_heads: int
@@ -31,6 +31,12 @@ class Settings:
     batch: int
     steps: int
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class Settings(Sizes):
+    """The demo's model, training and measurements."""
+
     sample: int  # tokens to generate
     lengths: tuple[int, ...]  # lengths of the timed sequences
     agreements: tuple[Agreement, ...]

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from fusedattn.cli import machine
 from fusedattn.cli.demo import corpus
 from fusedattn.cli.demo.corpus import Corpus
+from fusedattn.cli.demo.settings import Sizes
 from fusedattn.cli.errors import CommandError
 from fusedattn.distributed import Context
 from fusedattn.distributed.example import processes
 from fusedattn.distributed.example.options import MODES, build_parser
 from fusedattn.distributed.example.shares import Shares
-from fusedattn.distributed.example.sizes import CPU, GPU, Sizes
+from fusedattn.distributed.example.sizes import CPU, GPU
 from fusedattn.distributed.split import Balance
 
 

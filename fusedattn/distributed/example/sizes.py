@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The model and its training."""
-
-    d_model: int
-    n_heads: int
-    n_layers: int
-    seqlen: int
-    batch: int
-    steps: int
-    learning_rate: float
-
+from fusedattn.cli.demo.settings import Sizes
 
 CPU = Sizes(d_model=128, n_heads=8, n_layers=2, seqlen=512, batch=2, steps=100, learning_rate=3e-3)
 GPU = Sizes(d_model=512, n_heads=8, n_layers=8, seqlen=8192, batch=4, steps=300, learning_rate=1e-3)

@@ -14,10 +14,10 @@ from torch import Tensor
 from fusedattn import fuse
 from fusedattn.cli.demo import corpus
 from fusedattn.cli.demo.corpus import Batch
+from fusedattn.cli.demo.settings import Sizes
 from fusedattn.cli.demo.training import Step, optimizer_of
 from fusedattn.distributed import Context
 from fusedattn.distributed.example.plan import Plan
-from fusedattn.distributed.example.sizes import Sizes
 from fusedattn.transformer import GPTModel
 
 
