@@ -31,6 +31,7 @@ from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape, place_of, with_head
 from fusedattn.masks import Band, Mask
 from fusedattn.options import Options, Packed
+from fusedattn.shard import Shard
 from fusedattn.testing import triton_functions
 from tests.conftest import DEVICE
 from tests.helpers import quick
@@ -419,7 +420,7 @@ def test_blocks_of_packed_sequences(name, by_query):
     def dense_of(i: int) -> Tensor:
         queries, keys = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
         own = reference_varlen._mask_of(mask, i, queries, keys)
-        return own.dense(lengths_q[i], lengths_k[i], batch=1, nheads=NHEADS, first_batch=i)[0]
+        return own.dense(lengths_q[i], lengths_k[i], batch=1, nheads=NHEADS, shard=Shard(i))[0]
 
     sharp = name in ("full", "causal")
     heads = NHEADS if name in ("layout, window", "tree", "function") else 1

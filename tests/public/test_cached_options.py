@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusedattn import attention, biases, masks, reference
+from fusedattn.shard import Shard
 from fusedattn.testing import triton_functions
 from tests.helpers import quick
 from tests.helpers.cache_model import CACHED, DIM, DIM_V, HEADS_Q, Model, append, assert_attends, cache_in, device_of
@@ -153,6 +154,6 @@ def test_functions_get_the_number_of_their_sequence(what, backend):
     results = attention(q.to(device), cache=cache, return_lse=True, backend=backend, **given)
     for i in range(BATCH):
         own = q[i : i + 1], *model.keys_and_values(i)
-        golden = reference.attention(*(x.double() for x in own), **options, first_batch=i)
+        golden = reference.attention(*(x.double() for x in own), **options, shard=Shard(i))
         for actual, truth in zip(results, golden, strict=False):
             torch.testing.assert_close(actual[i : i + 1].cpu().double(), truth, rtol=0, atol=2e-6)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedattn import dropout
+from fusedattn.shard import Shard
 from tests.conftest import DEVICE
 
 
@@ -58,7 +59,7 @@ def test_triton_keeps_the_same(seed, dropout_p):
     """Pairs whose query and key differ only in bit 3 use the words of one counter, whose index omits that bit."""
     batch, nheads, seqlen_q, seqlen_k, first = 2, 3, 21, 61, 5
     seed = torch.tensor([seed], device=DEVICE)
-    keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, first_batch=first)
+    keep = dropout.keep_mask(seed, dropout_p, batch, nheads, seqlen_q, seqlen_k, shard=Shard(first))
     assert keep.shape == (batch, nheads, seqlen_q, seqlen_k)
     assert keep.dtype == torch.bool
     assert keep.device.type == DEVICE
@@ -113,7 +114,7 @@ def test_a_part_is_that_of_the_whole(rows, keys):
     expected = whole[:, :, slice(None) if rows is None else rows][..., slice(None) if keys is None else keys]
     assert torch.equal(keep_mask(0.4, 3, 2, 27, 39, rows=rows, keys=keys), expected)
     expected = expected[1:]
-    assert torch.equal(keep_mask(0.4, 2, 2, 27, 39, rows=rows, keys=keys, first_batch=1), expected)
+    assert torch.equal(keep_mask(0.4, 2, 2, 27, 39, rows=rows, keys=keys, shard=Shard(1)), expected)
 
 
 @pytest.mark.parametrize("rows", [range(27), range(16, 27), range(9, 24), range(5, 6), range(3, 3)], ids=str)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedattn import Rope, biases, masks, reference
 from fusedattn.masks import Mask
 from fusedattn.score_mod import ScoreMod
+from fusedattn.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -350,7 +351,7 @@ def test_a_part_of_the_batches_keeps_their_numbers():
     q, k, v = (torch.randn(2, 2, 3, 8) for _ in range(3))
     score_mod = ScoreMod(SCORE_MOD.function, SCORE_MOD.derivative, eager=eager)
     whole = reference.attention(q, k, v, score_mod=score_mod)[0]
-    part = reference.attention(q[1:], k[1:], v[1:], score_mod=score_mod, first_batch=1)[0]
+    part = reference.attention(q[1:], k[1:], v[1:], score_mod=score_mod, shard=Shard(1))[0]
     torch.testing.assert_close(part, whole[1:])
 
 
