@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedattn.biases import Bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
-from fusedattn.options import Packed, lengths_of
+from fusedattn.options import Options, Packed, lengths_of
 from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -313,7 +313,20 @@ def _check_memory(cache: KVCache, has_values: bool) -> None:
         raise ValueError("v, v_scale: got memory that keys have too, allowed is other memory, or v=None")
 
 
-def check_num_splits(num_splits: int) -> None:
+def check_scalars(options: Options, backend: str | None) -> None:
+    """Raise TypeError or ValueError unless the backend and the options that are no tensors are allowed."""
+    check_backend(backend)
+    if options.num_splits is not None:
+        _check_num_splits(options.num_splits)
+    if options.softcap is not None:
+        check_softcap(options.softcap)
+    if options.dropout_p != 0.0 or type(options.dropout_p) is not float:
+        check_dropout_p(options.dropout_p)
+    if type(options.deterministic) is not bool:
+        check_deterministic(options.deterministic)
+
+
+def _check_num_splits(num_splits: int) -> None:
     """Raise TypeError or ValueError unless ``num_splits`` is a positive int."""
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits: got {type(num_splits).__name__}, allowed are an int and None")

@@ -52,7 +52,7 @@ def prepared(
         seqlen_k = cache.capacity
     if packed is not None:
         call_checks.check_packed(packed, q, seqlen_k)
-    call_checks.check_backend(backend)
+    call_checks.check_scalars(options, backend)
     kind = _kind(q, k, v, backend) if cache is None else None
     known = None if kind is None else _known.get(kind)
     if cache is not None:
@@ -64,22 +64,15 @@ def prepared(
         call_checks.check_rope(options.rope, q, seqlen_k, packed, cache)
     if options.bias is not None:
         call_checks.check_bias(options.bias, q, seqlen_k, packed)
-    if options.num_splits is not None:
-        call_checks.check_num_splits(options.num_splits)
     if score_mod is not None:
         call_checks.check_score_mod(score_mod, q)
     if options.sinks is not None:
         call_checks.check_sinks(options.sinks, q)
-    if options.softcap is not None:
-        call_checks.check_softcap(options.softcap)
-        options.softcap = float(options.softcap)
-    if options.dropout_p != 0.0 or type(options.dropout_p) is not float:
-        call_checks.check_dropout_p(options.dropout_p)
-        options.dropout_p = float(options.dropout_p)
     if options.dropout_seed is not None:
         call_checks.check_dropout_seed(options.dropout_seed, q)
-    if type(options.deterministic) is not bool:
-        call_checks.check_deterministic(options.deterministic)
+    options.dropout_p = float(options.dropout_p)
+    if options.softcap is not None:
+        options.softcap = float(options.softcap)
     chosen = known or backend or default_backend(q.device)
     if known is None or mask.function is not None or score_mod is not None:
         reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache, options.bias, options.sinks)

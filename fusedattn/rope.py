@@ -165,7 +165,8 @@ class Rope:
 
     def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
         """Raise ValueError if the default positions of a sequence of these lengths are not in the tables."""
-        if self.positions_k is None and seqlen_k > self.n_positions:
+        has_rows = seqlen_k <= self.n_positions
+        if self.positions_k is None and not has_rows:
             raise ValueError(
                 f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for keys at "
                 f"positions 0 .. {seqlen_k - 1}; make longer tables or pass positions_k"
@@ -175,7 +176,7 @@ class Rope:
                 f"rope.positions_q: got None, allowed are tensors if seqlen_q = {seqlen_q} > seqlen_k = {seqlen_k}: by "
                 "default the last query has the position of the last key, and the first would be before position 0"
             )
-        if self.positions_q is None and seqlen_q > 0 and seqlen_k > self.n_positions:
+        if self.positions_q is None and seqlen_q > 0 and not has_rows:
             raise ValueError(
                 f"rope: got tables of {self.n_positions} rows, allowed are {seqlen_k} and more, for queries at "
                 f"positions {seqlen_k - seqlen_q} .. {seqlen_k - 1}; make longer tables or pass positions_q"

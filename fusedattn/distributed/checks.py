@@ -28,7 +28,7 @@ def of_own(
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`fusedattn.attention`.
     """
-    call_checks.check_backend(backend)
+    call_checks.check_scalars(options, backend)
     if options.cache is not None:
         raise NotImplementedError("cache: got a cache and a context, allowed is one of them")
     if k is None or v is None:
@@ -62,18 +62,12 @@ def of_own(
         if not isinstance(rope, Rope):
             raise TypeError(f"rope: got {type(rope).__name__}, allowed are fusedattn.Rope and None")
         rope.check_shapes(batch, q.shape[2], k.shape[2], q.shape[3])
-    if options.num_splits is not None:
-        call_checks.check_num_splits(options.num_splits)
     if options.score_mod is not None:
         call_checks.check_score_mod(options.score_mod, q)
     if options.sinks is not None:
         call_checks.check_sinks(options.sinks, q)
-    if options.softcap is not None:
-        call_checks.check_softcap(options.softcap)
-    call_checks.check_dropout_p(options.dropout_p)
     if options.dropout_seed is not None:
         call_checks.check_dropout_seed(options.dropout_seed, q)
-    call_checks.check_deterministic(options.deterministic)
     chosen = backend or default_backend(q.device)
     reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks)
     if reasons:

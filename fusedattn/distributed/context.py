@@ -16,7 +16,7 @@ from fusedattn.distributed.agreement import agree
 from fusedattn.distributed.collectives import depending
 from fusedattn.distributed.gathered import attention as gathered_attention
 from fusedattn.distributed.partial import learned_of
-from fusedattn.distributed.placement import Placement, rank_in, size_of
+from fusedattn.distributed.placement import Placement, order_of, rank_in, size_of
 from fusedattn.distributed.ring import Ring
 from fusedattn.distributed.ring import attention as ring_attention
 from fusedattn.distributed.split import Balance, Split
@@ -35,7 +35,8 @@ class Context:
     """The processes among which the tokens of a sequence are split, and how keys and values reach them.
 
     Args:
-        group: a process group, or a DeviceMesh of one or two dimensions. Every process of it creates the context.
+        group: a process group, or a DeviceMesh of one or two dimensions, of two with ranks that increase along rows and
+            columns. Every process of it creates the context.
         mode: ``"ring"`` passes keys and values around, ``"all_gather"`` copies all of them to every process,
             ``"ulysses"`` gives each process all tokens of some heads. For a mesh of two dimensions, a pair: the first
             is ``"ring"`` or ``"all_gather"``, the second ``"ulysses"``.
@@ -72,6 +73,7 @@ class Context:
         self._tokens: dist.ProcessGroup | None = next(iter(by_mode.values()), None)
         self._balance: Balance = balance if self._tokens is not None else "contiguous"
         self._checked: set[Hashable] = set()  # lengths and shapes of calls that all processes have found right
+        self._order = order_of(group.mesh) if isinstance(group, DeviceMesh) and len(groups) > 1 else None
         self._group = _of_cpus(group, groups)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -86,14 +88,14 @@ class Context:
             length, others = x.shape[dim], [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
         except Exception as error:
             self.refuse(error)
-        found = agree([length], ("unshard", x.dtype, dim % x.dim(), others), None, self._group)
+        found = self._agree([length], ("unshard", x.dtype, dim % x.dim(), others), None)
         return self._placement(found[:, 0].tolist()).whole(x, dim)
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Where the `length` tokens of this process stand in the whole sequence, int64 ``(length,)``."""
         if length < 0:
             self.refuse(ValueError(f"length: got {length}, allowed are numbers from 0 on"))
-        found = agree([length], "positions", None, self._group)
+        found = self._agree([length], "positions", None)
         placement = self._placement(found[:, 0].tolist())
         return self.shard(torch.arange(placement.outer.seqlen, device=device), 0)
 
@@ -116,8 +118,13 @@ class Context:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise `error`, after all other processes know that this one does not take part in a call."""
-        agree([], None, error, self._group)
+        self._agree([], None, error)
         raise error
+
+    def _agree(self, numbers: Sequence[int], call: Hashable, error: Exception | None) -> Tensor:
+        """:func:`agree` among the processes in the order of their tokens: all of one share, then those of the next."""
+        found = agree(numbers, call, error, self._group)
+        return found if self._order is None else found[self._order]
 
     def attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, options: Options, backend: Backend | None
@@ -160,7 +167,7 @@ class Context:
             numbers = [*lengths, checks.number_of_shapes(*own, options), rows.kinds(options, lengths[0]), seed]
         except Exception as failure:  # every process must hear of it
             error = failure
-        found = agree(numbers, description, error, self._group)
+        found = self._agree(numbers, description, error)
         assert own is not None
         q, k, v = own
         if options.dropout_p and options.dropout_seed is None:
@@ -174,7 +181,7 @@ class Context:
                 checks.of_all(q, options, planned, queries, keys, cuts_keys=self._passes)
             except Exception as failure:
                 error = failure
-            agree([], rows.other_sizes(options), error, self._group)
+            self._agree([], rows.other_sizes(options), error)
             self._checked.add(kind)
         options = with_all_keys(options, queries, keys, for_each_query, q.device)
         return q, k, v, options, queries, keys

@@ -25,6 +25,24 @@ def rank_in(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def order_of(ranks: Tensor) -> Tensor:
+    """The places of processes in the order of ranks, by their ranks in the two groups of a mesh, int64 ``(n,)``.
+
+    Args:
+        ranks: of the mesh, ``(n_first, n_second)``. Wherever they stand, a group counts them in increasing order.
+
+    Raises:
+        ValueError: two processes have the same rank in both of their groups.
+    """
+    first, second = (ranks.argsort(dim).argsort(dim) for dim in (0, 1))
+    in_groups = (first * ranks.shape[1] + second).flatten()
+    if len(in_groups.unique()) < len(in_groups):
+        raise ValueError(
+            f"group: got a mesh of ranks {ranks.tolist()}, allowed are ranks that increase along every row and column"
+        )
+    return ranks.flatten().argsort().argsort()[in_groups.argsort()]
+
+
 @dataclass(frozen=True)
 class Placement:
     """The tokens of a sequence.

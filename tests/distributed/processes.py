@@ -29,7 +29,7 @@ NEEDS_PROCESSES = [
 
 SECONDS = 300
 SECONDS_OF_START = 120
-SECONDS_OF_STEP = 30
+SECONDS_OF_STEP = 60
 
 
 def in_processes(world: int, directory: Path, function: Callable[..., Any], *args: Any) -> list[Any]:

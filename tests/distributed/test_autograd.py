@@ -498,8 +498,7 @@ def test_results(found: Found, of_context: str, name: str) -> None:
         assert result if isinstance(result, bool) else all(result) and result, result
 
 
-# Not "all_gather": under this default device torch's function fails for fewer queries than keys, on one process too.
-@pytest.mark.parametrize("of_context", ["ring", "ulysses"])
+@contexts
 def test_agreement_on_another_default_device(found: Found, of_context: str) -> None:
     assert all(result is True for result in found(f"{of_context}: default_device")), of_context
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from tests.helpers import quick
 
 pytestmark = NEEDS_PROCESSES
 
-SECONDS = 5  # that the process group waits
+SECONDS = 5  # that the group of the context waits
 SECONDS_OF_TEST = 40  # from the death on, until all processes have ended
 
 WHEN = ("before the forward", "in the forward", "before the backward", "in the backward")
@@ -61,13 +62,15 @@ def _unless_numbers(ending: Any) -> Any:
 
 def work(rank: int, world: int, directory: str, mode: str, when: str, how: str) -> None:
     """One right step, then one in which the last rank ends; others write down what happens to them."""
-    with_gloo(rank, world, SECONDS, init_method=f"file://{directory}/meeting")
-    assert dist.group.WORLD is not None
-    x = own_tokens(Context(dist.group.WORLD, mode=mode), 13)
+    with_gloo(rank, world, SECONDS_OF_TEST, init_method=f"file://{directory}/meeting")
+    dist.barrier()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SECONDS))
+    assert group is not None
+    x = own_tokens(Context(group, mode=mode), 13)
     x.out_and_gradients()
     Path(f"{directory}/ready{rank}").touch()
     try:
-        _step(x, when, how if rank == world - 1 else None)
+        _step(x, group, when, how if rank == world - 1 else None)
     except Exception:
         traceback.print_exc()
         Path(f"{directory}/error{rank}").write_text(traceback.format_exc())
@@ -76,7 +79,7 @@ def work(rank: int, world: int, directory: str, mode: str, when: str, how: str) 
     Path(f"{directory}/error{rank}").write_text("none")
 
 
-def _step(x: OwnTokens, when: str, how: str | None) -> None:
+def _step(x: OwnTokens, group: dist.ProcessGroup, when: str, how: str | None) -> None:
     leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
     if how and when == "before the forward":
         end(how)
@@ -88,7 +91,9 @@ def _step(x: OwnTokens, when: str, how: str | None) -> None:
     if how and when == "in the backward":
         end_when_sending(how)
     torch.autograd.grad(out.square().sum(), leaves)
-    dist.all_reduce(torch.zeros(1))  # as that of parameters: an error reaches each process here at the latest
+    dist.all_reduce(
+        torch.zeros(1), group=group
+    )  # as that of parameters: an error reaches each process here at the latest
 
 
 # (processes, mode, when, how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_one_process_needs_no_launcher(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Two share them: torchrun --nproc-per-node 2 -m fusedattn.distributed.example" in done.stdout
     assert (tmp_path / "fusedattn-demo" / "distributed.png").exists()
+
+
+THREADS = """
+import sys
+from pathlib import Path
+from fusedattn.distributed.example.__main__ import main
+status = main(sys.argv[1:])
+names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+sys.exit(status or ", ".join(name for name in names if "gloo" in name) or None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
+def test_no_thread_of_the_group_is_left(text: Path, tmp_path: Path) -> None:
+    """Such a thread can abort a process that ends."""
+    done = run("-c", THREADS, "--steps", "1", "--seqlen", "32", "--text", text, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.thorough

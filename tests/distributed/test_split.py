@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fusedattn import masks
 from fusedattn.biases import Bias
 from fusedattn.distributed.cutting import Rectangle, cut, may_see
+from fusedattn.distributed.placement import order_of
 from fusedattn.distributed.split import Balance, Split, length_of
 from fusedattn.distributed.ulysses import Heads
 from fusedattn.mask_parts import Band
@@ -139,6 +140,24 @@ def random_mask(rng: random.Random) -> Mask:
 
     aligns = ("bottom_right", "top_left")
     return Mask(bands=frozenset(Band(side(), side(), rng.choice(aligns)) for _ in range(rng.randint(0, 2))))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        ([[0, 1], [2, 3]], [0, 1, 2, 3]),
+        ([[0, 2], [1, 3]], [0, 2, 1, 3]),
+        ([[4, 7], [5, 9], [6, 11]], [0, 3, 1, 4, 2, 5]),  # the other processes of the world are in no group
+        ([[5, 3, 4]], [0, 1, 2]),  # a group counts its ranks in increasing order
+    ],
+)
+def test_processes_of_a_mesh_in_the_order_of_their_tokens(ranks: list[list[int]], order: list[int]) -> None:
+    assert order_of(torch.tensor(ranks)).tolist() == order
+
+
+def test_a_mesh_that_gives_two_processes_the_same_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"group: got a mesh of ranks \[\[3, 1\], \[0, 2\]\], allowed are ranks that"):
+        order_of(torch.tensor([[3, 1], [0, 2]]))
 
 
 def test_rectangles_that_see_nothing_are_left_out_and_no_others() -> None:

@@ -28,7 +28,7 @@ def numbers_of(
     """
     if scale is not None and scale.dim() == 2:
         scale = scale[..., None, None].expand(*x.shape[:3], 1)
-    memory, at = _Memory(dtype), 0
+    memory, at = _Memory(dtype, x.device), 0
     for tile, *scales in own.tiles((x,) if scale is None else (x, scale), start, stop):
         n = tile.shape[2]
         size = n if tile.dtype == dtype else max(16, NUMBERS // (tile.shape[0] * tile.shape[1] * tile.shape[3]))
@@ -63,9 +63,9 @@ def joined_pairs(x: Tensor) -> Tensor:
 class _Memory:
     """Memory that one tile after the other uses."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._numbers = torch.empty(0, dtype=dtype)
-        self._integers = torch.empty(0, dtype=torch.int16)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._numbers = torch.empty(0, dtype=dtype, device=device)
+        self._integers = torch.empty(0, dtype=torch.int16, device=device)
 
     def copied(self, x: Tensor) -> Tensor:
         """``x`` in the dtype of this memory."""

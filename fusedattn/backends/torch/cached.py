@@ -60,8 +60,8 @@ def _in_place(q: Tensor, options: Options) -> Results | None:
     cache, packed = options.cache, options.packed
     assert cache is not None
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(*q.shape[:3], cache.head_dim_v, dtype=wide)
-    lse = torch.full(q.shape[:3], -math.inf, dtype=wide)
+    out = q.new_zeros(*q.shape[:3], cache.head_dim_v, dtype=wide)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     stops = None if packed is None else packed.cu_seqlens_q.tolist()
     together = packed is None and options.mask.only_bands and options.bias is None
     for own in sequences(cache, together):
@@ -82,7 +82,7 @@ def _in_place(q: Tensor, options: Options) -> Results | None:
     if options.sinks is not None:
         sinks = options.sinks[:, None].to(wide)
         if stops is not None:  # queries of no sequence have none
-            number = torch.arange(q.shape[2])
+            number = torch.arange(q.shape[2], device=q.device)
             sinks = sinks.where((stops[0] <= number) & (number < stops[-1]), -math.inf)
         whole = torch.logaddexp(lse, sinks)
         out = out * torch.exp(lse - whole).nan_to_num(0.0)[..., None]
@@ -113,8 +113,8 @@ class _Problem(NamedTuple):
         Both broadcast to ``(batch, nheads_q, seqlen_q, keys or 1)``. Those rows see all keys instead.
         """
         n_queries, n_keys = self.q.shape[2], self.own.kept
-        visible = self.mask.dense(n_queries, n_keys, keys=keys, expand=False)
-        bias = torch.zeros((), dtype=torch.promote_types(self.q.dtype, torch.float32))
+        visible = self.mask.dense(n_queries, n_keys, keys=keys, device=self.q.device, expand=False)
+        bias = self.q.new_zeros((), dtype=torch.promote_types(self.q.dtype, torch.float32))
         if self.bias is not None:
             bias = indices.part_of(self.bias, slice(None), keys)
             visible = visible & (bias != -math.inf)

@@ -93,7 +93,7 @@ def within_shard(mask: Mask, shard: Shard, shape: ScoresShape, device: torch.dev
     return replace(mask, bands=frozenset({band}))
 
 
-def with_allowed_pairs(mask: Mask, shape: ScoresShape) -> Mask:
+def with_allowed_pairs(mask: Mask, shape: ScoresShape, device: torch.device) -> Mask:
     """The mask in the form that :func:`plan` takes: a layout, function or tree goes into ``allowed``, a key mask into
     ``valid``.
     """
@@ -104,7 +104,9 @@ def with_allowed_pairs(mask: Mask, shape: ScoresShape) -> Mask:
         if allowed.shape[1:3] == (1, 1):
             valid = allowed[:, 0, 0].expand(shape.batch, shape.seqlen_k)
             return replace(mask, allowed=None, valid=valid if mask.valid is None else mask.valid & valid)
-    return Mask(allowed=mask.dense(shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads))
+    return Mask(
+        allowed=mask.dense(shape.seqlen_q, shape.seqlen_k, batch=shape.batch, nheads=shape.nheads, device=device)
+    )
 
 
 def is_short(mask: Mask, shape: ScoresShape) -> bool:

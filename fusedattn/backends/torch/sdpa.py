@@ -278,7 +278,7 @@ def _in_pieces(
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
     if (added is not None and added.requires_grad) or mask_plan.is_short(mask, shape):
         return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
-    mask = mask_plan.with_allowed_pairs(mask, shape)
+    mask = mask_plan.with_allowed_pairs(mask, shape, q.device)
     groups = mask_plan.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
     boxes_q, boxes_k = ([(batches, getattr(piece, name)) for batches, piece in parts] for name in ("rows", "keys"))
@@ -295,11 +295,11 @@ def _in_pieces(
         elif in_band and own is None:  # pieces at the same place relative to the diagonal share one mask
             place = len(piece.rows), len(piece.keys), piece.keys.start - piece.rows.start
             if place not in bands:
-                bands[place] = _rows(_visible(Mask(mask.bands), batches, piece, shape), None, q.dtype)
+                bands[place] = _rows(_visible(Mask(mask.bands), batches, piece, shape, q.device), None, q.dtype)
             rows = bands[place]
         else:
             shown = Mask(mask.bands) if in_band else mask
-            rows = _rows(_visible(shown, batches, piece, shape), own, q.dtype)
+            rows = _rows(_visible(shown, batches, piece, shape, q.device), own, q.dtype)
         at = Shard(batches.start, 0, piece.rows.start, piece.keys.start)
         run = functools.partial(
             compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", part=at
@@ -319,13 +319,15 @@ def _everywhere(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     return mask.dense(q.shape[2], k.shape[2], batch=q.shape[0], nheads=q.shape[1], device=q.device, expand=False)
 
 
-def _visible(mask: Mask, batches: range, piece: mask_plan.Piece, shape: mask_plan.ScoresShape) -> Tensor:
+def _visible(
+    mask: Mask, batches: range, piece: mask_plan.Piece, shape: mask_plan.ScoresShape, device: torch.device
+) -> Tensor:
     """The mask of a piece: bool, broadcastable to its scores."""
     rows, keys = _slice(piece.rows), _slice(piece.keys)
     mask = mask_plan.of_batches(mask, batches)
     if mask.valid is not None and piece.hidden == "keys":
         return mask.valid[:, None, None, keys]
-    return mask.dense(shape.seqlen_q, shape.seqlen_k, rows=rows, keys=keys, expand=False)
+    return mask.dense(shape.seqlen_q, shape.seqlen_k, rows=rows, keys=keys, device=device, expand=False)
 
 
 def _part(added: Tensor | None, batches: range, piece: mask_plan.Piece) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Before there is a group. Imported later, by an optimizer, its default arguments would keep the group and its threads,
+# which can abort a process that ends.
+import torch.distributed.nn
 
 from fusedattn.cli.errors import CommandError
 
@@ -38,6 +43,7 @@ def group() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # models and optimizers, in cycles, keep the group too
         dist.destroy_process_group()
 
 
