@@ -11,9 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
-import os, time
+import itertools, os, time
 import pytest
 from tests.helpers import deadline
+
+number = itertools.count()
 
 @pytest.fixture(autouse=True, scope="session")
 def _started(tmp_path_factory):
@@ -22,8 +24,8 @@ def _started(tmp_path_factory):
 
 @pytest.mark.parametrize("i", range(40))
 def test(i):
-    if i == 20:
-        time.sleep(max(0.0, deadline._UNTIL - time.time()))
+    if next(number) == 20:
+        time.sleep(max(0.0, float(deadline._UNTIL) - time.time()))
 """
 CONFTEST = """
 from tests.helpers import deadline
