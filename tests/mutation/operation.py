@@ -266,6 +266,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "_cleaned(q, k, v, mask, _is_differentiated(q, k, *given))", "_cleaned(q, k, v, mask, _is_differentiated(q, k, v))", "torch backend: a NaN of a query is lost from the gradient of sinks", EAGER_STEPS),
     Fault(SDPA, "if poisoned.any() and (is_differentiated or ", "if poisoned.any() and (", "torch backend: a NaN of a query is lost from gradients", EAGER_STEPS),
     Fault(SDPA, "        out = out.masked_fill(poisoned[..., None], math.nan)\n", "", "torch backend: a NaN of a query is lost", EAGER_STEPS),
+    Fault(SDPA, "rows=rows, keys=keys, device=device, expand=False)", "rows=rows, keys=keys, expand=False)", "torch backend: masks of pieces on the default device", "tests/public/test_default_device.py"),
     Fault(SDPA, "own = shard.part(part.first_batch, 0,", "own = shard.part(0, 0,", "torch backend: sequences drop the same", PACKED),
     Fault(FLASH_CPU, "value=value).contiguous()", "value=value)", "CPU: heads of one feature, in another memory order", "tests/public/test_strides.py -k one_feature"),
     Fault(FLASH_CPU, "    if dlse is None:\n        return tuple(", "    if True:\n        return tuple(", "flash: the gradient of lse is lost", TORCH),

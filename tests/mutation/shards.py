@@ -45,6 +45,8 @@ FAULTS = (
     Fault(WHOLE, "positions_k = keys.whole(positions_k, -1)", "positions_k = positions_k", "positions of own keys", PROCESSES),
     Fault(AGREEMENT, "    if failed:\n", "    if failed and error is not None:\n", "an error of another process is not raised", ERRORS),
     Fault(AGREEMENT, "if not (found[:, N_NUMBERS] == digest).all():", "if False:", "different calls are not refused", ERRORS),
+    Fault("fusedattn/distributed/placement.py", "in_groups = (first * ranks.shape[1] + second).flatten()", "in_groups = torch.arange(ranks.numel())", "a mesh: tokens in the order of its places, not of the ranks in its groups", "tests/distributed/test_split.py"),
+    Fault(CONTEXT, "return found if self._order is None else found[self._order]", "return found", "a mesh: numbers in the order of ranks", "tests/distributed/test_autograd.py -k 'four and meshes'"),
     Fault(CONTEXT, "        if kind not in self._checked:\n", "        if False:\n", "masks of a wrong shape are not refused", ERRORS),
     Fault(DTENSOR, "into_kv = [Partial() if x != y else y", "into_kv = [y", "DTensor: gradient of shared KV heads is not added up", DTENSORS),
     Fault(DTENSOR, "gradient = [Replicate() if placement.is_replicate() else Partial()", "gradient = [Replicate()", "DTensor: gradient of a bias is not added up", DTENSORS),
