@@ -37,7 +37,7 @@ FAULTS = (
     Fault(CUTTING, "return x[:, part.heads] if x.shape[1] > 1 else x\n\n\ndef _layout", "return x\n\n\ndef _layout", "shard: pairs of all heads", BY_TORCH),
     Fault(CUTTING, "queries.stop - 1 + upper < keys.start", "queries.stop + upper <= keys.start + 1", "ring: a pair on the diagonal is skipped", PROCESSES),
     Fault(SPLIT, "self.chunks[owner], self.chunks[len(self.chunks) - 1 - owner]", "self.chunks[2 * owner], self.chunks[2 * owner + 1]", "zigzag: neighbours instead of an early and a late chunk", "tests/distributed/test_split.py"),
-    Fault(RING, "return (self.rank - step) % self.keys.n_owners", "return (self.rank + step) % self.keys.n_owners", "ring: keys of the other neighbour", PROCESSES),
+    Fault(RING, "return (self.rank - step) % self.keys.n_owners", "return (self.rank + step) % self.keys.n_owners", "ring: keys of the other neighbour", "tests/distributed/test_training.py -k 'ring and rotary and 4'"),
     Fault(RING, "                    of_owner += of_others\n", "                    of_owner.copy_(of_others)\n", "ring: gradients of keys overwritten", PROCESSES),
     Fault(RING, "options = replace(options, sinks=None)", "options = replace(options)", "ring: sinks counted once for each part", PROCESSES),
     Fault(HEADS, "return once if of_queries == [", "return once if True or of_queries == [", "KV heads that do not group", "tests/distributed/test_split.py"),
