@@ -30,6 +30,7 @@ NEEDS_PROCESSES = [
 SECONDS = 300
 SECONDS_OF_START = 120
 SECONDS_OF_STEP = 60
+MOST_LOST = 3  # steps of one run
 
 
 def in_processes(world: int, directory: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -118,11 +119,11 @@ def in_steps(
     """``function(name, *args)`` for each name in `world` processes; by name, the results in the order of ranks.
 
     A result is :class:`Raised` if the function raised an error. If a name takes more than so many seconds, or a process
-    ends, it is :class:`Lost`, and other processes begin at the next name.
+    ends, it is :class:`Lost`, and other processes begin at the next name; after MOST_LOST of them, none does.
     """
     found: dict[str, list[Any]] = {}
-    left = list(names)
-    while left:
+    left, n_lost = list(names), 0
+    while left and n_lost < MOST_LOST:
         start = directory / f"{len(left)}left"
         start.mkdir(parents=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -140,9 +141,10 @@ def in_steps(
                 break
             found[name] = [_result(start, step, rank, reason) for rank in range(world)]
             if any(isinstance(x, Lost) for x in found[name]):
+                n_lost += 1
                 break
         left = [name for name in names if name not in found]
-    return found
+    return found | {name: [Lost(f"not tried after {n_lost} steps without a result")] * world for name in left}
 
 
 def _wait(processes: Sequence[multiprocessing.process.BaseProcess], start: Path, seconds: float) -> str:
