@@ -266,16 +266,15 @@ class MultiHeadAttention(nn.Module):
             nothing, its heads are 0 and its output is the bias of ``out_proj``.
 
         Raises:
-            ValueError: an input is not ``(batch, seqlen, d_model)``, the shapes do not fit, or the
-                cache is full or does not rotate keys as this layer does.
+            ValueError: an input is not ``(batch, seqlen, d_model)``, the shapes do not fit, the
+                cache is full or does not rotate keys as this layer does, or projections that are
+                split among processes do not keep each query head with its key and value head.
         """
         key = query if key is None else key
         value = key if value is None else value
         for name, x in (("query", query), ("key", key), ("value", value)):
             _check_input(x, name, self.d_model)
-        q = self.q_proj(query).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(key).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(value).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = self._heads(self.q_proj(query), self.k_proj(key), self.v_proj(value))
         if cache is None:
             rope = None if self.rope is None else self.rope.tables()
             heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)
@@ -284,6 +283,16 @@ class MultiHeadAttention(nn.Module):
             heads, weights = self.attention(q, k, v, mask, cache=cache, need_weights=need_weights)
         output = self.out_proj(heads.transpose(1, 2).flatten(-2))
         return (output, weights) if need_weights else output
+
+    def _heads(self, *projected: Tensor) -> list[Tensor]:
+        """q, k and v as ``(batch, heads, seqlen, head_dim)``; of all heads, or of those of a process."""
+        of_q, of_k, of_v = (x.shape[-1] for x in projected)
+        if of_k % self.head_dim or of_k != of_v or of_q * self.n_kv_heads != of_k * self.n_heads:
+            raise ValueError(
+                f"q_proj, k_proj, v_proj: got {of_q}, {of_k} and {of_v} features, allowed are {self.n_heads} query "
+                f"heads and {self.n_kv_heads} KV heads of {self.head_dim}, or the same share of both"
+            )
+        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected]
 
 
 class SelfAttention(nn.Module):

@@ -281,6 +281,37 @@ def test_self_attention_equals_the_literal_formula(causal):
         torch.testing.assert_close(module(values, keys, query, mask), want)
 
 
+@pytest.mark.parametrize(
+    ("of_q", "of_k", "of_v"),
+    [
+        (4, 2, 2),  # the query heads of one process, all KV heads
+        (8, 1, 1),
+        (8, 2, 1),
+        (2, 0.5, 0.5),  # more processes than KV heads
+    ],
+)
+def test_shares_of_heads_that_do_not_belong_together_are_refused(of_q: float, of_k: float, of_v: float) -> None:
+    module = MultiHeadAttention(64, 8, n_kv_heads=2)
+    for name, n in (("q_proj", of_q), ("k_proj", of_k), ("v_proj", of_v)):
+        setattr(module, name, torch.nn.Linear(64, int(8 * n)))
+    module.out_proj = torch.nn.Linear(int(8 * of_q), 64)
+    with pytest.raises(
+        ValueError, match=r"q_proj, k_proj, v_proj: got .* allowed are 8 query heads and 2 KV heads of 8"
+    ):
+        module(torch.randn(1, 3, 64))
+
+
+def test_a_share_of_the_heads_is_attended_to():
+    whole, share = MultiHeadAttention(64, 8, n_kv_heads=2), MultiHeadAttention(64, 8, n_kv_heads=2)
+    for name, n in (("q_proj", 32), ("k_proj", 8), ("v_proj", 8)):  # of the second process of two
+        projection, part = getattr(whole, name), torch.nn.Linear(64, n)
+        part.load_state_dict({key: x[n:] for key, x in projection.state_dict().items()})
+        setattr(share, name, part)
+    whole.out_proj, share.out_proj = torch.nn.Identity(), torch.nn.Identity()
+    x = torch.randn(1, 3, 64)
+    torch.testing.assert_close(share(x), whole(x)[..., 32:])
+
+
 def test_self_attention_structure_and_errors():
     module = SelfAttention(WIDTH, H)
     assert type(module.attention) is ScaledDotProductAttention
