@@ -55,8 +55,8 @@ class Shard(NamedTuple):
 
     def numbers(self, nheads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
         """The numbers of a shard of these sizes as the kernels read them, int32 (kernels/shard.py)."""
-        heads, diagonal = self.heads(nheads), self.diagonal(seqlen_q, seqlen_k)
-        numbers = self.first_batch, self.first_head, heads, self.first_query, self.first_key, diagonal
+        shift = self.diagonal(seqlen_q, seqlen_k) - (seqlen_k - seqlen_q)
+        numbers = self.first_batch, self.first_head, self.heads(nheads), self.first_query, self.first_key, shift
         return torch.tensor(numbers, dtype=torch.int32, device=device) if _is_traced() else _tensor(numbers, device)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fusedattn.kernels.shard import first_key, first_query, head_number
+from fusedattn.kernels.shard import head_number
 
 
 class DropoutArguments(NamedTuple):
@@ -31,8 +31,8 @@ NO_DROPOUT = DropoutArguments(None, None, None)
 @triton.jit
 def kept(dropout, place, block):
     """Which weights of a block are kept."""
-    rows = block.rows + first_query(place)
-    keys = block.keys + first_key(place)
+    rows = block.rows + place.shard.first_query
+    keys = block.keys + place.shard.first_key
     sequence, head, nheads = head_number(place)
     stream = sequence * nheads + head
     zero = (rows + keys) * 0

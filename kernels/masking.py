@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels.pairs import Block, Pairs, pair_pointers
-from fusedattn.kernels.shard import diagonal_at_end, diagonal_at_start, first_key, first_query, head_number
+from fusedattn.kernels.shard import diagonal_at_end, diagonal_at_start, head_number
 
 # Larger than any length, and small enough to be added to one.
 FAR = tl.constexpr(2**30)
@@ -116,7 +116,7 @@ def bounds_of(mask, place, numbers):
     prefix = 0
     prefix_upper = 0
     if mask.prefix_ptr is not None:
-        prefix = tl.load(mask.prefix_ptr + place.sequence) - first_key(place)
+        prefix = tl.load(mask.prefix_ptr + place.sequence) - place.shard.first_key
         prefix_upper = at_end if mask.PREFIX_AT_END else at_start
     if mask.key_range_ptr is not None:
         ptr = mask.key_range_ptr + tl.cast(place.sequence, tl.int64) * 3
@@ -361,7 +361,7 @@ def load_key_visible(mask, place, bounds, keys):
 @triton.jit
 def _older_keys(place):
     """The number of keys before those of the queries."""
-    return diagonal_at_end(place) - first_query(place)
+    return diagonal_at_end(place) - place.shard.first_query
 
 
 @triton.jit
@@ -371,8 +371,8 @@ def numbers_of_pairs(place, rows, keys):
     Rows and keys outside the sequence become its first or last.
     """
     sequence, head, _ = head_number(place)
-    query = tl.minimum(tl.maximum(rows, 0), place.seqlen_q - 1) + first_query(place)
-    key = tl.minimum(tl.maximum(keys, 0), place.seqlen_k - 1) + first_key(place)
+    query = tl.minimum(tl.maximum(rows, 0), place.seqlen_q - 1) + place.shard.first_query
+    key = tl.minimum(tl.maximum(keys, 0), place.seqlen_k - 1) + place.shard.first_key
     return sequence, head, query, key
 
 

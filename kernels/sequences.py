@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fusedattn.kernels.shard import shard_numbers
+
 
 class Sequences(NamedTuple):
     """The starts of packed sequences, int32 ``(n + 1,)`` each; None if a batch is not packed.
@@ -32,7 +34,7 @@ class Place(NamedTuple):
     `batch`, `first_q` and `first_k` say where it begins in q, k and v; `query_base` and `key_base`, in
     ``(batch, seqlen_q)`` and ``(batch, seqlen_k)`` tensors. `seqlen_q` and `seqlen_k` are its own lengths; a cache
     holds `dropped` tokens fewer than the sequence has. Row statistics are ``(batch, nheads, n_rows)``: `n_rows` is the
-    seqlen_q of the tensors.
+    seqlen_q of the tensors. `shard` has the :class:`~fusedattn.kernels.shard.ShardNumbers`.
     """
 
     sequence: Any
@@ -47,7 +49,7 @@ class Place(NamedTuple):
     key_base: Any
     n_rows: Any
     dropped: Any
-    shard_ptr: Any
+    shard: Any
 
 
 @triton.jit
@@ -91,7 +93,7 @@ def place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k):
         key_base,
         seqlen_q,
         dropped,
-        sequences.shard_ptr,
+        shard_numbers(sequences.shard_ptr, nheads),
     )
 
 
@@ -111,7 +113,7 @@ def with_head(place, head):
         place.key_base,
         place.n_rows,
         place.dropped,
-        place.shard_ptr,
+        place.shard,
     )
 
 

@@ -4,60 +4,59 @@ A shard has tensors of its own (masks and biases are cut as q, k and v are), but
 and users' functions count through the whole attention. ``fusedattn.shard`` makes the numbers.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-# Entries of `shard_ptr`, int32.
-FIRST_BATCH = tl.constexpr(0)
-FIRST_HEAD = tl.constexpr(1)
-NHEADS = tl.constexpr(2)
-FIRST_QUERY = tl.constexpr(3)
-FIRST_KEY = tl.constexpr(4)
-DIAGONAL = tl.constexpr(5)
+
+class ShardNumbers(NamedTuple):
+    """The numbers of a shard, or those of a call that is the whole attention.
+
+    `first_*` are the numbers of its own first ones, `nheads` counts the query heads of the whole. Query 0 stands
+    `shift` keys further on than if the last query and the last key of the shard were those of the whole.
+    """
+
+    first_batch: Any
+    first_head: Any
+    nheads: Any
+    first_query: Any
+    first_key: Any
+    shift: Any
+
+
+@triton.jit
+def shard_numbers(shard_ptr, nheads):
+    """The :class:`ShardNumbers` of a call with `nheads` query heads; shard_ptr has them, int32, or is None.
+
+    A :class:`~fusedattn.kernels.sequences.Place` has the numbers, not the pointer: Triton 3.6 cannot return None.
+    """
+    if shard_ptr is not None:
+        return ShardNumbers(
+            tl.load(shard_ptr),
+            tl.load(shard_ptr + 1),
+            tl.load(shard_ptr + 2),
+            tl.load(shard_ptr + 3),
+            tl.load(shard_ptr + 4),
+            tl.load(shard_ptr + 5),
+        )
+    else:
+        return ShardNumbers(0, 0, nheads, 0, 0, 0)
 
 
 @triton.jit
 def diagonal_at_end(place):
     """The key at which query 0 stands if the last query of all stands at the last key of all."""
-    if place.shard_ptr is not None:
-        return tl.load(place.shard_ptr + DIAGONAL)
-    else:
-        return place.seqlen_k - place.seqlen_q
+    return place.seqlen_k - place.seqlen_q + place.shard.shift
 
 
 @triton.jit
 def diagonal_at_start(place):
     """The key at which query 0 stands if the first query of all stands at the first key of all."""
-    if place.shard_ptr is not None:
-        return tl.load(place.shard_ptr + FIRST_QUERY) - tl.load(place.shard_ptr + FIRST_KEY)
-    else:
-        return 0
-
-
-@triton.jit
-def first_query(place):
-    """The number of query 0."""
-    if place.shard_ptr is not None:
-        return tl.load(place.shard_ptr + FIRST_QUERY)
-    else:
-        return 0
-
-
-@triton.jit
-def first_key(place):
-    """The number of key 0."""
-    if place.shard_ptr is not None:
-        return tl.load(place.shard_ptr + FIRST_KEY)
-    else:
-        return 0
+    return place.shard.first_query - place.shard.first_key
 
 
 @triton.jit
 def head_number(place):
     """(number of the sequence, number of the head, number of heads)."""
-    if place.shard_ptr is not None:
-        sequence = place.sequence + tl.load(place.shard_ptr + FIRST_BATCH)
-        head = place.head + tl.load(place.shard_ptr + FIRST_HEAD)
-        return sequence, head, tl.load(place.shard_ptr + NHEADS)
-    else:
-        return place.sequence, place.head, place.nheads
+    return place.sequence + place.shard.first_batch, place.head + place.shard.first_head, place.shard.nheads

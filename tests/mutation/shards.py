@@ -25,13 +25,13 @@ BACKWARD_OF_A_PART = "tests/integrations/test_torch_flash.py -k some_of_the_keys
 
 # fmt: off
 FAULTS = (
-    Fault(KERNEL_SHARD, "return tl.load(place.shard_ptr + DIAGONAL)", "return place.seqlen_k - place.seqlen_q", "shard: alignment within the shard", BY_KERNELS),
-    Fault(KERNEL_SHARD, "tl.load(place.shard_ptr + FIRST_QUERY) - tl.load(place.shard_ptr + FIRST_KEY)", "tl.load(place.shard_ptr + FIRST_QUERY)", "shard: alignment at the start forgets the first key", BY_KERNELS),
-    Fault(KERNEL_SHARD, "place.sequence + tl.load(place.shard_ptr + FIRST_BATCH)", "place.sequence", "shard: batches counted from 0", BY_KERNELS),
-    Fault(KERNEL_SHARD, "place.head + tl.load(place.shard_ptr + FIRST_HEAD)", "place.head", "shard: heads counted from 0", BY_KERNELS),
-    Fault(DROPOUT, "keys = block.keys + first_key(place)", "keys = block.keys", "shard: dropout counts keys from 0", BY_KERNELS),
-    Fault(MASKING, "tl.load(mask.prefix_ptr + place.sequence) - first_key(place)", "tl.load(mask.prefix_ptr + place.sequence)", "shard: a prefix of the shard", BY_KERNELS),
-    Fault(MASKING, "return diagonal_at_end(place) - first_query(place)", "return diagonal_at_end(place)", "shard: keys older than a tree", BY_KERNELS),
+    Fault(KERNEL_SHARD, "place.seqlen_k - place.seqlen_q + place.shard.shift", "place.seqlen_k - place.seqlen_q", "shard: alignment within the shard", BY_KERNELS),
+    Fault(KERNEL_SHARD, "place.shard.first_query - place.shard.first_key", "place.shard.first_query", "shard: alignment at the start forgets the first key", BY_KERNELS),
+    Fault(KERNEL_SHARD, "place.sequence + place.shard.first_batch", "place.sequence", "shard: batches counted from 0", BY_KERNELS),
+    Fault(KERNEL_SHARD, "place.head + place.shard.first_head", "place.head", "shard: heads counted from 0", BY_KERNELS),
+    Fault(DROPOUT, "keys = block.keys + place.shard.first_key", "keys = block.keys", "shard: dropout counts keys from 0", BY_KERNELS),
+    Fault(MASKING, "tl.load(mask.prefix_ptr + place.sequence) - place.shard.first_key", "tl.load(mask.prefix_ptr + place.sequence)", "shard: a prefix of the shard", BY_KERNELS),
+    Fault(MASKING, "return diagonal_at_end(place) - place.shard.first_query", "return diagonal_at_end(place)", "shard: keys older than a tree", BY_KERNELS),
     Fault(SHARD, "whole_k - whole_q + self.first_query - self.first_key", "whole_k - whole_q + self.first_query", "shard: diagonal forgets the first key", BY_KERNELS),
     Fault(PLAN, "shift = shard.first_query - shard.first_key", "shift = shard.first_query", "shard, torch: band forgets the first key", BY_TORCH),
     Fault(CUTTING, "return x[:, part.heads] if x.shape[1] > 1 else x\n\n\ndef _layout", "return x\n\n\ndef _layout", "shard: pairs of all heads", BY_TORCH),
