@@ -28,11 +28,12 @@ def kernels() -> set[str]:
 
     Those in Gluon are no part of it yet.
     """
+    sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
     calls = (
         node
-        for path in (ROOT / "kernels").glob("*.py")
-        if "@gluon.jit" not in path.read_text()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for source in sources
+        if "@gluon.jit" not in source
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and node.args
     )
     made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.KernelConstants"))
