@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental._attention import context_parallel_un
 
 from fusedattn.integrations import torch_flash
 from tests.distributed.processes import NEEDS_PROCESSES, in_processes
+from tests.helpers import quick
 
 pytestmark = [
     *NEEDS_PROCESSES,
@@ -45,7 +46,7 @@ def solve() -> list[Tensor]:
         return list(context_parallel_unshard(mesh, local, [2] * 4))
 
 
-@pytest.mark.thorough
+@quick.only(world=2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_ring_of_torch_has_the_results_of_one_process(tmp_path: Path, world: int) -> None:
     *qkv, dout = (x.double() for x in inputs())
