@@ -3,11 +3,13 @@
 Nothing is imported lazily: exported programs need the operators that importing this package registers.
 """
 
-from fusedattn import biases, caches, dropout, masks
+from fusedattn import biases, caches, dropout, feature_maps, masks
 from fusedattn.attention import attention
 from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
 from fusedattn.kv_cache import KVCache
+from fusedattn.linear.attention import linear_attention
+from fusedattn.linear.state import LinearState
 from fusedattn.merge import merge
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.score_mod import ArgGradient, ScoreMod
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgGradient",
     "KVCache",
+    "LinearState",
     "Replacement",
     "Rope",
     "ScoreMod",
@@ -31,8 +34,10 @@ __all__ = [
     "biases",
     "caches",
     "dropout",
+    "feature_maps",
     "fuse",
     "fusion_report",
+    "linear_attention",
     "masks",
     "merge",
     "not_supported_reasons",

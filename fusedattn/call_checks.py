@@ -123,19 +123,20 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def check_packed(packed: Packed, q: Tensor, total_k: int) -> None:
     """Raise TypeError or ValueError unless these are sequences of q and k; makes only checks without a GPU sync."""
     stops_q, stops_k = packed.cu_seqlens_q, packed.cu_seqlens_k
-    _check_offsets("cu_seqlens_q", stops_q, q)
+    check_offsets("cu_seqlens_q", stops_q, q)
     if stops_k is not None:
-        _check_offsets("cu_seqlens_k", stops_k, q)
+        check_offsets("cu_seqlens_k", stops_k, q)
         if stops_k.shape != stops_q.shape:
             raise ValueError(
                 f"cu_seqlens_k: got shape {tuple(stops_k.shape)}, allowed is that of cu_seqlens_q, "
                 f"{tuple(stops_q.shape)}"
             )
-    _check_longest("_q", stops_q, packed.max_seqlen_q, q.shape[2])
-    _check_longest("_k", stops_k, packed.max_seqlen_k, total_k)
+    check_longest("_q", stops_q, packed.max_seqlen_q, q.shape[2])
+    check_longest("_k", stops_k, packed.max_seqlen_k, total_k)
 
 
-def _check_offsets(name: str, x: Tensor, q: Tensor) -> None:
+def check_offsets(name: str, x: Tensor, q: Tensor) -> None:
+    """Check the dtype, shape and device of the offsets of packed sequences."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {got}, allowed is a torch.int32 tensor")
@@ -145,7 +146,7 @@ def _check_offsets(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: got device {x.device}, allowed is the device of q, {q.device}")
 
 
-def _check_longest(side: str, cu_seqlens: Tensor | None, longest: int, total: int) -> None:
+def check_longest(side: str, cu_seqlens: Tensor | None, longest: int, total: int) -> None:
     """Check ``max_seqlen`` of a side, "_q" or "_k", and on a CPU the values of its offsets."""
     if isinstance(longest, float | bool):
         raise TypeError(f"max_seqlen{side}: got {type(longest).__name__}, allowed is an int")
@@ -270,10 +271,10 @@ def check_append(
         n, batch = (k.shape[2], cache.batch) if cu_seqlens is None else (k.shape[0], 1)
         _check_positions("positions_k", cache.rope.positions_k, n, batch)
     if cu_seqlens is not None:
-        _check_offsets("cu_seqlens", cu_seqlens, cache.k)
+        check_offsets("cu_seqlens", cu_seqlens, cache.k)
         if cu_seqlens.shape[0] != cache.batch + 1:
             raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, allowed is {(cache.batch + 1,)}")
-        _check_longest("", cu_seqlens, k.shape[0] if max_seqlen is None else max_seqlen, k.shape[0])
+        check_longest("", cu_seqlens, k.shape[0] if max_seqlen is None else max_seqlen, k.shape[0])
     elif max_seqlen is not None:
         raise ValueError(f"max_seqlen: got {max_seqlen} without cu_seqlens, allowed is None")
 

@@ -164,13 +164,13 @@ def reasons_of(
     else:
         needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         head_dim_v = v.shape[-1] if cache is None else cache.head_dim_v
-        reasons += _triton_reasons(q, q.shape[-1], head_dim_v, needs_gradient)
+        reasons += triton_reasons(q, q.shape[-1], head_dim_v, needs_gradient)
     return reasons
 
 
 def append_reasons(cache: KVCache, backend: Backend) -> list[str]:
     """Every reason why tokens cannot be appended to a cache."""
-    return [] if backend == "torch" else _triton_reasons(cache.k, cache.head_dim, cache.head_dim_v, False)
+    return [] if backend == "torch" else triton_reasons(cache.k, cache.head_dim, cache.head_dim_v, False)
 
 
 def _require_grad(args: tuple[Any, ...]) -> list[int]:
@@ -178,7 +178,8 @@ def _require_grad(args: tuple[Any, ...]) -> list[int]:
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bool) -> list[str]:
+def triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bool) -> list[str]:
+    """Every reason why the kernels cannot run on the device, the dtype and the head_dims of a call."""
     reasons = []
     most = MAX_HEAD_DIM if needs_gradient else MAX_HEAD_DIM_WITHOUT_GRADIENTS
     for got, highest in ((head_dim, most), (head_dim_v, MAX_HEAD_DIM)):

@@ -58,7 +58,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 _HERE = nullcontext()
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype) -> str:
     """The precision of float32 products: IEEE float32, unless the user has allowed torch to use TF32."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
@@ -151,7 +151,7 @@ def problem_of(
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
     rotation_q, rotation_k = _rotations(constants)
-    precision = _precision(q.dtype)
+    precision = precision_of(q.dtype)
     return Problem(
         shape=shape,
         call=call,
@@ -351,7 +351,7 @@ def _run_or_replay(
         call,
         present[0].device,
         constants.numbers,
-        _precision(present[0].dtype),
+        precision_of(present[0].dtype),
         torch.are_deterministic_algorithms_enabled(),
         configs.lookup,  # a trial of other configs replaces it
         configs.lookup_few_queries,

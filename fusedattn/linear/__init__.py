@@ -1,0 +1,1 @@
+"""Linear attention: its function, its definition, and its two backends."""

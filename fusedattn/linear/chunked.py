@@ -1,0 +1,87 @@
+"""Linear attention by torch's own operators, in chunks: the backend ``torch``, and derivatives of gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedattn import feature_maps
+from fusedattn.linear.options import LinearOptions
+from fusedattn.linear.state import LinearState, empty_state
+
+CHUNK = 64
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Tensor, LinearState]:
+    """``(out, state)`` of checked arguments, differentiable; memory is linear in the length.
+
+    Packed sequences are computed one after the other; their lengths are read on the host.
+    """
+    if options.cu_seqlens is None:
+        return _of_batch(q, k, v, options, options.initial_state, options.valid)
+    bounds: list[int] = options.cu_seqlens.tolist()
+    outs, states = [], []
+    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        initial, valid = options.initial_state, options.valid
+        own = None if initial is None else LinearState(*(x[i : i + 1] for x in initial))
+        seen = None if valid is None else valid[:, start:end]
+        found, state = _of_batch(*(x[:, :, start:end] for x in (q, k, v)), options, own, seen)
+        outs.append(found)
+        states.append(state)
+    outs.append(q.new_zeros(*q.shape[:2], q.shape[2] - bounds[-1], v.shape[3]))
+    parts = [empty_state(0, k, v), *states]
+    return torch.cat(outs, dim=2), LinearState(torch.cat([x.kv for x in parts]), torch.cat([x.k_sum for x in parts]))
+
+
+def _of_batch(
+    q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, initial: LinearState | None, valid: Tensor | None
+) -> tuple[Tensor, LinearState]:
+    hidden = None if valid is None else ~valid[:, None, :, None]
+    if hidden is not None:  # not even a NaN of a hidden key goes anywhere
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    phi = feature_maps.eager(options.feature_map)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # Products of 16-bit numbers are exact in float32.
+    phi_q, phi_k, wide_v = phi(q).to(dtype), phi(k).to(dtype), v.to(dtype)
+    if hidden is not None:
+        phi_k = phi_k.masked_fill(hidden, 0.0)
+    # A feature of 1 in each value: its sum of weights is the denominator.
+    values = F.pad(wide_v, (0, 1), value=1.0)
+    before = empty_state(q.shape[0], k, v) if initial is None else initial
+    state = torch.cat([before.kv, before.k_sum[..., None]], dim=-1)  # (batch, nheads_kv, n_features, head_dim_v + 1)
+    # (batch, nheads_kv, group, seqlen, n_features): queries of one KV head together
+    phi_q = phi_q.unflatten(1, (k.shape[1], -1))
+    if options.causal:
+        sums, state = _causal(phi_q, phi_k, values, state)
+    else:
+        state = state + phi_k.mT @ values
+        sums = phi_q @ state[:, :, None]
+    out, den = sums[..., :-1], sums[..., -1:]
+    if options.normalize:
+        empty = den == 0
+        out = (out / den.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    return out.flatten(1, 2).to(q.dtype), LinearState(state[..., :-1], state[..., -1])
+
+
+def _causal(phi_q: Tensor, phi_k: Tensor, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums that each query sees, ``(batch, nheads_kv, group, seqlen, n)``, and the state behind all tokens."""
+    outs = []
+    hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_q.device).triu(1)
+    for start in range(0, phi_q.shape[3], CHUNK):
+        of_q, of_k, of_v = (x[..., start : start + CHUNK, :] for x in (phi_q, phi_k, values))
+        n = of_k.shape[2]
+        outs.append(of_q @ state[:, :, None] + _within_chunk(of_q, of_k, of_v, hidden[:n, :n]))
+        state = state + of_k.mT @ of_v
+    if not outs:
+        return phi_q.new_zeros(*phi_q.shape[:4], values.shape[3]), state
+    return torch.cat(outs, dim=3), state
+
+
+def _within_chunk(phi_q: Tensor, phi_k: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """The sums over the tokens of one chunk; a NaN or Inf of a token does not reach the queries before it."""
+    poisoned = ~(phi_k.isfinite().all(dim=-1) & values.isfinite().all(dim=-1))  # (batch, nheads_kv, n)
+    phi_k, values = (x.masked_fill(poisoned[..., None], 0.0)[:, :, None] for x in (phi_k, values))
+    sums = (phi_q @ phi_k.mT).masked_fill(hidden, 0.0) @ values
+    sees = (poisoned[:, :, None, :] & ~hidden).any(dim=-1)
+    return sums * torch.where(sees, torch.nan, 1.0).to(sums.dtype)[:, :, None, :, None]

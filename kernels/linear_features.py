@@ -1,0 +1,173 @@
+"""Gradients of queries and keys of linear attention, through their features.
+
+    dq    dphi(q_i) = (S dout_i - delta_i s + sum_j ds_ij phi(k_j)) / den_i    ds_ij = dout_i . v_j - delta_i
+    dk    dphi(k_j) =  R v_j + r + sum_i ds_ij phi(q_i) / den_i                delta_i = dout_i . out_i
+
+with the sums of kernels/linear_outputs.py. Without the numbers of rows, den is 1 and delta is 0.
+
+    x         q or k, (batch, heads, seqlen, head_dim): the rows that a gradient is for
+    w         k or q, likewise: the other rows
+    y         dout or v, (batch, heads, seqlen, head_dim_v): of the rows of x
+    z         v or dout: of the rows of w
+    state     S and s, or R and r if TRANSPOSED, of each chunk or, if not CAUSAL, of each sequence
+    dx        like x
+    grid      (heads of x * chunks of x,)
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedattn.kernels import launcher
+from fusedattn.kernels.linear_chunks import (
+    Chunks,
+    FeatureMap,
+    LinearTile,
+    features_of,
+    load_numbers,
+    load_rows,
+    num_warps,
+    rows_of_chunk,
+    span_of_chunk,
+    state_pointers,
+    store_rows,
+    sum_pointers,
+    sum_seen,
+    through_features,
+)
+from fusedattn.kernels.linear_states import RowNumbers, State
+from fusedattn.kernels.primitives import dot, dtype_of, strided, widen
+
+
+@triton.jit
+def _products_of_values(y, z, span, head, head_w, start, of_x, of_w, tile, ACC: tl.constexpr):
+    """``y z^T`` of a chunk, ACC ``(CHUNK, CHUNK)``."""
+    products = tl.zeros([tile.CHUNK, tile.CHUNK], ACC)
+    for first_v in range(0, tile.HEAD_DIM_V, tile.BLOCK_DV):
+        y_tile = load_rows(y, span, head, start, of_x, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
+        z_tile = load_rows(z, span, head_w, start, of_w, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
+        products = dot(y_tile, tl.trans(z_tile), ACC, tile.PRECISION, products)
+    return products
+
+
+@triton.jit(do_not_specialize=["nheads", "nheads_w", "seqlen", "n_chunks", "n_all"])
+def linear_features(
+    x,
+    w,
+    y,
+    z,
+    valid_ptr,
+    numbers,
+    chunks,
+    state,
+    dx,
+    nheads,
+    nheads_w,
+    seqlen,
+    n_chunks,
+    n_all,
+    tile,
+    feature_map,
+    CAUSAL: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    ACC: tl.constexpr = dtype_of(tile.ACC)
+    chunk = tl.program_id(0) % n_all
+    head = tl.program_id(0) // n_all
+    span = span_of_chunk(chunks, chunk, seqlen, n_chunks)
+    start = (chunk - span.first_chunk) * tile.CHUNK
+    if start >= span.seqlen:
+        return
+    exist = rows_of_chunk(span, start, None, seqlen, tile.CHUNK)
+    valid = rows_of_chunk(span, start, valid_ptr, seqlen, tile.CHUNK)
+    of_x = valid if TRANSPOSED else exist
+    of_w = exist if TRANSPOSED else valid
+    nheads_kv = tl.minimum(nheads, nheads_w)
+    head_kv = head // (nheads // nheads_kv)
+    index = chunk if CAUSAL else span.sequence
+    # (CHUNK, BLOCK_D)
+    dphi = tl.zeros([tile.CHUNK, tile.BLOCK_D], ACC)
+    for first_v in range(0, tile.HEAD_DIM_V, tile.BLOCK_DV):
+        y_tile = load_rows(y, span, head, start, of_x, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
+        ptrs, there = state_pointers(state.kv, index, head_kv, nheads_kv, first_v, tile)
+        s_tile = tl.load(ptrs, mask=there, other=0.0)
+        dphi = dot(widen(y_tile, ACC), tl.trans(s_tile), ACC, tile.STATE_PRECISION, dphi)
+    ptrs, there = sum_pointers(state.k_sum, index, head_kv, nheads_kv, tile)
+    k_sum = tl.load(ptrs, mask=there, other=0.0)
+    offs = tl.arange(0, tile.CHUNK)
+    if TRANSPOSED:
+        dphi += k_sum[None, :]
+        if CAUSAL:
+            group = nheads_w // nheads
+            for h in range(head * group, head * group + group):
+                ds = _products_of_values(y, z, span, head, h, start, of_x, of_w, tile, ACC)
+                if numbers.scale is not None:
+                    scale = load_numbers(numbers.scale, span, h, nheads_w, seqlen, start, of_w, tile.CHUNK)
+                    delta = load_numbers(numbers.delta, span, h, nheads_w, seqlen, start, of_w, tile.CHUNK)
+                    ds = (ds - delta[None, :]) * scale[None, :]
+                ds = tl.where(offs[:, None] <= offs[None, :], ds, 0.0)
+                w_tile = load_rows(w, span, h, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
+                w_phi = widen(features_of(w_tile, of_w, feature_map, tile.HEAD_DIM, ACC), ACC)
+                # Scaled gradients may be below the range of float16.
+                dphi += dot(ds, w_phi, ACC, tile.STATE_PRECISION)
+    else:
+        delta = tl.zeros([tile.CHUNK], ACC)
+        if numbers.scale is not None:
+            delta += load_numbers(numbers.delta, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
+            dphi -= delta[:, None] * k_sum[None, :]
+        if CAUSAL:
+            ds = _products_of_values(y, z, span, head, head_kv, start, of_x, of_w, tile, ACC) - delta[:, None]
+            ds = tl.where((offs[:, None] >= offs[None, :]) & of_w[None, :], ds, 0.0)
+            w_tile = load_rows(w, span, head_kv, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
+            w_phi = features_of(w_tile, of_w, feature_map, tile.HEAD_DIM, ACC)
+            dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
+        if numbers.scale is not None:
+            scale = load_numbers(numbers.scale, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
+            dphi = tl.where(scale[:, None] == 0.0, 0.0, dphi * scale[:, None])
+    x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
+    found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
+    store_rows(dx, span, head, start, found, 0, tile.HEAD_DIM)
+
+
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    z: torch.Tensor,
+    valid: torch.Tensor | None,
+    numbers: RowNumbers,
+    chunks: Chunks,
+    state: State,
+    dx: torch.Tensor,
+    n_chunks: int,
+    n_all: int,
+    tile: LinearTile,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool,
+    transposed: bool,
+) -> None:
+    """Fill `dx`; of `n_all` chunks, each sequence of a batch has `n_chunks`."""
+    launcher.launch(
+        _constants(tile, feature_map, is_causal, transposed),
+        x.shape[1] * n_all,
+        (strided(x), strided(w), strided(y), strided(z), valid, numbers, chunks, state, strided(dx)),
+        (x.shape[1], w.shape[1], x.shape[2], n_chunks, n_all),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _constants(
+    tile: LinearTile, feature_map: FeatureMap, is_causal: bool, transposed: bool
+) -> launcher.KernelConstants:
+    return launcher.KernelConstants(
+        linear_features,
+        tile=tile,
+        feature_map=feature_map,
+        CAUSAL=is_causal,
+        TRANSPOSED=transposed,
+        num_warps=num_warps(tile.HEAD_DIM.value),
+        num_stages=1,
+    )
