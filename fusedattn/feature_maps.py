@@ -141,7 +141,7 @@ class Favor:
         return (self._exponents(k).exp() / math.sqrt(self.projection.shape[0])).to(k.dtype)
 
     def _exponents(self, x: Tensor) -> Tensor:
-        n_features, head_dim = self.projection.shape
+        head_dim = self.projection.shape[1]
         if x.shape[-1] != head_dim:
             raise ValueError(f"q, k: got head_dim {x.shape[-1]}, allowed is that of the projection, {head_dim}")
         dtype = torch.promote_types(x.dtype, torch.float32)

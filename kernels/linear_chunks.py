@@ -41,6 +41,13 @@ class Chunks(NamedTuple):
     sequence_ptr: Any
 
 
+class ChunkCounts(NamedTuple):
+    """Chunks of each sequence of a batch, and of all sequences; for packed ones, at least as many as they have."""
+
+    each: int
+    all: int
+
+
 class Span(NamedTuple):
     """A sequence: its index `batch` and first token `first` in tensors, its length, and its first chunk."""
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher
 from fusedattn.kernels.linear_chunks import (
+    ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
@@ -141,20 +142,19 @@ def launch(
     chunks: Chunks,
     state: State,
     dx: torch.Tensor,
-    n_chunks: int,
-    n_all: int,
+    counts: ChunkCounts,
     tile: LinearTile,
     feature_map: FeatureMap,
     *,
     is_causal: bool,
     transposed: bool,
 ) -> None:
-    """Fill `dx`; of `n_all` chunks, each sequence of a batch has `n_chunks`."""
+    """Fill `dx`; `counts` are those of its rows."""
     launcher.launch(
         _constants(tile, feature_map, is_causal, transposed),
-        x.shape[1] * n_all,
+        x.shape[1] * counts.all,
         (strided(x), strided(w), strided(y), strided(z), valid, numbers, chunks, state, strided(dx)),
-        (x.shape[1], w.shape[1], x.shape[2], n_chunks, n_all),
+        (x.shape[1], w.shape[1], x.shape[2], *counts),
     )
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import quotient
 from fusedattn.kernels.linear_chunks import (
+    ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
@@ -126,7 +127,6 @@ def linear_outputs(
     store_rows(out, span, head, start, acc, first_v, tile.HEAD_DIM_V)
 
 
-
 def launch(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -137,20 +137,19 @@ def launch(
     state: State,
     out: torch.Tensor,
     den: torch.Tensor | None,
-    n_chunks: int,
-    n_all: int,
+    counts: ChunkCounts,
     tile: LinearTile,
     feature_map: FeatureMap,
     *,
     is_causal: bool,
     transposed: bool,
 ) -> None:
-    """Fill `out` and, if given, `den`; of `n_all` chunks, each sequence of a batch has `n_chunks`."""
+    """Fill `out` and, if given, `den`; `counts` are those of its rows."""
     launcher.launch(
         _constants(tile, feature_map, is_causal, transposed),
-        triton.cdiv(y.shape[3], tile.BLOCK_DV.value) * x.shape[1] * n_all,
+        triton.cdiv(y.shape[3], tile.BLOCK_DV.value) * x.shape[1] * counts.all,
         (strided(x), strided(w), strided(y), valid, numbers, chunks, state, strided(out), den),
-        (x.shape[1], w.shape[1], x.shape[2], n_chunks, n_all),
+        (x.shape[1], w.shape[1], x.shape[2], *counts),
     )
 
 

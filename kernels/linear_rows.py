@@ -1,9 +1,9 @@
 """Numbers of each query that the backward of linear attention reads: ``1 / den``, and ``delta = rowsum(dout * out)``.
 
-    out, dout       (batch, nheads, seqlen, head_dim_v)
-    den             ACC (batch, nheads, seqlen)
-    scale, delta    like den; both are 0 where den is 0: such a query has out 0
-    grid            (heads * chunks,)
+out, dout       (batch, nheads, seqlen, head_dim_v)
+den             ACC (batch, nheads, seqlen)
+scale, delta    like den; both are 0 where den is 0: such a query has out 0
+grid            (heads * chunks,)
 """
 
 from functools import lru_cache
@@ -14,7 +14,15 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import divide
-from fusedattn.kernels.linear_chunks import Chunks, LinearTile, load_numbers, load_rows, rows_of_chunk, span_of_chunk
+from fusedattn.kernels.linear_chunks import (
+    ChunkCounts,
+    Chunks,
+    LinearTile,
+    load_numbers,
+    load_rows,
+    rows_of_chunk,
+    span_of_chunk,
+)
 from fusedattn.kernels.linear_states import RowNumbers
 from fusedattn.kernels.primitives import dtype_of, row_dot, strided
 
@@ -48,16 +56,15 @@ def launch(
     den: torch.Tensor,
     numbers: RowNumbers,
     chunks: Chunks,
-    n_chunks: int,
-    n_all: int,
+    counts: ChunkCounts,
     tile: LinearTile,
 ) -> None:
-    """Fill the tensors of `numbers`; of `n_all` chunks, each sequence of a batch has `n_chunks`."""
+    """Fill the tensors of `numbers`; `counts` are those of its rows."""
     launcher.launch(
         _constants(tile),
-        out.shape[1] * n_all,
+        out.shape[1] * counts.all,
         (strided(out), strided(dout), den, numbers, chunks),
-        (out.shape[1], out.shape[2], n_chunks, n_all),
+        (out.shape[1], out.shape[2], *counts),
     )
 
 

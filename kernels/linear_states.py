@@ -1,10 +1,10 @@
 """States of linear attention, from the first chunk on or from the last one.
 
-    forward     S_c = S_0 + sum over tokens j before chunk c of  phi(k_j) v_j^T            s_c: of  phi(k_j)
-    REVERSED    R_c = dS  + sum over queries i behind chunk c of phi(q_i) dout_i^T / den_i  r_c: of -phi(q_i) delta_i / den_i
+    forward     S_c = S_0 + sum_j phi(k_j) v_j^T               s_c = s_0 + sum_j phi(k_j)
+    REVERSED    R_c = dS  + sum_i phi(q_i) dout_i^T / den_i    r_c = ds  - sum_i phi(q_i) delta_i / den_i
 
-R is the gradient of a state, if chunk c is the last that it has; of all queries, that of S_0. Query heads of one KV
-head are summed.
+with the tokens j before chunk c, and the queries i behind it. R is the gradient of a state if chunk c is the last that
+it has; of all queries, that of S_0. Query heads of one KV head are summed.
 
     x         k or q, (batch, heads, seqlen, head_dim)
     y         v or dout, (batch, heads, seqlen, head_dim_v)
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher
 from fusedattn.kernels.linear_chunks import (
+    ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
@@ -123,7 +124,7 @@ def launch(
     initial: State,
     states: State,
     final: State,
-    n_chunks: int,
+    counts: ChunkCounts,
     tile: LinearTile,
     feature_map: FeatureMap,
     *,
@@ -135,7 +136,7 @@ def launch(
         _constants(tile, feature_map, is_reversed),
         triton.cdiv(y.shape[3], tile.BLOCK_DV.value) * nheads * n_sequences,
         (strided(x), strided(y), valid, numbers, chunks, initial, states, final),
-        (nheads, x.shape[1] // nheads, x.shape[2], n_chunks, n_sequences),
+        (nheads, x.shape[1] // nheads, x.shape[2], counts.each, n_sequences),
     )
 
 

@@ -78,7 +78,5 @@ def reasons_of(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, backend:
             reasons.append(str(error))
         return reasons
     if k.shape[3] > MAX_FEATURES:
-        reasons.append(
-            f"feature_map: got {k.shape[3]} features, allowed are 1 .. {MAX_FEATURES} with backend 'triton'"
-        )
+        reasons.append(f"feature_map: got {k.shape[3]} features, allowed are 1 .. {MAX_FEATURES} with backend 'triton'")
     return reasons + triton_reasons(q, k.shape[3], v.shape[3], needs_gradient=False)

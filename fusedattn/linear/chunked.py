@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedattn import feature_maps
 from fusedattn.linear.options import LinearOptions
+from fusedattn.linear.packed import by_sequence
 from fusedattn.linear.state import LinearState, empty_state
 
 CHUNK = 64
@@ -16,27 +17,11 @@ CHUNK = 64
 def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Tensor, LinearState]:
     """``(out, state)`` of checked arguments, differentiable; memory is linear in the length.
 
-    Packed sequences are computed one after the other; their lengths are read on the host.
+    Packed sequences are computed one after the other.
     """
-    if options.cu_seqlens is None:
-        return _of_batch(q, k, v, options, options.initial_state, options.valid)
-    bounds: list[int] = options.cu_seqlens.tolist()
-    outs, states = [], []
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        initial, valid = options.initial_state, options.valid
-        own = None if initial is None else LinearState(*(x[i : i + 1] for x in initial))
-        seen = None if valid is None else valid[:, start:end]
-        found, state = _of_batch(*(x[:, :, start:end] for x in (q, k, v)), options, own, seen)
-        outs.append(found)
-        states.append(state)
-    outs.append(q.new_zeros(*q.shape[:2], q.shape[2] - bounds[-1], v.shape[3]))
-    parts = [empty_state(0, k, v), *states]
-    return torch.cat(outs, dim=2), LinearState(torch.cat([x.kv for x in parts]), torch.cat([x.k_sum for x in parts]))
-
-
-def _of_batch(
-    q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, initial: LinearState | None, valid: Tensor | None
-) -> tuple[Tensor, LinearState]:
+    if options.cu_seqlens is not None:
+        return by_sequence(q, k, v, options, attention)
+    valid, initial = options.valid, options.initial_state
     hidden = None if valid is None else ~valid[:, None, :, None]
     if hidden is not None:  # not even a NaN of a hidden key goes anywhere
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedattn import feature_maps
 from fusedattn.backends.triton.launching import on_device_of, precision_of, tileable
 from fusedattn.kernels import linear_features, linear_outputs, linear_rows, linear_states
-from fusedattn.kernels.linear_chunks import Chunks, FeatureMap, LinearTile, chunk_size, linear_tile
+from fusedattn.kernels.linear_chunks import ChunkCounts, Chunks, FeatureMap, LinearTile, chunk_size, linear_tile
 from fusedattn.kernels.linear_states import RowNumbers, State
 from fusedattn.linear.options import LinearOptions
 from fusedattn.linear.state import LinearState
@@ -23,12 +23,7 @@ NO_NUMBERS = RowNumbers(None, None)
 
 @dataclass
 class Problem:
-    """One call: its tensors as the kernels take them, and the chunks of its queries and of its keys.
-
-    Attributes:
-        n_chunks: of each sequence of a batch.
-        n_all: of all sequences together; for packed ones, an upper bound.
-    """
+    """One call: its tensors as the kernels take them, and the chunks of its queries and of its keys."""
 
     q: Tensor
     k: Tensor
@@ -37,13 +32,16 @@ class Problem:
     initial: State
     chunks: Chunks
     n_sequences: int
-    n_chunks_q: int
-    n_chunks_k: int
-    n_all_q: int
-    n_all_k: int
+    of_queries: ChunkCounts
+    of_keys: ChunkCounts
     tile: LinearTile
     feature_map: FeatureMap
     causal: bool
+
+    @property
+    def valid_queries(self) -> Tensor | None:
+        """The hidden tokens, where they are counted as queries."""
+        return self.valid if self.causal else None
 
     def new_state(self, n: int) -> State:
         """Uninitialised states of n chunks or sequences."""
@@ -51,10 +49,12 @@ class Problem:
         kv = self.q.new_empty(n, self.k.shape[1], self.k.shape[3], self.v.shape[3], dtype=dtype)
         return State(kv, kv.new_empty(kv.shape[:3]))
 
-    def states(self, x: Tensor, y: Tensor, numbers: RowNumbers, initial: State, *, is_reversed: bool) -> tuple[State, State]:
+    def states(
+        self, x: Tensor, y: Tensor, numbers: RowNumbers, initial: State, *, is_reversed: bool
+    ) -> tuple[State, State]:
         """The state that each row sees, of each chunk or, if not causal, each sequence; and that of all rows."""
         final = self.new_state(self.n_sequences)
-        of_chunks = self.new_state(self.n_all_k) if self.causal else NO_STATE
+        of_chunks = self.new_state(self.of_keys.all) if self.causal else NO_STATE
         linear_states.launch(
             x,
             y,
@@ -64,7 +64,7 @@ class Problem:
             initial,
             of_chunks,
             final,
-            self.n_chunks_q if is_reversed else self.n_chunks_k,
+            self.of_queries if is_reversed else self.of_keys,
             self.tile,
             self.feature_map,
             is_reversed=is_reversed,
@@ -74,28 +74,27 @@ class Problem:
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> Problem:
     size = chunk_size(k.shape[3])
-    n_chunks_q, n_chunks_k = (-(-x.shape[2] // size) for x in (q, k))
-    chunks, n_sequences = Chunks(None, None, None), q.shape[0]
-    n_all_q, n_all_k = n_sequences * n_chunks_q, n_sequences * n_chunks_k
-    cu_seqlens = options.cu_seqlens
+    chunks, n_sequences, cu_seqlens = Chunks(None, None, None), q.shape[0], options.cu_seqlens
+    each_q, each_k = (-(-x.shape[2] // size) for x in (q, k))
+    of_queries, of_keys = ChunkCounts(each_q, n_sequences * each_q), ChunkCounts(each_k, n_sequences * each_k)
     if cu_seqlens is not None:
         n_sequences = cu_seqlens.shape[0] - 1
-        n_all_q = n_all_k = k.shape[2] // size + n_sequences
-        chunks = _chunks_of(cu_seqlens, size, n_all_k)
+        of_queries = of_keys = ChunkCounts(0, k.shape[2] // size + n_sequences)
+        chunks = _chunks_of(cu_seqlens, size, of_keys.all)
     state = options.initial_state
     return Problem(
-        *(tileable(x) for x in (q, k, v)),
-        options.valid if options.valid is None else options.valid.contiguous(),
-        NO_STATE if state is None else State(*(x.contiguous() for x in state)),
-        chunks,
-        n_sequences,
-        n_chunks_q,
-        n_chunks_k,
-        n_all_q,
-        n_all_k,
-        linear_tile(k.shape[3], v.shape[3], q.dtype, precision_of(q.dtype)),
-        _feature_map(options.feature_map),
-        options.causal,
+        q=tileable(q),
+        k=tileable(k),
+        v=tileable(v),
+        valid=None if options.valid is None else options.valid.contiguous(),
+        initial=NO_STATE if state is None else State(state.kv.contiguous(), state.k_sum.contiguous()),
+        chunks=chunks,
+        n_sequences=n_sequences,
+        of_queries=of_queries,
+        of_keys=of_keys,
+        tile=linear_tile(k.shape[3], v.shape[3], q.dtype, precision_of(q.dtype)),
+        feature_map=_feature_map(options.feature_map),
+        causal=options.causal,
     )
 
 
@@ -132,14 +131,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Te
             problem.q,
             problem.k,
             problem.v,
-            problem.valid if problem.causal else None,
+            problem.valid_queries,
             NO_NUMBERS,
             problem.chunks,
             state,
             out,
             den if options.normalize else None,
-            problem.n_chunks_q,
-            problem.n_all_q,
+            problem.of_queries,
             problem.tile,
             problem.feature_map,
             is_causal=problem.causal,
@@ -163,25 +161,28 @@ def backward(
     dout = tileable(dout)
     dq, dk, dv = (_new_rows(x, x.shape[3], options) for x in (q, k, v))
     numbers = RowNumbers(torch.empty_like(den), torch.empty_like(den)) if options.normalize else NO_NUMBERS
-    of_rows = (numbers, problem.chunks)
-    constants = (problem.tile, problem.feature_map)
+    q, k, v = problem.q, problem.k, problem.v
+    of_rows = numbers, problem.chunks
+    constants = problem.tile, problem.feature_map
     with on_device_of(q):
         if options.normalize:
-            linear_rows.launch(out, dout, den, *of_rows, problem.n_chunks_q, problem.n_all_q, problem.tile)
-        state, _ = problem.states(problem.k, problem.v, NO_NUMBERS, problem.initial, is_reversed=False)
-        given = State(*(x.contiguous() for x in dstate))
-        dstates, dinitial = problem.states(problem.q, dout, numbers, given, is_reversed=True)
-        valid_in_chunk = problem.valid if problem.causal else None
+            linear_rows.launch(out, dout, den, *of_rows, problem.of_queries, problem.tile)
+        state, _ = problem.states(k, v, NO_NUMBERS, problem.initial, is_reversed=False)
+        given = State(dstate.kv.contiguous(), dstate.k_sum.contiguous())
+        dstates, dinitial = problem.states(q, dout, numbers, given, is_reversed=True)
         linear_features.launch(
-            problem.q, problem.k, dout, problem.v, valid_in_chunk, *of_rows, state, dq,
-            problem.n_chunks_q, problem.n_all_q, *constants, is_causal=problem.causal, transposed=False,
-        )  # fmt: skip
+            *(q, k, dout, v, problem.valid_queries, *of_rows, state, dq, problem.of_queries, *constants),
+            is_causal=problem.causal,
+            transposed=False,
+        )
         linear_features.launch(
-            problem.k, problem.q, problem.v, dout, problem.valid, *of_rows, dstates, dk,
-            problem.n_chunks_k, problem.n_all_k, *constants, is_causal=problem.causal, transposed=True,
-        )  # fmt: skip
+            *(k, q, v, dout, problem.valid, *of_rows, dstates, dk, problem.of_keys, *constants),
+            is_causal=problem.causal,
+            transposed=True,
+        )
         linear_outputs.launch(
-            problem.k, problem.q, dout, problem.valid, *of_rows, dstates, dv, None,
-            problem.n_chunks_k, problem.n_all_k, *constants, is_causal=problem.causal, transposed=True,
-        )  # fmt: skip
+            *(k, q, dout, problem.valid, *of_rows, dstates, dv, None, problem.of_keys, *constants),
+            is_causal=problem.causal,
+            transposed=True,
+        )
     return dq, dk, dv, *dinitial

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedattn import feature_maps
 from fusedattn.linear.options import LinearOptions
+from fusedattn.linear.packed import by_sequence
 from fusedattn.linear.state import LinearState, empty_state
 
 
@@ -15,33 +16,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[
 
     Arguments are those of :func:`fusedattn.linear_attention`, checked.
     """
-    if options.cu_seqlens is None:
-        return _of_batch(q, k, v, options, options.initial_state, options.valid)
-    bounds = options.cu_seqlens.tolist()
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    outs, states = [], []
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        initial, valid = options.initial_state, options.valid
-        own = None if initial is None else LinearState(*(x[i : i + 1] for x in initial))
-        seen = None if valid is None else valid[:, start:end]
-        found, state = _of_batch(*(x[:, :, start:end] for x in (q, k, v)), options, own, seen)
-        outs.append(found)
-        states.append(state)
-    end = bounds[-1]
-    states.append(empty_state(0, k, v))
-    return torch.cat([*outs, out[:, :, end:]], dim=2), LinearState(*(torch.cat(x) for x in zip(*states, strict=True)))
-
-
-def _of_batch(
-    q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, initial: LinearState | None, valid: Tensor | None
-) -> tuple[Tensor, LinearState]:
+    if options.cu_seqlens is not None:
+        return by_sequence(q, k, v, options, attention)
+    valid = options.valid
     if valid is not None:  # not even a NaN of a hidden key goes anywhere
         k, v = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (k, v))
     phi = feature_maps.eager(options.feature_map)
     phi_q, phi_k = phi(q), phi(k)
     if valid is not None:
         phi_k = phi_k.masked_fill(~valid[:, None, :, None], 0.0)
-    kv, k_sum = empty_state(q.shape[0], k, v) if initial is None else initial
+    kv, k_sum = options.initial_state or empty_state(q.shape[0], k, v)
     group = q.shape[1] // k.shape[1]
     if not options.causal:
         kv = kv + phi_k.to(kv.dtype).mT @ v.to(kv.dtype)

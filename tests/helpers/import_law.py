@@ -8,9 +8,12 @@ from typing import NamedTuple
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
 VALUES |= {"kv_cache", "quantization", "readable", "shard"}
 
+# What the modules of linear attention share.
+OF_LINEAR = {"linear.options", "linear.packed", "linear.state", "feature_maps"}
+
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
-# files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
-# public names in fusedattn/__init__.py.
+# files may import each other; in integrations, testing, linear and backends each module is a unit. "fusedattn" stands
+# for the public names in fusedattn/__init__.py.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "integrations.kernels_hub": {"fusedattn"},
@@ -19,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "merge", "caches"}
-    | {"support", *VALUES},
+    | {"support", "linear.attention", "linear.state", "feature_maps", *VALUES},
     "fusion": {
         "integrations.modules",
         "integrations.torch_nn",
@@ -91,6 +94,25 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"testing.budget", "testing.cached", "testing.cases"},
     "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
+    "linear.attention": {
+        "linear.checks",
+        "linear.chunked",
+        "linear.triton_backend",
+        "prepare",
+        "call_checks",
+        "support",
+        *OF_LINEAR,
+    },
+    "linear.triton_backend": {"linear.launching", "linear.chunked", "functions", *OF_LINEAR},
+    "linear.launching": {"backends.triton.launching", "kernels", *OF_LINEAR},
+    "linear.chunked": OF_LINEAR,
+    "linear.reference": OF_LINEAR,
+    "linear.checks": {"call_checks", "support", *OF_LINEAR},
+    "linear.packed": {"linear.options", "linear.state"},
+    "linear.options": {"linear.state", "feature_maps"},
+    "linear.state": set(),
+    "linear": set(),
+    "feature_maps": {"functions"},
     "merge": {"call_checks", "parts"},
     "prepare": {"call_checks", "options", "support", *VALUES},
     "backends.torch.fast_path": {"backends.torch.sdpa", "call_checks", "backends.torch.mask_plan", "support", *VALUES},
@@ -183,26 +205,30 @@ LAYERS = (
           ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.peers",
            "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
-    Layer("public functions", "signatures and their meaning", ("attention", "varlen", "weights", "merge", "caches")),
+    Layer("public functions", "signatures and their meaning",
+          ("attention", "varlen", "weights", "merge", "caches", "linear.attention")),
     Layer("many processes", "attention over tensors that are split among processes", ("distributed",)),
     Layer("dispatch", "checks and defaults of a call, and the choice of its backend", ("backends", "prepare")),
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.cached", "backends.torch.cache_numbers",
            "backends.torch.cache_tiles", "backends.torch.sdpa", "backends.torch.mask_plan",
            "backends.torch.boxes", "backends.torch.eager", "backends.torch.largest", "backends.torch.flash")),
+    Layer("linear attention", "its backends, over operators of its own",
+          ("linear", "linear.triton_backend", "linear.launching", "linear.chunked")),
     Layer("triton backend", "autograd, operators, launches",
           ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",
            "backends.triton.appending", "backends.triton.append_launching", "backends.triton.results",
            "backends.triton.operands")),
     Layer("correctness", "the definition of every result, in eager PyTorch",
-          ("reference_cached", "reference_varlen", "reference", "parts")),
+          ("reference_cached", "reference_varlen", "reference", "parts", "linear.reference")),
     Layer("one call", "its options, checks of its arguments, limits of the backends",
-          ("call_checks", "options", "support")),
+          ("call_checks", "options", "support", "linear.checks", "linear.options",
+           "linear.packed")),
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
           ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
-           "indices", "shard", "strides", "readable")),
+           "indices", "shard", "strides", "readable", "feature_maps", "linear.state")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ ON_DEMAND = {
     "testing.triton_functions",
     "backends.triton.launching",
     "backends.triton.append_launching",
+    "linear.launching",
     "integrations.transformers",
     "virtual_gpu",
 }
@@ -34,6 +35,7 @@ ALLOWED_OUTSIDE: dict[str, set[str]] = {
     "kernels": {"triton"},
     "testing.triton_functions": {"triton"},
     "support": {"triton"},
+    "linear.launching": {"triton"},
     "virtual_gpu": {"triton", "numpy"},
     "integrations.transformers": {"transformers"},
     "cli": {"triton", "rich", "matplotlib", "numpy"},
@@ -70,7 +72,7 @@ def unit_of(module: str) -> str:
     _, *parts = module.split(".")
     if parts[:2] == ["distributed", "example"]:  # a command
         return "distributed.example"
-    depth = {"integrations": 2, "testing": 2, "backends": 3}.get(parts[0], 1) if parts else 0
+    depth = {"integrations": 2, "testing": 2, "linear": 2, "backends": 3}.get(parts[0], 1) if parts else 0
     return ".".join(parts[:depth]) or "fusedattn"
 
 
