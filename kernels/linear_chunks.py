@@ -229,25 +229,29 @@ def _hidden_as_zero(x, readable, HEAD_DIM: tl.constexpr):
     return tl.where(exist, x, 0.0)
 
 
-def chunk_size(head_dim: int) -> int:
-    """Tokens of a chunk: a chunk of queries, one of keys and a state have to fit into shared memory together."""
-    return 64 if head_dim <= 128 else 32
+NUM_WARPS = 8
+
+
+def sizes_of(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Tokens of a chunk, and features of values at a time, with which next to no kernel spills registers.
+
+    float32 products by FMAs take more of them.
+    """
+    if dtype.itemsize == 2:
+        return (64, 64) if head_dim <= 128 else (32, 32)
+    return (32, 32) if head_dim <= 64 else (16, 32)
 
 
 def linear_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str) -> LinearTile:
     """The constants of all kernels; `precision` is that of float32 products."""
+    chunk, width = sizes_of(head_dim, dtype)
     return LinearTile(
         HEAD_DIM=tl.constexpr(head_dim),
         HEAD_DIM_V=tl.constexpr(head_dim_v),
-        CHUNK=tl.constexpr(chunk_size(head_dim)),
+        CHUNK=tl.constexpr(chunk),
         BLOCK_D=tl.constexpr(block_d(head_dim)),
-        BLOCK_DV=tl.constexpr(min(64, block_d(head_dim_v))),
+        BLOCK_DV=tl.constexpr(min(width, block_d(head_dim_v))),
         ACC=tl.constexpr(accumulator(dtype).name),
         PRECISION=tl.constexpr(precision),
         STATE_PRECISION=tl.constexpr("tf32" if dtype.itemsize == 2 else precision),
     )
-
-
-def num_warps(head_dim: int) -> int:
-    """Warps of a program: of a state of 256 features, a thread of 8 warps holds 64 numbers."""
-    return 4 if head_dim <= 64 else 8

@@ -23,6 +23,7 @@ import triton.language as tl
 from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import quotient
 from fusedattn.kernels.linear_chunks import (
+    NUM_WARPS,
     ChunkCounts,
     Chunks,
     FeatureMap,
@@ -30,7 +31,6 @@ from fusedattn.kernels.linear_chunks import (
     features_of,
     load_numbers,
     load_rows,
-    num_warps,
     rows_of_chunk,
     span_of_chunk,
     state_pointers,
@@ -163,6 +163,6 @@ def _constants(
         feature_map=feature_map,
         CAUSAL=is_causal,
         TRANSPOSED=transposed,
-        num_warps=num_warps(tile.HEAD_DIM.value),
+        num_warps=NUM_WARPS,
         num_stages=1,
     )

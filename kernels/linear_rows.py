@@ -7,6 +7,7 @@ grid            (heads * chunks,)
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +26,15 @@ from fusedattn.kernels.linear_chunks import (
 )
 from fusedattn.kernels.linear_states import RowNumbers
 from fusedattn.kernels.primitives import dtype_of, row_dot, strided
+
+
+class RowTile(NamedTuple):
+    """Constants: CHUNK queries, BLOCK_DV of HEAD_DIM_V features at a time."""
+
+    HEAD_DIM_V: Any
+    CHUNK: Any
+    BLOCK_DV: Any
+    ACC: Any
 
 
 @triton.jit(do_not_specialize=["nheads", "seqlen", "n_chunks", "n_all"])
@@ -70,4 +80,5 @@ def launch(
 
 @lru_cache(maxsize=1024)
 def _constants(tile: LinearTile) -> launcher.KernelConstants:
-    return launcher.KernelConstants(linear_rows, tile=tile, num_warps=4)
+    own = RowTile(HEAD_DIM_V=tile.HEAD_DIM_V, CHUNK=tile.CHUNK, BLOCK_DV=tile.BLOCK_DV, ACC=tile.ACC)
+    return launcher.KernelConstants(linear_rows, tile=own, num_warps=4)

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher
 from fusedattn.kernels.linear_chunks import (
+    NUM_WARPS,
     ChunkCounts,
     Chunks,
     FeatureMap,
@@ -29,7 +30,6 @@ from fusedattn.kernels.linear_chunks import (
     features_of,
     load_numbers,
     load_rows,
-    num_warps,
     rows_of_chunk,
     span_of,
     state_pointers,
@@ -147,6 +147,6 @@ def _constants(tile: LinearTile, feature_map: FeatureMap, is_reversed: bool) -> 
         tile=tile,
         feature_map=feature_map,
         REVERSED=is_reversed,
-        num_warps=num_warps(tile.HEAD_DIM.value),
-        num_stages=2,
+        num_warps=NUM_WARPS,
+        num_stages=1,  # copies ahead would touch registers of products in flight (docs/decisions/0021)
     )

@@ -44,21 +44,23 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything", "few queries", "some queries", "decode")),
         ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
+        ((64, 256), ("linear",)),
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
         ((launches.KEYS,), ("latent",)),
     ),
-    "fp16": (((128,), HEAVIEST),),
-    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode",)), ((512,), ("causal", "decode"))),
-    "tf32": ((HEAD_DIMS, HEAVIEST),),
+    "fp16": (((128,), (*HEAVIEST, "linear")),),
+    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode", "linear")), ((512,), ("causal", "decode"))),
+    "tf32": ((HEAD_DIMS, (*HEAVIEST, "linear")),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, (*HEAVIEST, "decode")),
         ((128,), ("bias", "everything", "cache", "cache of e4m3, chunk")),
         ((64,), ("one pass, padding",)),
+        (HEAD_DIMS, ("linear",)),
     ),
-    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode")),),
+    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode", "linear")),),
 }
 OF_ONES: dict[configs.Arch, tuple[str, ...]] = {"sm_90": ("bf16", "fp32"), "gfx942": ("bf16",)}
 

@@ -24,8 +24,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import fingerprint, ones
-from fusedattn import KVCache, Rope, attention, attention_varlen, biases, caches, masks
+from fusedattn import KVCache, LinearState, Rope, attention, attention_varlen, biases, caches, linear_attention, masks
 from fusedattn.kernels import configs
+from fusedattn.linear.state import empty_state
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
 from fusedattn.virtual_gpu.attention import launches_for
@@ -70,6 +71,10 @@ FEATURES: dict[str, frozenset[str]] = {
     "one pass, causal+rope": frozenset({"one pass", "causal", "rope"}),
     "one pass, padding": frozenset({"one pass", "causal", "padding", "rope", "positions"}),
     "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
+    "linear": frozenset({"linear", "causal", "padding", "state"}),
+    "linear, all keys": frozenset({"linear", "padding"}),
+    "linear, packed": frozenset({"linear", "causal", "packed"}),
+    "linear, softmax": frozenset({"linear", "causal", "softmax"}),
 }
 
 # Triton compiles another kernel for a stride that is 1 or a multiple of 16. Here the row stride of a boolean mask is
@@ -144,6 +149,9 @@ NAMES = {
     "lengths": "cache",
     "GROUP": "groups",
     "BLOCK": "one-token",
+    "cu": "packed",
+    "den": "normalized",
+    "scale": "normalized",
     "FROM_START": "rotated",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
@@ -166,6 +174,7 @@ IMPLIED = {
         "ptr",
     ),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
+    *("first", "sequence", "k_sum"),
     *("words", "special", "PIPELINED", "FULL_FIRST", "weighted", "kept_sum"),
 }
 # Tuples of one tensor and its strides that are optional.
@@ -176,7 +185,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
     """The optional arguments that a kernel got, also those in the tuples among its arguments, such as `owner`."""
     for name, value in arguments.items():
         value = getattr(value, "value", value)  # a constexpr
-        if name == "FORMAT":
+        if name in ("FORMAT", "NAME"):
             yield from [value] if value else []
         if name in ("HEADS", "split_keys", "GROUP"):
             value = value > (name == "HEADS")
@@ -193,6 +202,7 @@ def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
             value is True or isinstance(value, Tensor) or callable(value) or (name == "softcap" and value is not None)
         ) and name not in IMPLIED:
             of_owner = {"FUNCTION": f"{owner}-function", "cos": "rope-of-keys" if owner == "rotation_k" else "rope"}
+            of_owner["kv"] = owner
             yield of_owner.get(name) or NAMES.get(name, name.lower())
 
 
@@ -291,6 +301,9 @@ def call(
 ) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
     sizes = sizes or Sizes.of(features)
+    if "linear" in features:
+        _call_linear(head_dim, dtype, features, sizes)
+        return
     if "latent" in features:
         sizes = replace(sizes, nheads_q=LATENT_HEADS, nheads_kv=1)
     nheads, of_one_number = sizes.nheads_q, "of one number" in features
@@ -344,6 +357,31 @@ def call(
         results = attention(q, k, v, return_lse=True, backend="triton", **options)
     if training:
         torch.autograd.grad(results[:2], leaves, [torch.zeros_like(x) for x in results[:2]])
+
+
+def _call_linear(head_dim: int, dtype: torch.dtype, features: frozenset[str], sizes: Sizes) -> None:
+    """Call ``linear_attention()``, forward and backward, with every gradient and that of the state."""
+    heads = sizes.nheads_q, sizes.nheads_kv, sizes.nheads_kv
+    leaves = [torch.zeros(sizes.batch, n, sizes.seqlen_q, head_dim, dtype=dtype, requires_grad=True) for n in heads]
+    valid, state = None, None
+    if "padding" in features:
+        valid = torch.ones(sizes.batch, sizes.seqlen_q, dtype=torch.bool)
+    if "state" in features:
+        state = LinearState(*(x.requires_grad_() for x in empty_state(sizes.batch, *leaves[1:])))
+        leaves += state
+    packed = torch.tensor([0, sizes.seqlen_q], dtype=torch.int32) if "packed" in features else None
+    out, found = linear_attention(
+        *leaves[:3],
+        feature_map="softmax" if "softmax" in features else "elu+1",
+        causal="causal" in features,
+        valid=valid,
+        initial_state=state,
+        return_state=True,
+        cu_seqlens=packed,
+        backend="triton",
+    )
+    results = [out, *found]
+    torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
 
 
 def _call_with_cache(q: Tensor, k: Tensor, v: Tensor, features: frozenset[str], options: dict[str, Any]) -> None:

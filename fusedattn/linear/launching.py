@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedattn import feature_maps
 from fusedattn.backends.triton.launching import on_device_of, precision_of, tileable
 from fusedattn.kernels import linear_features, linear_outputs, linear_rows, linear_states
-from fusedattn.kernels.linear_chunks import ChunkCounts, Chunks, FeatureMap, LinearTile, chunk_size, linear_tile
+from fusedattn.kernels.linear_chunks import ChunkCounts, Chunks, FeatureMap, LinearTile, linear_tile
 from fusedattn.kernels.linear_states import RowNumbers, State
 from fusedattn.linear.options import LinearOptions
 from fusedattn.linear.state import LinearState
@@ -73,7 +73,8 @@ class Problem:
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> Problem:
-    size = chunk_size(k.shape[3])
+    tile = linear_tile(k.shape[3], v.shape[3], q.dtype, precision_of(q.dtype))
+    size = tile.CHUNK.value
     chunks, n_sequences, cu_seqlens = Chunks(None, None, None), q.shape[0], options.cu_seqlens
     each_q, each_k = (-(-x.shape[2] // size) for x in (q, k))
     of_queries, of_keys = ChunkCounts(each_q, n_sequences * each_q), ChunkCounts(each_k, n_sequences * each_k)
@@ -92,7 +93,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> Problem
         n_sequences=n_sequences,
         of_queries=of_queries,
         of_keys=of_keys,
-        tile=linear_tile(k.shape[3], v.shape[3], q.dtype, precision_of(q.dtype)),
+        tile=tile,
         feature_map=_feature_map(options.feature_map),
         causal=options.causal,
     )
