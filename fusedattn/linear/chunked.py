@@ -59,7 +59,7 @@ def _causal(phi_q: Tensor, phi_k: Tensor, values: Tensor, state: Tensor) -> tupl
         outs.append(of_q @ state[:, :, None] + _within_chunk(of_q, of_k, of_v, hidden[:n, :n]))
         state = state + of_k.mT @ of_v
     if not outs:
-        return phi_q.new_zeros(*phi_q.shape[:4], values.shape[3]), state
+        return phi_q @ state[:, :, None], state
     return torch.cat(outs, dim=3), state
 
 
