@@ -14,6 +14,7 @@ import triton.language as tl
 
 from fusedattn.kernels.accurate_math import exp2_of_product
 from fusedattn.kernels.primitives import (
+    INTERPRETED,
     LOG2E,
     accumulator,
     block_d,
@@ -155,6 +156,15 @@ def sum_pointers(ptr, index, head, nheads, tile):
     offs_d = tl.arange(0, tile.BLOCK_D)
     base = ptr + (tl.cast(index, tl.int64) * nheads + head) * tile.HEAD_DIM
     return base + offs_d, offs_d < tile.HEAD_DIM
+
+
+@triton.jit
+def sum_along(x, axis: tl.constexpr, ACC: tl.constexpr):
+    """``sum(x)`` along an axis; NumPy adds rows to one sum in their order, which no GPU does."""
+    if INTERPRETED:
+        return tl.sum(x.to(tl.float64), axis).to(ACC)
+    else:
+        return tl.sum(x, axis)
 
 
 @triton.jit

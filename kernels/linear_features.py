@@ -5,12 +5,17 @@
 
 with the sums of kernels/linear_outputs.py. Without the numbers of rows, den is 1 and delta is 0.
 
+The program of dq computes these numbers: delta from the same products as ds, because the rounding of out is larger than
+what is left of ds in a row that sees few keys. The sum is ``phi(q_i) . (S dout_i) + sum_j a_ij (dout_i . v_j)``, over
+den_i.
+
     x         q or k, (batch, heads, seqlen, head_dim): the rows that a gradient is for
     w         k or q, likewise: the other rows
     y         dout or v, (batch, heads, seqlen, head_dim_v): of the rows of x
     z         v or dout: of the rows of w
     state     S and s, or R and r if TRANSPOSED, of each chunk or, if not CAUSAL, of each sequence
     dx        like x
+    den       ACC (batch, nheads_q, seqlen), for dq
     grid      (heads of x * chunks of x,)
 """
 
@@ -21,6 +26,7 @@ import triton
 import triton.language as tl
 
 from fusedattn.kernels import launcher
+from fusedattn.kernels.accurate_math import divide
 from fusedattn.kernels.linear_chunks import (
     NUM_WARPS,
     ChunkCounts,
@@ -39,7 +45,7 @@ from fusedattn.kernels.linear_chunks import (
     through_features,
 )
 from fusedattn.kernels.linear_states import RowNumbers, State
-from fusedattn.kernels.primitives import dot, dtype_of, strided, widen
+from fusedattn.kernels.primitives import dot, dtype_of, row_dot, strided, widen
 
 
 @triton.jit
@@ -64,6 +70,7 @@ def linear_features(
     chunks,
     state,
     dx,
+    den_ptr,
     nheads,
     nheads_w,
     seqlen,
@@ -88,6 +95,7 @@ def linear_features(
     nheads_kv = tl.minimum(nheads, nheads_w)
     head_kv = head // (nheads // nheads_kv)
     index = chunk if CAUSAL else span.sequence
+    x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
     # (CHUNK, BLOCK_D)
     dphi = tl.zeros([tile.CHUNK, tile.BLOCK_D], ACC)
     for first_v in range(0, tile.HEAD_DIM_V, tile.BLOCK_DV):
@@ -114,20 +122,32 @@ def linear_features(
                 # Scaled gradients may be below the range of float16.
                 dphi += dot(ds, w_phi, ACC, tile.STATE_PRECISION)
     else:
-        delta = tl.zeros([tile.CHUNK], ACC)
-        if numbers.scale is not None:
-            delta += load_numbers(numbers.delta, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
-            dphi -= delta[:, None] * k_sum[None, :]
         if CAUSAL:
-            ds = _products_of_values(y, z, span, head, head_kv, start, of_x, of_w, tile, ACC) - delta[:, None]
-            ds = tl.where((offs[:, None] >= offs[None, :]) & of_w[None, :], ds, 0.0)
             w_tile = load_rows(w, span, head_kv, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
             w_phi = features_of(w_tile, of_w, feature_map, tile.HEAD_DIM, ACC)
+            seen = (offs[:, None] >= offs[None, :]) & of_w[None, :]
+            ds = tl.where(seen, _products_of_values(y, z, span, head, head_kv, start, of_x, of_w, tile, ACC), 0.0)
+        if den_ptr is not None:
+            den = load_numbers(den_ptr, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
+            empty = den == 0.0
+            den = tl.where(empty, 1.0, den)
+            phi = features_of(x_tile, of_x, feature_map, tile.HEAD_DIM, ACC)
+            delta = row_dot(phi, dphi, ACC)
+            if CAUSAL:
+                weights = tl.where(seen, dot(phi, tl.trans(w_phi), ACC, tile.PRECISION), 0.0)
+                delta += row_dot(weights, ds, ACC)
+            delta = tl.where(empty, 0.0, divide(delta, den))
+            scale = tl.where(empty, 0.0, divide(tl.full([tile.CHUNK], 1.0, ACC), den))
+            rows = (tl.cast(span.batch, tl.int64) * nheads + head) * seqlen + span.first + start + offs
+            tl.store(numbers.scale + rows, scale, mask=exist)
+            tl.store(numbers.delta + rows, delta, mask=exist)
+            dphi -= delta[:, None] * k_sum[None, :]
+            if CAUSAL:
+                ds = tl.where(seen, ds - delta[:, None], 0.0)
+        if CAUSAL:
             dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
-        if numbers.scale is not None:
-            scale = load_numbers(numbers.scale, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
+        if den_ptr is not None:
             dphi = tl.where(scale[:, None] == 0.0, 0.0, dphi * scale[:, None])
-    x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
     found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
     store_rows(dx, span, head, start, found, 0, tile.HEAD_DIM)
 
@@ -142,6 +162,7 @@ def launch(
     chunks: Chunks,
     state: State,
     dx: torch.Tensor,
+    den: torch.Tensor | None,
     counts: ChunkCounts,
     tile: LinearTile,
     feature_map: FeatureMap,
@@ -149,11 +170,11 @@ def launch(
     is_causal: bool,
     transposed: bool,
 ) -> None:
-    """Fill `dx`; `counts` are those of its rows."""
+    """Fill `dx` and, if `den` is given, the tensors of `numbers`; `counts` are those of the rows of `dx`."""
     launcher.launch(
         _constants(tile, feature_map, is_causal, transposed),
         x.shape[1] * counts.all,
-        (strided(x), strided(w), strided(y), strided(z), valid, numbers, chunks, state, strided(dx)),
+        (strided(x), strided(w), strided(y), strided(z), valid, numbers, chunks, state, strided(dx), den),
         (x.shape[1], w.shape[1], x.shape[2], *counts),
     )
 

@@ -35,6 +35,7 @@ from fusedattn.kernels.linear_chunks import (
     span_of_chunk,
     state_pointers,
     store_rows,
+    sum_along,
     sum_pointers,
     sum_seen,
 )
@@ -99,7 +100,7 @@ def linear_outputs(
     den = tl.zeros([tile.CHUNK], ACC)
     if den_ptr is not None:
         ptrs, there = sum_pointers(state.k_sum, index, head_kv, nheads_kv, tile)
-        den += tl.sum(widen(phi, ACC) * tl.load(ptrs, mask=there, other=0.0)[None, :], 1)
+        den += sum_along(widen(phi, ACC) * tl.load(ptrs, mask=there, other=0.0)[None, :], 1, ACC)
     if CAUSAL:
         if TRANSPOSED:
             group = nheads_w // nheads
@@ -115,7 +116,7 @@ def linear_outputs(
         else:
             w_tile = load_rows(w, span, head_kv, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
             products = _within_chunk(phi, w_tile, of_w, feature_map, tile, ACC, TRANSPOSED)
-            den += tl.sum(products, 1)
+            den += sum_along(products, 1, ACC)
             y_tile = load_rows(y, span, head_kv, start, of_w, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
             acc += sum_seen(products, y_tile, ACC, tile.PRECISION)
     if den_ptr is not None:

@@ -33,6 +33,7 @@ from fusedattn.kernels.linear_chunks import (
     rows_of_chunk,
     span_of,
     state_pointers,
+    sum_along,
     sum_pointers,
 )
 from fusedattn.kernels.primitives import dot_add, dtype_of, strided, widen
@@ -104,9 +105,9 @@ def linear_states(
                 scale = load_numbers(numbers.scale, span, h, nheads * group, seqlen, start, readable, tile.CHUNK)
                 delta = load_numbers(numbers.delta, span, h, nheads * group, seqlen, start, readable, tile.CHUNK)
                 phi = phi * scale[:, None]
-                k_sum -= tl.sum(phi * delta[:, None], 0)
+                k_sum -= sum_along(phi * delta[:, None], 0, ACC)
             elif not REVERSED:
-                k_sum += tl.sum(phi, 0)
+                k_sum += sum_along(phi, 0, ACC)
             y_tile = load_rows(y, span, h, start, readable, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
             state = dot_add(tl.trans(phi), widen(y_tile, ACC), state, ACC, tile.STATE_PRECISION)
     ptrs, exist = state_pointers(final.kv, sequence, head, nheads, first_v, tile)

@@ -40,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[
     if options.causal:
         sums, state = _causal(phi_q, phi_k, values, state)
     else:
-        state = state + phi_k.mT @ values
+        state = state + _sums(phi_k, values)
         sums = phi_q @ state[:, :, None]
     out, den = sums[..., :-1], sums[..., -1:]
     if options.normalize:
@@ -57,10 +57,15 @@ def _causal(phi_q: Tensor, phi_k: Tensor, values: Tensor, state: Tensor) -> tupl
         of_q, of_k, of_v = (x[..., start : start + CHUNK, :] for x in (phi_q, phi_k, values))
         n = of_k.shape[2]
         outs.append(of_q @ state[:, :, None] + _within_chunk(of_q, of_k, of_v, hidden[:n, :n]))
-        state = state + of_k.mT @ of_v
+        state = state + _sums(of_k, of_v)
     if not outs:
-        return phi_q.new_zeros(*phi_q.shape[:4], values.shape[3]), state
+        return phi_q @ state[:, :, None], state
     return torch.cat(outs, dim=3), state
+
+
+def _sums(phi_k: Tensor, values: Tensor) -> Tensor:
+    """``phi_k^T values``; a product with the last column, of ones, would add the features of all tokens in a row."""
+    return torch.cat([phi_k.mT @ values[..., :-1], phi_k.sum(dim=2)[..., None]], dim=-1)
 
 
 def _within_chunk(phi_q: Tensor, phi_k: Tensor, values: Tensor, hidden: Tensor) -> Tensor:

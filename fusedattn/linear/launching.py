@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedattn import feature_maps
 from fusedattn.backends.triton.launching import on_device_of, precision_of, tileable
-from fusedattn.kernels import linear_features, linear_outputs, linear_rows, linear_states
+from fusedattn.kernels import linear_features, linear_outputs, linear_states
 from fusedattn.kernels.linear_chunks import ChunkCounts, Chunks, FeatureMap, LinearTile, linear_tile
 from fusedattn.kernels.linear_states import RowNumbers, State
 from fusedattn.linear.options import LinearOptions
@@ -153,7 +153,6 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     den: Tensor,
     options: LinearOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -166,18 +165,17 @@ def backward(
     of_rows = numbers, problem.chunks
     constants = problem.tile, problem.feature_map
     with on_device_of(q):
-        if options.normalize:
-            linear_rows.launch(out, dout, den, *of_rows, problem.of_queries, problem.tile)
         state, _ = problem.states(k, v, NO_NUMBERS, problem.initial, is_reversed=False)
-        given = State(dstate.kv.contiguous(), dstate.k_sum.contiguous())
-        dstates, dinitial = problem.states(q, dout, numbers, given, is_reversed=True)
         linear_features.launch(
-            *(q, k, dout, v, problem.valid_queries, *of_rows, state, dq, problem.of_queries, *constants),
+            *(q, k, dout, v, problem.valid_queries, *of_rows, state, dq),
+            *(den if options.normalize else None, problem.of_queries, *constants),
             is_causal=problem.causal,
             transposed=False,
         )
+        given = State(dstate.kv.contiguous(), dstate.k_sum.contiguous())
+        dstates, dinitial = problem.states(q, dout, numbers, given, is_reversed=True)
         linear_features.launch(
-            *(k, q, v, dout, problem.valid, *of_rows, dstates, dk, problem.of_keys, *constants),
+            *(k, q, v, dout, problem.valid, *of_rows, dstates, dk, None, problem.of_keys, *constants),
             is_causal=problem.causal,
             transposed=True,
         )

@@ -42,5 +42,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[
             den = (of_q * k_sum.repeat_interleave(group, dim=1)).sum(dim=-1, keepdim=True)
             out = torch.where(den == 0, 0.0, out / torch.where(den == 0, 1.0, den))
         outs.append(out)
-    out = torch.stack(outs, dim=2) if outs else q.new_zeros(*q.shape[:3], v.shape[3])
+    # Without a query there is still a graph.
+    out = torch.stack(outs, dim=2) if outs else phi_q.to(kv.dtype) @ kv.repeat_interleave(group, dim=1)
     return out.to(q.dtype), LinearState(kv, k_sum)

@@ -79,7 +79,6 @@ def linear_attention_bwd(
     v: Tensor,
     kv: Tensor | None,
     k_sum: Tensor | None,
-    out: Tensor,
     den: Tensor,
     valid: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -91,7 +90,7 @@ def linear_attention_bwd(
     from fusedattn.linear import launching
 
     options = _options(kv, k_sum, valid, cu_seqlens, feature_map, causal, normalize)
-    return launching.backward(dout, LinearState(dkv, dk_sum), q, k, v, out, den, options)
+    return launching.backward(dout, LinearState(dkv, dk_sum), q, k, v, den, options)
 
 
 @linear_attention_bwd.register_fake
@@ -116,8 +115,8 @@ def _options(
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, kv, k_sum, valid, cu_seqlens, *ctx.rest = inputs
-    out, den, *_ = output
-    ctx.save_for_backward(q, k, v, kv, k_sum, out, den, valid, cu_seqlens)
+    den = output[1]
+    ctx.save_for_backward(q, k, v, kv, k_sum, den, valid, cu_seqlens)
     ctx.mark_non_differentiable(den)
 
 
@@ -132,7 +131,7 @@ linear_attention_fwd.register_autograd(_backward, setup_context=_keep_for_backwa
 
 
 def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    dout, dkv, dk_sum, q, k, v, kv, k_sum, _, _, valid, cu_seqlens, *ctx.rest = inputs
+    dout, dkv, dk_sum, q, k, v, kv, k_sum, _, valid, cu_seqlens, *ctx.rest = inputs
     ctx.save_for_backward(dout, dkv, dk_sum, q, k, v, kv, k_sum, valid, cu_seqlens)
 
 
@@ -157,8 +156,8 @@ def _second(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
     found, transposed, *_ = torch.func.vjp(first, *(moving[i] for i in indices))
     by_input = dict(zip(indices, transposed(tuple(grads[: len(found)])), strict=True))
-    # out and den are functions of the inputs, which are differentiated here.
-    return (*(by_input.get(i) for i in range(8)), *(None,) * 7)
+    # den is a function of the inputs, which are differentiated here.
+    return (*(by_input.get(i) for i in range(8)), *(None,) * 6)
 
 
 linear_attention_bwd.register_autograd(_second, setup_context=_keep_for_second)
