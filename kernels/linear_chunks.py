@@ -248,7 +248,7 @@ def sizes_of(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     float32 products by FMAs take more of them.
     """
     if dtype.itemsize == 2:
-        return (64, 64) if head_dim <= 128 else (32, 32)
+        return (64, 64) if head_dim <= 128 else (16, 32)
     return (32, 32) if head_dim <= 64 else (16, 32)
 
 

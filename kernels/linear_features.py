@@ -59,6 +59,25 @@ def _products_of_values(y, z, span, head, head_w, start, of_x, of_w, tile, ACC: 
     return products
 
 
+@triton.jit
+def _features(x, span, head, start, readable, feature_map, tile, ACC: tl.constexpr):
+    """The features of a chunk; they are loaded again for each product, because no program has room to keep them."""
+    tl.debug_barrier()  # or the loads of all products begin at once
+    x_tile = load_rows(x, span, head, start, readable, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
+    return features_of(x_tile, readable, feature_map, tile.HEAD_DIM, ACC)
+
+
+@triton.jit
+def _through_state(dphi, y, span, head, start, readable, state, index, head_kv, nheads_kv, tile, ACC: tl.constexpr):
+    """``dphi + y S^T`` of a chunk, ACC ``(CHUNK, BLOCK_D)``."""
+    for first_v in range(0, tile.HEAD_DIM_V, tile.BLOCK_DV):
+        y_tile = load_rows(y, span, head, start, readable, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
+        ptrs, there = state_pointers(state.kv, index, head_kv, nheads_kv, first_v, tile)
+        s_tile = tl.load(ptrs, mask=there, other=0.0)
+        dphi = dot(widen(y_tile, ACC), tl.trans(s_tile), ACC, tile.STATE_PRECISION, dphi)
+    return dphi
+
+
 @triton.jit(do_not_specialize=["nheads", "nheads_w", "seqlen", "n_chunks", "n_all"])
 def linear_features(
     x,
@@ -95,19 +114,13 @@ def linear_features(
     nheads_kv = tl.minimum(nheads, nheads_w)
     head_kv = head // (nheads // nheads_kv)
     index = chunk if CAUSAL else span.sequence
-    x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
+    offs = tl.arange(0, tile.CHUNK)
     # (CHUNK, BLOCK_D)
     dphi = tl.zeros([tile.CHUNK, tile.BLOCK_D], ACC)
-    for first_v in range(0, tile.HEAD_DIM_V, tile.BLOCK_DV):
-        y_tile = load_rows(y, span, head, start, of_x, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
-        ptrs, there = state_pointers(state.kv, index, head_kv, nheads_kv, first_v, tile)
-        s_tile = tl.load(ptrs, mask=there, other=0.0)
-        dphi = dot(widen(y_tile, ACC), tl.trans(s_tile), ACC, tile.STATE_PRECISION, dphi)
-    ptrs, there = sum_pointers(state.k_sum, index, head_kv, nheads_kv, tile)
-    k_sum = tl.load(ptrs, mask=there, other=0.0)
-    offs = tl.arange(0, tile.CHUNK)
     if TRANSPOSED:
-        dphi += k_sum[None, :]
+        dphi = _through_state(dphi, y, span, head, start, of_x, state, index, head_kv, nheads_kv, tile, ACC)
+        ptrs, there = sum_pointers(state.k_sum, index, head_kv, nheads_kv, tile)
+        dphi += tl.load(ptrs, mask=there, other=0.0)[None, :]
         if CAUSAL:
             group = nheads_w // nheads
             for h in range(head * group, head * group + group):
@@ -117,37 +130,39 @@ def linear_features(
                     delta = load_numbers(numbers.delta, span, h, nheads_w, seqlen, start, of_w, tile.CHUNK)
                     ds = (ds - delta[None, :]) * scale[None, :]
                 ds = tl.where(offs[:, None] <= offs[None, :], ds, 0.0)
-                w_tile = load_rows(w, span, h, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
-                w_phi = widen(features_of(w_tile, of_w, feature_map, tile.HEAD_DIM, ACC), ACC)
+                w_phi = widen(_features(w, span, h, start, of_w, feature_map, tile, ACC), ACC)
                 # Scaled gradients may be below the range of float16.
                 dphi += dot(ds, w_phi, ACC, tile.STATE_PRECISION)
     else:
+        delta = tl.zeros([tile.CHUNK], ACC)
         if CAUSAL:
-            w_tile = load_rows(w, span, head_kv, start, of_w, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
-            w_phi = features_of(w_tile, of_w, feature_map, tile.HEAD_DIM, ACC)
             seen = (offs[:, None] >= offs[None, :]) & of_w[None, :]
             ds = tl.where(seen, _products_of_values(y, z, span, head, head_kv, start, of_x, of_w, tile, ACC), 0.0)
+            if den_ptr is not None:
+                phi = _features(x, span, head, start, of_x, feature_map, tile, ACC)
+                w_phi = _features(w, span, head_kv, start, of_w, feature_map, tile, ACC)
+                weights = tl.where(seen, dot(phi, tl.trans(w_phi), ACC, tile.PRECISION), 0.0)
+                delta += row_dot(weights, ds, ACC)
+        dphi = _through_state(dphi, y, span, head, start, of_x, state, index, head_kv, nheads_kv, tile, ACC)
         if den_ptr is not None:
             den = load_numbers(den_ptr, span, head, nheads, seqlen, start, of_x, tile.CHUNK)
             empty = den == 0.0
             den = tl.where(empty, 1.0, den)
-            phi = features_of(x_tile, of_x, feature_map, tile.HEAD_DIM, ACC)
-            delta = row_dot(phi, dphi, ACC)
-            if CAUSAL:
-                weights = tl.where(seen, dot(phi, tl.trans(w_phi), ACC, tile.PRECISION), 0.0)
-                delta += row_dot(weights, ds, ACC)
+            delta += row_dot(_features(x, span, head, start, of_x, feature_map, tile, ACC), dphi, ACC)
             delta = tl.where(empty, 0.0, divide(delta, den))
             scale = tl.where(empty, 0.0, divide(tl.full([tile.CHUNK], 1.0, ACC), den))
             rows = (tl.cast(span.batch, tl.int64) * nheads + head) * seqlen + span.first + start + offs
             tl.store(numbers.scale + rows, scale, mask=exist)
             tl.store(numbers.delta + rows, delta, mask=exist)
-            dphi -= delta[:, None] * k_sum[None, :]
-            if CAUSAL:
-                ds = tl.where(seen, ds - delta[:, None], 0.0)
+            ptrs, there = sum_pointers(state.k_sum, index, head_kv, nheads_kv, tile)
+            dphi -= delta[:, None] * tl.load(ptrs, mask=there, other=0.0)[None, :]
         if CAUSAL:
+            ds = tl.where(seen, ds - delta[:, None], 0.0)
+            w_phi = _features(w, span, head_kv, start, of_w, feature_map, tile, ACC)
             dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
         if den_ptr is not None:
             dphi = tl.where(scale[:, None] == 0.0, 0.0, dphi * scale[:, None])
+    x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
     found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
     store_rows(dx, span, head, start, found, 0, tile.HEAD_DIM)
 
