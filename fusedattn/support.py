@@ -83,6 +83,7 @@ FEATURES = (
         "`torch.compile(fullgraph=True)`, `torch.export`, AOTInductor, autocast, checkpointing, FSDP2", "as they are"
     ),
     Feature("double backward, `torch.func.jvp`, `vmap`, `hessian`", "as they are, by eager formulas", torch="torch's"),
+    Feature("linear attention, with a state", "`linear_attention(...)`", triton="up to 256 features"),
     Feature("caches, contiguous or paged, for sequences of uneven lengths, without gradients", "`cache=KVCache(...)`"),
     Feature("quantised caches: e4m3, e5m2, int8, int4", "`cache=`, `k_scale`, `v_scale`"),
     Feature("caches that overwrite old tokens, with sinks", "`KVCache(..., overwrites=True, n_sinks=...)`"),

@@ -22,6 +22,7 @@ from fusedattn import (
     attention_weights,
     biases,
     caches,
+    linear_attention,
     masks,
     merge,
 )
@@ -121,6 +122,11 @@ def of_compiled(backend: str) -> Tensor:
         return attention(*qkv(), mask=masks.causal(), backend=backend)
 
 
+def of_linear(backend: str) -> Tensor:
+    q = normal(BATCH, HEADS, SEQLEN_K, HEAD_DIM)
+    return linear_attention(q, *qkv()[1:], backend=backend)
+
+
 def of_other_values(backend: str) -> Tensor:
     q, k, _ = qkv()
     return attention(q, k, normal(BATCH, 2, SEQLEN_K, 24), backend=backend)
@@ -178,6 +184,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"deterministic": False}),
     of_compiled,
     of_second_order,
+    of_linear,
     of_cache,
     lambda backend: of_cache(backend, torch.float8_e4m3fn),
     lambda backend: of_cache(backend, overwrites=True, n_sinks=4),
