@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,19 +17,24 @@ Attend = Callable[[Tensor, Tensor, Tensor, LinearOptions], tuple[Tensor, LinearS
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, attend: Attend) -> tuple[Tensor, LinearState]:
     """``(out, state)`` by a call of `attend` for each sequence; their lengths are read on the host."""
     assert options.cu_seqlens is not None
-    bounds: list[int] = options.cu_seqlens.tolist()
+    lengths: list[int] = options.cu_seqlens.diff().tolist()
     outs, states = [], [empty_state(0, k, v)]
-    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+    # Slices would have gradients of the whole length, one for each sequence.
+    *parts, rest = zip(*(x.split([*lengths, x.shape[2] - sum(lengths)], dim=2) for x in (q, k, v)), strict=True)
+    start = 0
+    for i, of_sequence in enumerate(parts):
         initial, valid = options.initial_state, options.valid
+        end = start + lengths[i]
         of_one = replace(
             options,
             valid=None if valid is None else valid[:, start:end],
             initial_state=None if initial is None else LinearState(initial.kv[i : i + 1], initial.k_sum[i : i + 1]),
             cu_seqlens=None,
         )
-        out, state = attend(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], of_one)
+        out, state = attend(*of_sequence, of_one)
         outs.append(out)
         states.append(state)
-    outs.append(q.new_zeros(*q.shape[:2], q.shape[2] - bounds[-1], v.shape[3]))
+        start = end
+    outs.append(q.new_zeros(*rest[0].shape[:3], v.shape[3]))
     kv, k_sum = torch.cat([x.kv for x in states]), torch.cat([x.k_sum for x in states])
     return torch.cat(outs, dim=2), LinearState(kv, k_sum)
