@@ -62,7 +62,7 @@ def measure() -> Iterator[dict[str, Any]]:
         samples, failures = interleaved(set_ups, stopwatch, ROUNDS, Budget())
         if failures:
             raise next(iter(failures.values()))
-        times = {name: spread(found).median for name, found in samples.items()}
+        times: dict[Any, float] = {name: spread(found).median for name, found in samples.items()}
         for n in LENGTHS:
             of_token = times[LINEAR, n] / n / (times[LINEAR, LENGTHS[0]] / LENGTHS[0])
             row = {"direction": direction, "n": n, "of token": of_token, "ratio": times[LINEAR, n] / times[SOFTMAX, n]}

@@ -38,18 +38,21 @@ from fusedattn.testing.budget import (
 )
 from fusedattn.testing.cached import check_cached, run_cached
 from fusedattn.testing.cases import CACHED_CASES, CASES, Case, Inputs, make_inputs, results_of
+from fusedattn.testing.linear import LINEAR_CASES, LinearCase, check_linear
 
 __all__ = [
     "ALL_TENSORS",
     "CACHED_CASES",
     "CASES",
     "GRADIENTS",
+    "LINEAR_CASES",
     "MAX_FACTOR",
     "MEAN_FACTOR",
     "TENSORS",
     "AttentionFunction",
     "Case",
     "Inputs",
+    "LinearCase",
     "Measurement",
     "Ratios",
     "Results",
@@ -58,6 +61,7 @@ __all__ = [
     "bias_terms",
     "check",
     "check_cached",
+    "check_linear",
     "compare",
     "compare_results",
     "golden",

@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.kernels_hub": {"fusedattn"},
     "distributed.example": {"fusedattn", "distributed", "cli", "transformer"},
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
+    | {"testing.linear"}
     | {"virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "merge", "caches"}
@@ -91,7 +92,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
-    "testing": {"testing.budget", "testing.cached", "testing.cases"},
+    "testing": {"testing.budget", "testing.cached", "testing.cases", "testing.linear"},
+    "testing.linear": {
+        "linear.attention",
+        "linear.reference",
+        "testing.budget",
+        "testing.triton_functions",
+        "support",
+        *OF_LINEAR,
+    },
     "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
     "linear.attention": {
@@ -156,7 +165,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "readable",
     },
-    "testing.triton_functions": VALUES,
+    "testing.triton_functions": {"feature_maps", *VALUES},
     "testing.peers": VALUES,
     "support": {"kernels", *VALUES},
     "reference": VALUES,
@@ -202,8 +211,8 @@ LAYERS = (
           ("integrations", "integrations.flash_attn", "integrations.modules", "integrations.torch_flash",
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
     Layer("error budget", "test cases, and the error that a function may have",
-          ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.peers",
-           "testing.triton_functions")),
+          ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.linear",
+           "testing.peers", "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning",
           ("attention", "varlen", "weights", "merge", "caches", "linear.attention")),

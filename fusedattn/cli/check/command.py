@@ -23,7 +23,8 @@ from fusedattn.cli.check.outcome import LABELS, Outcome, failed, number, percent
 from fusedattn.cli.columns import line
 from fusedattn.cli.errors import CommandError
 from fusedattn.support import Backend
-from fusedattn.testing import Case, Inputs, Ratios
+from fusedattn.testing import Case, Inputs, LinearCase, Ratios, Results
+from fusedattn.testing.linear import LinearInputs, linear_baseline
 from fusedattn.testing.peers import Peer
 
 EXPLANATION = f"""\
@@ -31,6 +32,8 @@ Error against float64 relative to that of eager PyTorch in the same dtype, for
 the tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst
 row {testing.MAX_FACTOR}, and always one unit in the last place (row "-": a row that needs it).
 """
+
+AnyCase = Case | LinearCase
 
 BY_CHANCE = 1.5  # eager PyTorch itself, with a different rounding only, uses less than this share of its budget
 
@@ -62,7 +65,9 @@ def _run(options: argparse.Namespace) -> int:
     machine.choose_how_triton_runs(device, options.compiled)
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
         raise CommandError(machine.no_triton(problems))
-    every = (*testing.CASES, *testing.CACHED_CASES)
+    every: list[AnyCase] = [*testing.CASES, *testing.CACHED_CASES]
+    if not options.against:  # the others compute softmax attention
+        every += testing.LINEAR_CASES
     chosen = (case for case in every if options.feature.lower() in case.name.lower())
     cases = [replace(case, seed=case.seed + options.seed) for case in chosen]
     if not cases:
@@ -89,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
     return _print_table((outcomes[OWN] for outcomes in rounds), cases)
 
 
-def _without_triton(cases: list[Case]) -> list[Case]:
+def _without_triton(cases: list[AnyCase]) -> list[AnyCase]:
     """The cases that need no Triton; prints the names of the others."""
     left_out = ", ".join(repr(case.name) for case in cases if case.needs_triton)
     if left_out:
@@ -99,7 +104,7 @@ def _without_triton(cases: list[Case]) -> list[Case]:
     return [case for case in cases if not case.needs_triton]
 
 
-def _work(cases: list[Case], dtypes: Iterable[str], *, quick: bool) -> list[tuple[Case, str]]:
+def _work(cases: list[AnyCase], dtypes: Iterable[str], *, quick: bool) -> list[tuple[AnyCase, str]]:
     """Each case in each dtype; if `quick`, each in one of them, in turn."""
     names = list(dict.fromkeys(dtypes))
     if quick:
@@ -108,7 +113,7 @@ def _work(cases: list[Case], dtypes: Iterable[str], *, quick: bool) -> list[tupl
 
 
 def _rounds(
-    work: Iterable[tuple[Case, str]],
+    work: Iterable[tuple[AnyCase, str]],
     backend: Backend,
     device: torch.device,
     others: dict[str, Peer],
@@ -116,6 +121,9 @@ def _rounds(
 ) -> Iterator[dict[str, Outcome]]:
     """For each case and dtype, the outcome of every function on the same problem."""
     for case, dtype in work:
+        if isinstance(case, LinearCase):
+            yield {OWN: _of_linear(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device, compiled)}
+            continue
         inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
         outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
         try:
@@ -125,6 +133,16 @@ def _rounds(
         else:
             own = Outcome(case.name, dtype, ratios, lse_gradient=bool(inputs.dlse.any()))
         yield {OWN: own, **outcomes}
+
+
+def _of_linear(
+    case: LinearCase, dtype: str, backend: Backend, device: torch.device, compiled: str | None
+) -> Outcome:
+    eager = _linear_on_gpu if compiled is not None and case.dtype == torch.float32 else linear_baseline
+    try:
+        return Outcome(case.name, dtype, testing.check_linear(case, backend, device, eager))
+    except Exception as error:
+        return failed(case.name, dtype, error)
 
 
 def measure(case: Case, backend: Backend, device: torch.device) -> dict[str, Ratios]:
@@ -156,6 +174,13 @@ def _eager_on_gpu(inputs: Inputs) -> testing.Results:
         return testing.baseline(inputs)
 
 
+def _linear_on_gpu(case: LinearCase, inputs: LinearInputs) -> Results:
+    from fusedattn.virtual_gpu.eager import gpu_eager
+
+    with gpu_eager():
+        return linear_baseline(case, inputs)
+
+
 def _torch_backend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
     out = attention(q, k, v, backend="torch", **arguments)
     _, lse = attention(q, k, v, backend="torch", return_lse=True, **arguments)
@@ -178,7 +203,7 @@ def _print_comparison(rounds: Iterable[dict[str, Outcome]], others: list[str]) -
     return 0 if all(outcomes[OWN].ok for outcomes in table.done) else 1
 
 
-def _print_table(outcomes: Iterable[Outcome], cases: list[Case]) -> int:
+def _print_table(outcomes: Iterable[Outcome], cases: list[AnyCase]) -> int:
     print(EXPLANATION)
     widths = (max(len(case.name) for case in cases), 8, 6, -4, -4, -4, -5, 4)
     print(line(("case", "dtype", "tensor", "max", "mean", "row", "used", ""), widths))

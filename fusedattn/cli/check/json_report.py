@@ -82,7 +82,7 @@ def _worst_of_case(outcome: Outcome) -> Row:
 def _worst_of_tensors(outcomes: list[Outcome]) -> Iterable[Row]:
     """The largest of each ratio over the cases, and the case that uses most of its budget."""
     for dtype in dict.fromkeys(outcome.dtype for outcome in outcomes):
-        for tensor in testing.ALL_TENSORS:
+        for tensor in dict.fromkeys((*testing.ALL_TENSORS, *(x for o in outcomes for x in o.ratios))):
             found = [(o.case, o.ratios[tensor]) for o in outcomes if o.dtype == dtype and tensor in o.ratios]
             if found:
                 case, worst = max(found, key=lambda item: item[1].used)
