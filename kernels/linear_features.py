@@ -147,7 +147,7 @@ def linear_features(
         if CAUSAL:
             dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
         if den_ptr is not None:
-            dphi = tl.where(scale[:, None] == 0.0, 0.0, dphi * scale[:, None])
+            dphi = tl.where(empty[:, None], 0.0, dphi * scale[:, None])
     found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
     store_rows(dx, span, head, start, found, 0, tile.HEAD_DIM)
 
