@@ -145,7 +145,7 @@ def linear_features(
             if CAUSAL:
                 ds = tl.where(seen, ds - delta[:, None], 0.0)
         if CAUSAL:
-            dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
+            dphi += sum_seen(ds, w_phi, tile, ACC)
         if den_ptr is not None:
             dphi = tl.where(empty[:, None], 0.0, dphi * scale[:, None])
     found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
