@@ -146,7 +146,8 @@ class Favor:
             raise ValueError(f"q, k: got head_dim {x.shape[-1]}, allowed is that of the projection, {head_dim}")
         dtype = torch.promote_types(x.dtype, torch.float32)
         x = x.to(dtype) * head_dim**-0.25
-        return x @ self.projection.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ self.projection.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
 
 
 AnyFeatureMap = str | FeatureMap | Favor | Callable[[Tensor], Tensor]
