@@ -125,9 +125,11 @@ class Favor:
         rows = torch.randn(n_rows, head_dim, generator=generator, device=device, dtype=torch.float32)
         if orthogonal:
             lengths = rows.norm(dim=1, keepdim=True)
-            directions, _ = torch.linalg.qr(torch.randn(
+            directions, triangles = torch.linalg.qr(torch.randn(
                 n_rows // head_dim, head_dim, head_dim, generator=generator, device=device, dtype=torch.float32
             ))  # fmt: skip
+            # The signs that QR chooses prefer some directions (Mezzadri, "How to generate random matrices", 2007).
+            directions = directions * triangles.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
             rows = directions.flatten(0, 1) * lengths
         return cls(rows[:n_features])
 
@@ -146,7 +148,8 @@ class Favor:
             raise ValueError(f"q, k: got head_dim {x.shape[-1]}, allowed is that of the projection, {head_dim}")
         dtype = torch.promote_types(x.dtype, torch.float32)
         x = x.to(dtype) * head_dim**-0.25
-        return x @ self.projection.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ self.projection.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
 
 
 AnyFeatureMap = str | FeatureMap | Favor | Callable[[Tensor], Tensor]

@@ -168,20 +168,29 @@ def sum_along(x, axis: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def sum_seen(weights, rows, ACC: tl.constexpr, PRECISION: tl.constexpr):
+def sum_seen(weights, rows, tile, ACC: tl.constexpr):
     """``weights @ rows`` for weights that are 0 where a row is behind a query, ACC; the first factor is rounded.
 
     A NaN or Inf in a row does not reach queries before it, whose weight of 0 it would turn into NaN. Those that see it
     get NaN (docs/decisions/0003).
     """
-    acc = dot(round_to(weights, rows.dtype), rows, ACC, PRECISION)
+    acc = _weighted(weights, rows, tile, ACC)
     if has_nan(acc):
         clean, poisoned = split_poison(rows, ACC)
         offs = tl.arange(0, rows.shape[0])
         sees = (offs[:, None] >= offs[None, :]) & poisoned[None, :]
-        acc = dot(round_to(weights, rows.dtype), clean, ACC, PRECISION)
+        acc = _weighted(weights, clean, tile, ACC)
         acc = tl.where(tl.max(sees.to(tl.int32), 1)[:, None] != 0, float("nan"), acc)
     return acc
+
+
+@triton.jit
+def _weighted(weights, rows, tile, ACC: tl.constexpr):
+    if rows.dtype == tl.float16:
+        # Weights are not divided by their sum yet, and may be beyond the range of float16.
+        return dot(weights, widen(rows, ACC), ACC, tile.STATE_PRECISION)
+    else:
+        return dot(round_to(weights, rows.dtype), rows, ACC, tile.PRECISION)
 
 
 @triton.jit

@@ -159,9 +159,9 @@ def linear_features(
         if CAUSAL:
             ds = tl.where(seen, ds - delta[:, None], 0.0)
             w_phi = _features(w, span, head_kv, start, of_w, feature_map, tile, ACC)
-            dphi += sum_seen(ds, w_phi, ACC, tile.PRECISION)
+            dphi += sum_seen(ds, w_phi, tile, ACC)
         if den_ptr is not None:
-            dphi = tl.where(scale[:, None] == 0.0, 0.0, dphi * scale[:, None])
+            dphi = tl.where(empty[:, None], 0.0, dphi * scale[:, None])
     x_tile = load_rows(x, span, head, start, of_x, tile, 0, tile.BLOCK_D, tile.HEAD_DIM)
     found = through_features(x_tile, dphi, of_x, feature_map, tile.HEAD_DIM, ACC)
     store_rows(dx, span, head, start, found, 0, tile.HEAD_DIM)

@@ -118,7 +118,7 @@ def linear_outputs(
             products = _within_chunk(phi, w_tile, of_w, feature_map, tile, ACC, TRANSPOSED)
             den += sum_along(products, 1, ACC)
             y_tile = load_rows(y, span, head_kv, start, of_w, tile, first_v, tile.BLOCK_DV, tile.HEAD_DIM_V)
-            acc += sum_seen(products, y_tile, ACC, tile.PRECISION)
+            acc += sum_seen(products, y_tile, tile, ACC)
     if den_ptr is not None:
         base = (tl.cast(span.batch, tl.int64) * nheads + head) * seqlen + span.first + start
         tl.store(den_ptr + base + tl.arange(0, tile.CHUNK), den, mask=exist & (block == 0))

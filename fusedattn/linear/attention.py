@@ -112,6 +112,7 @@ def linear_attention(
     q, k, v = autocast(q, k, v)
     call_checks.check_qkv(q, k, v)
     q, k, feature_map = feature_maps.split(feature_map, q, k)
+    q, k = autocast(q, k)  # some functions of torch return float32 under autocast
     options = LinearOptions(feature_map, causal, normalize, valid, initial_state, cu_seqlens)
     checks.check(q, k, v, options)
     chosen = backend or default_backend(q.device)

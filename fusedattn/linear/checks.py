@@ -52,7 +52,7 @@ def _check_valid(valid: Tensor, k: Tensor) -> None:
 
 
 def _check_state(state: LinearState, n: int, k: Tensor, v: Tensor) -> None:
-    if not isinstance(state, tuple) or len(state) != 2 or not all(isinstance(x, Tensor) for x in state):
+    if not isinstance(state, LinearState) or not all(isinstance(x, Tensor) for x in state):
         raise TypeError(f"initial_state: got {type(state).__name__}, allowed is a LinearState of two tensors")
     shape = (n, k.shape[1], k.shape[3], v.shape[3])
     dtype = torch.promote_types(k.dtype, torch.float32)

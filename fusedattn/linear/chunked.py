@@ -21,6 +21,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[
     """
     if options.cu_seqlens is not None:
         return by_sequence(q, k, v, options, attention)
+    with torch.autocast(q.device.type, enabled=False):  # which would add up in 16 bits
+        return _of_batch(q, k, v, options)
+
+
+def _of_batch(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Tensor, LinearState]:
     valid, initial = options.valid, options.initial_state
     hidden = None if valid is None else ~valid[:, None, :, None]
     if hidden is not None:  # not even a NaN of a hidden key goes anywhere

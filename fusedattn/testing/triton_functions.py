@@ -1,4 +1,4 @@
-"""The mask and score functions of cases in :mod:`fusedattn.testing`, as a user would write them.
+"""The mask, score and feature functions of cases in :mod:`fusedattn.testing`, as a user would write them.
 
 Each has a compiled and an eager version. This module needs Triton; it is imported only if a case has a function.
 """
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedattn import masks
+from fusedattn.feature_maps import FeatureMap
 from fusedattn.masks import Mask
 from fusedattn.score_mod import ArgGradient, ScoreMod
 
@@ -70,3 +71,22 @@ def score_function(nheads_q: int, generator: torch.Generator) -> ScoreMod:
     gains = torch.rand(nheads_q, generator=generator)
     of_gains = ArgGradient(0, _gain_index, _gain_derivative)
     return ScoreMod(_score, _score_derivative, _score_eager, (gains, SLOPE), (of_gains,))
+
+
+@triton.jit
+def _feature(x):
+    return x * x + 0.5
+
+
+@triton.jit
+def _feature_derivative(x):
+    return 2.0 * x
+
+
+def _feature_eager(x: Tensor) -> Tensor:
+    return x * x + 0.5
+
+
+def feature_map() -> FeatureMap:
+    """Squares, and a number for features of 0, which columns behind the last feature must not get."""
+    return FeatureMap(_feature, _feature_derivative, _feature_eager)
