@@ -22,7 +22,7 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, attend:
     # Slices would have gradients of the whole length, one for each sequence.
     *parts, rest = zip(*(x.split([*lengths, x.shape[2] - sum(lengths)], dim=2) for x in (q, k, v)), strict=True)
     start = 0
-    for i, of_sequence in enumerate(parts):
+    for i, (of_q, of_k, of_v) in enumerate(parts):
         initial, valid = options.initial_state, options.valid
         end = start + lengths[i]
         of_one = replace(
@@ -31,7 +31,7 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, attend:
             initial_state=None if initial is None else LinearState(initial.kv[i : i + 1], initial.k_sum[i : i + 1]),
             cu_seqlens=None,
         )
-        out, state = attend(*of_sequence, of_one)
+        out, state = attend(of_q, of_k, of_v, of_one)
         outs.append(out)
         states.append(state)
         start = end

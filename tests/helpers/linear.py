@@ -285,7 +285,9 @@ def sums_of_terms(problem: LinearProblem, inputs: Inputs) -> dict[str, Tensor]:
         valid = options["valid"]
         shown = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if valid is None else valid[one, rows]
         k, v = k.masked_fill(~shown[:, None, :, None], 0.0), v.masked_fill(~shown[:, None, :, None], 0.0)
-        (phi_q, slope_q), (phi_k, slope_k) = (_features(y, options["feature_map"], is_k) for y, is_k in ((q, 0), (k, 1)))
+        (phi_q, slope_q), (phi_k, slope_k) = (
+            _features(y, options["feature_map"], is_k) for y, is_k in ((q, 0), (k, 1))
+        )
         phi_k = phi_k * shown[:, None, :, None]
         phi_k_all, v_all = phi_k.repeat_interleave(group, 1), v.abs().repeat_interleave(group, 1)
         state = torch.zeros_like(kv[i : i + 1]), torch.zeros_like(k_sum[i : i + 1])

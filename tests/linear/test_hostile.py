@@ -97,7 +97,10 @@ def test_a_sequence_reaches_no_other(backend):
     problem = LinearProblem(seqlen_q=70, lengths=(20, 30, 15))
     inputs = linear.inputs_of(problem, DEVICE)
     rows = (torch.arange(70, device=DEVICE)[None] >= 20) & (torch.arange(70, device=DEVICE)[None] < 50)
-    clean, found = results(problem, inputs, backend), results(problem, with_rows(inputs, rows, math.nan, "qkv"), backend)
+    clean, found = (
+        results(problem, inputs, backend),
+        results(problem, with_rows(inputs, rows, math.nan, "qkv"), backend),
+    )
     for name in ("out", "dq", "dk", "dv"):
         for others in (slice(0, 20), slice(50, None)):
             assert torch.equal(found[name][:, :, others], clean[name][:, :, others]), name

@@ -135,9 +135,7 @@ def _rounds(
         yield {OWN: own, **outcomes}
 
 
-def _of_linear(
-    case: LinearCase, dtype: str, backend: Backend, device: torch.device, compiled: str | None
-) -> Outcome:
+def _of_linear(case: LinearCase, dtype: str, backend: Backend, device: torch.device, compiled: str | None) -> Outcome:
     eager = _linear_on_gpu if compiled is not None and case.dtype == torch.float32 else linear_baseline
     try:
         return Outcome(case.name, dtype, testing.check_linear(case, backend, device, eager))
