@@ -58,13 +58,12 @@ def _causal(phi_q: Tensor, phi_k: Tensor, values: Tensor, state: Tensor) -> tupl
     """The sums that each query sees, ``(batch, nheads_kv, group, seqlen, n)``, and the state behind all tokens."""
     outs = []
     hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_q.device).triu(1)
-    for start in range(0, phi_q.shape[3], CHUNK):
-        of_q, of_k, of_v = (x[..., start : start + CHUNK, :] for x in (phi_q, phi_k, values))
+    # The backward of a slice has the size of the whole.
+    chunks = (x.split(CHUNK, dim=-2) for x in (phi_q, phi_k, values))
+    for of_q, of_k, of_v in zip(*chunks, strict=True):
         n = of_k.shape[2]
         outs.append(of_q @ state[:, :, None] + _within_chunk(of_q, of_k, of_v, hidden[:n, :n]))
         state = state + _sums(of_k, of_v)
-    if not outs:
-        return phi_q @ state[:, :, None], state
     return torch.cat(outs, dim=3), state
 
 
