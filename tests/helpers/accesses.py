@@ -40,6 +40,9 @@ OUTPUTS = {
     "cache_append": {"k_cache.ptr", "v_cache.ptr", "cache.k_scale.ptr", "cache.v_scale.ptr"},
     "_rope": {"out.ptr"},
     "_key_range": {"key_range_ptr"},
+    "linear_states": {"states.kv", "states.k_sum", "final.kv", "final.k_sum"},
+    "linear_outputs": {"out.ptr", "den_ptr"},
+    "linear_features": {"dx.ptr", "numbers.scale", "numbers.delta"},
 }
 
 # Outputs that are 0 before the launch and get sums added (distances that no key has stay 0); and those of splits.
@@ -74,11 +77,15 @@ def outputs_of(kernel: str, arguments: dict[str, Any]) -> set[str]:
     if kernel == "cache_append":
         scales = {name: getattr(arguments["cache"], name) for name in ("k_scale", "v_scale")}
         found = found - {f"cache.{name}.ptr" for name, x in scales.items() if x is not None and x.GIVEN.value}
+    if kernel == "linear_features" and arguments["TRANSPOSED"]:
+        found = found - {"numbers.scale", "numbers.delta"}
     return found
 
 
 def _has_rows_behind(arguments: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-    """Whether packed tensors are longer than all sequences heads_in_l2, so that no program writes their end."""
+    """Whether packed tensors are longer than all sequences, so that no program writes their end."""
+    if arguments.get("chunks") is not None and arguments["chunks"].cu_ptr is not None:
+        return True  # and no program has the chunks that only other lengths would need
     stops = {name.rsplit(".", 1)[-1]: x for name, x in tensors.items() if name.endswith(("cu_q_ptr", "cu_k_ptr"))}
     lengths = {"cu_q_ptr": arguments.get("seqlen_q"), "cu_k_ptr": arguments.get("seqlen_k")}
     return any(int(x[-1]) < lengths[name] for name, x in stops.items())

@@ -93,6 +93,31 @@ def test_a_query_reaches_no_other_query(names, backend):
 
 
 @backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_comes_back_does_not_reach_hidden_tokens(causal, backend):
+    """Their gradients are 0 even beside NaN in every dout."""
+    inputs = linear.inputs_of(replace(BASE, causal=causal), DEVICE)
+    inputs = inputs._replace(back=(inputs.back[0] * math.nan, *inputs.back[1:]))
+    found = results(replace(BASE, causal=causal), inputs, backend)
+    hidden = ~inputs.options["valid"][:, None, :, None]
+    for name in ("dk", "dv"):
+        assert found[name].masked_select(hidden).eq(0.0).all(), name
+        assert found[name].masked_select(~hidden).isnan().all(), name
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_weights_that_cancel(causal, backend):
+    """1 and -1: their sum is 0, so out and all gradients of that query are 0, though the sum of values is not."""
+    q, k, v = ([[[[0.0, 0.0], [1.0, -1.0]]]], [[[[1.0, 0.0], [0.0, 1.0]]]], [[[[3.0], [1.0]]]])
+    x = [torch.tensor(y, device=DEVICE, requires_grad=True) for y in (q, k, v)]
+    out = linear_attention(*x, feature_map="identity", causal=causal, backend=backend)
+    assert out.eq(0.0).all()
+    for gradient in torch.autograd.grad(out, x, torch.ones_like(out)):
+        assert gradient.eq(0.0).all()
+
+
+@backends
 def test_a_sequence_reaches_no_other(backend):
     problem = LinearProblem(seqlen_q=70, lengths=(20, 30, 15))
     inputs = linear.inputs_of(problem, DEVICE)

@@ -45,6 +45,7 @@ from tests.mutation import (
     kernels,
     launches,
     learned,
+    linear,
     masking,
     one_pass,
     operation,
@@ -62,7 +63,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
-    cache_kernels, hopper, shards,
+    cache_kernels, hopper, shards, linear,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
