@@ -98,7 +98,7 @@ OF_FEATURES = (
     Fault(FEATURES, "seen = (offs[:, None] >= offs[None, :])", "seen = (offs[:, None] >= 0 * offs[None, :])", "linear: dq from later keys of a chunk", PLAIN),
     Fault(FEATURES, "empty = den == 0.0", "empty = den < 0.0", "linear: gradients of a query without weights", NO_WEIGHTS),
     Fault(FEATURES, "delta = tl.where(empty, 0.0, divide(delta, den))", "delta = tl.where(empty, 0.0, delta)", "linear: delta without the denominator", PLAIN),
-    Fault(FEATURES, "w_tile = load_rows(w, span, head_kv, start", "w_tile = load_rows(w, span, 0, start", "linear: dq by the keys of the first head", GROUPS),
+    Fault(FEATURES, "            w_phi = _features(w, span, head_kv, start, of_w, feature_map, tile, ACC)\n            dphi +=", "            w_phi = _features(w, span, 0, start, of_w, feature_map, tile, ACC)\n            dphi +=", "linear: dq by the keys of the first head", GROUPS),
     Fault(FEATURES, "ds = (ds - delta[None, :]) * scale[None, :]", "ds = ds * scale[None, :]", "linear: dk without delta", PLAIN),
     Fault(FEATURES, "ds = tl.where(offs[:, None] <= offs[None, :], ds, 0.0)", "ds = tl.where(offs[:, None] < offs[None, :], ds, 0.0)", "linear: dk without the query beside a key", PLAIN),
     Fault(FEATURES, "        dphi += k_sum[None, :]\n", "        dphi += 0.0 * k_sum[None, :]\n", "linear: dk without the gradient of sums", PLAIN),
