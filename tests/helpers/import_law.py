@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization", "readable", "shard"}
+VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks"}
 
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
 # files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
@@ -141,7 +141,12 @@ ALLOWED: dict[str, set[str]] = {
     "transformer": VALUES,
     "backends.torch.mask_plan": VALUES,
     "score_mod": {"functions", "indices", "shard"},
-    "masks": {"mask_parts", "functions", "indices", "shard"},
+    "masks": {"mask", "mask_parts", "sparse_masks"},
+    "sparse_masks": {"block_tables", "mask", "mask_parts", "patterns"},
+    "pattern_blocks": {"block_tables", "mask", "patterns", "shard"},
+    "mask": {"mask_parts", "patterns", "functions", "indices", "shard"},
+    "block_tables": {"patterns"},
+    "patterns": {"mask_parts", "shard"},
     "mask_parts": {"functions", "indices", "shard"},
     "dropout": {"indices", "shard"},
     "biases": {"indices", "shard"},
@@ -201,7 +206,7 @@ LAYERS = (
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
-          ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
+          ("masks", "sparse_masks", "pattern_blocks", "mask", "block_tables", "patterns", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
            "indices", "shard", "strides", "readable")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
