@@ -38,6 +38,9 @@ class BlockTable(Pattern):
     def table(self, whole: Whole) -> Tensor:
         """Bool ``(batch or 1, nheads or 1, blocks of queries, blocks of keys)``; nheads divides that of q."""
 
+    def written_out(self, whole: Whole) -> Pattern:
+        return KnownTable(self.align, self.block_q, self.block_k, self.table(whole))
+
     def pairs(self, q: Tensor, k: Tensor, whole: Whole) -> Tensor:
         table = _of_heads(self.table(whole), whole.nheads)
         n_rows = table.shape[2]
@@ -73,6 +76,22 @@ class BlockTable(Pattern):
             self.block_q,
             self.block_k,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class KnownTable(BlockTable):
+    """A table that is there already."""
+
+    known: Tensor
+
+    def table(self, whole: Whole) -> Tensor:
+        return self.known
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"table": self.known}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+        return replace(self, known=change(self.known))
 
 
 @dataclass(frozen=True, eq=False)

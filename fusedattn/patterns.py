@@ -86,6 +86,10 @@ class Pattern(ABC):
         """Raise ValueError if the pattern does not fit these sizes."""
         return None
 
+    def written_out(self, whole: Whole) -> Pattern:
+        """The same pattern for these sizes, without work that all calls of :meth:`pairs` would repeat."""
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors, under the names of the arguments that they were passed as."""
         return {}

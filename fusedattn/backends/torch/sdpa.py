@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedattn import indices, reference
-from fusedattn.backends.torch import eager, flash, mask_plan
-from fusedattn.backends.torch.boxes import cut, paste
+from fusedattn.backends.torch import eager, flash, gathered, mask_plan
+from fusedattn.backends.torch.boxes import Box, cut, paste
 from fusedattn.backends.torch.eager import Steps
 from fusedattn.masks import Mask, boolean
 from fusedattn.options import Options
@@ -230,7 +230,9 @@ def _with_lse(
 
             return flash.attention(q, k, v, of_rows, steps.sinks, is_causal=is_causal, scale=steps.scale, eager=again)
 
-        out, lse = _in_pieces(*_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True)
+        out, lse = _in_pieces(
+            *_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True, splits_heads=steps.sinks is None
+        )
         out = out[..., :head_dim_v]
     else:
 
@@ -268,16 +270,30 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 def _in_pieces(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    added: Tensor | None,
+    compute: Compute,
+    *,
+    has_triangles: bool,
+    splits_heads: bool = True,
 ) -> Results:
-    """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
+    """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results.
+
+    `compute` takes triangles of keys that are side by side, and some of the heads alone, where that is said.
+    """
     shape = mask_plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     as_torch = is_causal(mask, q.shape[2], k.shape[2])
+    can_gather = has_triangles  # other steps on scores count queries and keys, and parts of them must be ranges
     has_triangles = has_triangles and added is None
     if as_torch is False or (as_torch and has_triangles):
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
     if (added is not None and added.requires_grad) or mask_plan.is_short(mask, shape):
         return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
+    if can_gather and gathered.fits(mask):
+        return _in_groups(q, k, v, added, compute, gathered.groups(mask, shape, k.shape[1], splits_heads), shape)
     mask = mask_plan.with_allowed_pairs(mask, shape, q.device)
     groups = mask_plan.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
@@ -305,6 +321,72 @@ def _in_pieces(
             compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", part=at
         )
         out, lse = _masked(queries, rows, run)
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse[..., None])
+    out = paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+    if not lses:
+        return out, None
+    return out, paste(lses, boxes_q, (*q.shape[:3], 1), elsewhere=-math.inf)[..., 0].contiguous()
+
+
+def _in_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    compute: Compute,
+    found: list[gathered.Group],
+    shape: mask_plan.ScoresShape,
+) -> Results:
+    """Run `compute` on the parts of a sparse pattern, batches and heads apart where they see different keys."""
+    if len(found) == 1:
+        return _in_parts(q, k, v, found[0].mask, added, compute, shape)
+    group = q.shape[1] // k.shape[1]
+    n_batches, n_heads = len(found[0].batches), len(found[0].heads)
+    batches = []
+    for of_batch in zip(*(x.split(n_batches) for x in (q, k, v)), strict=True):
+        heads = []
+        sizes = n_heads * group, n_heads, n_heads
+        for parts in zip(*(x.split(n, 1) for x, n in zip(of_batch, sizes, strict=True)), strict=True):
+            own = found[len(batches) * (k.shape[1] // n_heads) + len(heads)]
+            at = None
+            if added is not None:
+                at = added[_slice(own.batches)] if added.shape[0] > 1 else added
+                of_group = slice(own.heads.start * group, own.heads.stop * group)
+                at = at[:, of_group] if at.shape[1] > 1 else at
+            of_part = mask_plan.ScoresShape(n_batches, n_heads * group, shape.seqlen_q, shape.seqlen_k)
+            heads.append(_in_parts(*parts, own.mask, at, compute, of_part))
+        batches.append(_joined(heads, 1))
+    return _joined(batches, 0)
+
+
+def _joined(parts: list[Results], dim: int) -> Results:
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts], dim), torch.cat(lses, dim) if lses else None
+
+
+def _in_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, shape: mask_plan.ScoresShape
+) -> Results:
+    """Run `compute` on each part of the plan of a group, and join the results."""
+    parts = gathered.plan(mask, shape)
+    batches = range(shape.batch)
+    boxes_q: list[Box] = [(batches, part.rows) for part in parts]
+    boxes_k: list[Box] = [(batches, part.keys) for part in parts]
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for part, queries, keys, values in zip(parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True):
+        at = _slice(part.rows), _slice(part.keys) if isinstance(part.keys, range) else part.keys
+        own = None if added is None else indices.part_of(added, *at)
+        visible = mask.dense(
+            shape.seqlen_q, shape.seqlen_k, rows=at[0], keys=at[1], batch=shape.batch, nheads=shape.nheads,
+            device=q.device, expand=False,
+        )  # fmt: skip
+        rows = _rows(visible, own, q.dtype)
+        out, lse = _masked(queries, rows, functools.partial(
+            compute, k=keys, v=values, of_rows=rows.added, is_causal=False, part=WHOLE
+        ))  # fmt: skip
         outs.append(out)
         if lse is not None:
             lses.append(lse[..., None])
