@@ -340,8 +340,8 @@ def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = Non
         return
     if packed is not None and mask.pattern is not None:
         raise NotImplementedError(
-            "mask: got a sparse pattern with packed sequences, allowed are all other masks; attention(), with a batch for "
-            "each sequence, takes it"
+            "mask: got a sparse pattern with packed sequences, allowed are all other masks; attention(), with a batch "
+            "for each sequence, takes it"
         )
     if packed is None:
         mask.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k, shard)

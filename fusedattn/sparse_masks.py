@@ -1,8 +1,8 @@
 """Functions that make sparse masks; :mod:`fusedattn.masks` has them too.
 
 The position of a query is the number of the key at which it stands: ``i + seqlen_k - seqlen_q`` for
-``align="bottom_right"``, ``i`` for ``"top_left"``. Below, i is the position of a query and j the number of a key. A query
-at a negative position stands before all keys. A query that sees no key has output 0.
+``align="bottom_right"``, ``i`` for ``"top_left"``. Below, i is the position of a query and j the number of a key. A
+query at a negative position stands before all keys. A query that sees no key has output 0.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def dilated(
     global_tokens: Tensor | int = 0,
     align: CausalAlign = "bottom_right",
 ) -> Mask:
-    """A window with gaps: ``left`` keys before the query and ``right`` keys behind it, ``dilation`` apart; global tokens.
+    """A window with gaps: ``left`` keys before the query and ``right`` behind it, ``dilation`` apart; global tokens.
 
     Query i sees key j if ``j - i`` is a multiple of ``dilation`` from ``-left * dilation`` to ``right * dilation``, or
     if i or j is a global token. Beltagy et al., "Longformer" (2020), section 3.1. ``dilated(w // 2, w // 2,
@@ -94,8 +94,8 @@ def bigbird(
     """Blocks of tokens see the blocks beside them, global blocks, and random blocks.
 
     Block r sees block c if ``|r - c| <= window``, if r or c is one of the first ``n_global`` blocks, or if c is one of
-    ``n_random`` other blocks, drawn for each r. Zaheer et al., "Big Bird" (2020), section 2. All batches and heads share
-    the draw. It depends on ``seed`` and on the number of blocks, and is the same on every device.
+    ``n_random`` other blocks, drawn for each r. Zaheer et al., "Big Bird" (2020), section 2. All batches and heads
+    share the draw. It depends on ``seed`` and on the number of blocks, and is the same on every device.
 
     Args:
         block_size: tokens of a block. Multiples of 16 are fastest.
@@ -116,15 +116,15 @@ def selected_blocks(indices: Tensor, block_size: int | tuple[int, int]) -> Mask:
     """Each query, or block of queries, sees the blocks of keys that are listed for it.
 
     Native sparse attention and MoBA list blocks for each query: ``block_size=(1, block_k)``. Causal attention needs
-    ``& masks.causal()`` besides. Yuan et al., "Native Sparse Attention" (2025); Lu et al., "MoBA" (2025). Choosing has no
-    gradient.
+    ``& masks.causal()`` besides. Yuan et al., "Native Sparse Attention" (2025); Lu et al., "MoBA" (2025). Choosing has
+    no gradient.
 
     Args:
         indices: int32 or int64 ``(batch, nheads, ceil(seqlen_q / block_q), k)``; each row lists blocks of keys, from 0
             on. A number that is no block, such as -1, selects none; repetitions have no effect. nheads is that of q,
             of k and v, or 1: consecutive query heads share a list. The batch may be 1.
-        block_size: ``(block_q, block_k)``, or one number for both; with 1 for block_q, rows are queries. Multiples of 16
-            are fastest.
+        block_size: ``(block_q, block_k)``, or one number for both; with 1 for block_q, rows are queries. Multiples of
+            16 are fastest.
 
     Raises:
         TypeError, ValueError: ``indices`` is not such a tensor, or ``block_size`` is not one or two positive ints.
@@ -135,8 +135,8 @@ def selected_blocks(indices: Tensor, block_size: int | tuple[int, int]) -> Mask:
 def top_blocks(scores: Tensor, k: int, block_size: int | tuple[int, int]) -> Mask:
     """Each query, or block of queries, sees the ``k`` blocks of keys with the highest scores.
 
-    With ``scores = mean_pooled_scores(q, k, block_size, causal=True)`` and ``& masks.causal()`` this is MoBA (Lu et al.,
-    "MoBA: Mixture of Block Attention", 2025).
+    With ``scores = mean_pooled_scores(q, k, block_size, causal=True)`` and ``& masks.causal()`` this is MoBA (Lu et
+    al., "MoBA: Mixture of Block Attention", 2025).
 
     Args:
         scores: float ``(batch, nheads, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k))``; a block of score ``-inf``
@@ -145,8 +145,8 @@ def top_blocks(scores: Tensor, k: int, block_size: int | tuple[int, int]) -> Mas
         block_size: as for :func:`selected_blocks`.
 
     Raises:
-        TypeError, ValueError: ``scores`` is not such a tensor, ``k`` is not such an int, or ``block_size`` is not one or
-            two positive ints.
+        TypeError, ValueError: ``scores`` is not such a tensor, ``k`` is not such an int, or ``block_size`` is not one
+            or two positive ints.
     """
     check_count("k", k, least=0)
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
@@ -171,8 +171,8 @@ def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = 
         q: ``(batch, nheads_q, seqlen_q, head_dim)``.
         k: ``(batch, nheads_kv, seqlen_k, head_dim)``, where nheads_kv divides nheads_q.
         block_size: keys of a block; the last block may have fewer.
-        causal: with the last query at the last key, a block that begins behind the query gets ``-inf``, and the query's
-            own block ``inf``, so that it is always chosen.
+        causal: with the last query at the last key, a block that begins behind the query gets ``-inf``, and the
+            query's own block ``inf``, so that it is always chosen.
 
     Returns:
         ``(batch, nheads_q, seqlen_q, ceil(seqlen_k / block_size))``, float32 (float64 for float64).
@@ -184,8 +184,8 @@ def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = 
     fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"q, k: got shapes {tuple(q.shape)} and {tuple(k.shape)}, allowed are (batch, nheads_q, seqlen_q, head_dim) "
-            "and (batch, nheads_kv, seqlen_k, head_dim), where nheads_kv divides nheads_q"
+            f"q, k: got shapes {tuple(q.shape)} and {tuple(k.shape)}, allowed are (batch, nheads_q, seqlen_q, "
+            "head_dim) and (batch, nheads_kv, seqlen_k, head_dim), where nheads_kv divides nheads_q"
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.detach().to(dtype), k.detach().to(dtype)
@@ -207,9 +207,9 @@ def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = 
 def neighborhood(shape: int | tuple[int, ...], window: int | tuple[int, ...]) -> Mask:
     """Tokens of a grid see the ``window`` of tokens around them, in each dimension.
 
-    Along a dimension of n places, the token at y sees the w places from ``min(max(y - w // 2, 0), n - w)`` on: at an edge
-    the window moves inwards, so every token sees the same number. Hassani et al., "Neighborhood Attention Transformer"
-    (2023). Both lengths must be the number of tokens of the grid.
+    Along a dimension of n places, the token at y sees the w places from ``min(max(y - w // 2, 0), n - w)`` on: at an
+    edge the window moves inwards, so every token sees the same number. Hassani et al., "Neighborhood Attention
+    Transformer" (2023). Both lengths must be the number of tokens of the grid.
 
     Args:
         shape: of the grid, one to three ints, such as ``(height, width)``; the last dimension runs fastest.
@@ -242,8 +242,8 @@ def block_diffusion(seqlen: int, block_size: int) -> Mask:
     """Training by block diffusion: ``seqlen`` noisy tokens, then the same tokens without noise.
 
     A noisy token sees the noisy tokens of its own block and the clean tokens of earlier blocks. A clean token sees the
-    clean tokens of its own and of earlier blocks. Arriola et al., "Block Diffusion" (2025), section 3. Both lengths must
-    be ``2 * seqlen``.
+    clean tokens of its own and of earlier blocks. Arriola et al., "Block Diffusion" (2025), section 3. Both lengths
+    must be ``2 * seqlen``.
 
     Args:
         seqlen: tokens of the text.

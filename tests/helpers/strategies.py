@@ -15,8 +15,8 @@ from tests.helpers.hostile import BROADCAST, LAYOUTS, FuzzProblem, added_leaves,
 FEATURES: dict[str, object] = {
     name: getattr(Case(), name)
     for name in (
-        "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "sparse", "bias", "bias_inf", "alibi",
-        "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
+        "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "sparse", "bias", "bias_inf",
+        "alibi", "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
     )
 }  # fmt: skip
 # Features that depend on the position of a query or key, or on its batch or head.

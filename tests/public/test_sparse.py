@@ -307,12 +307,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "expressivity": (lambda: masks.fixed(4, 5), ValueError, r"expressivity: got 5, allowed are 1 .. 4"),
     "align": (lambda: masks.strided(4, align="left"), ValueError, "align: got 'left'"),  # type: ignore[arg-type]
     "left": (lambda: masks.dilated(-1, 0), ValueError, "left: got -1"),
-    "tokens": (lambda: masks.dilated(1, 0, global_tokens=torch.ones(3)), TypeError, "global_tokens: got a torch.float32"),
+    "tokens": (lambda: masks.dilated(1, 0, global_tokens=torch.ones(3)), TypeError, "global_tokens: got a torch.fl"),
     "tokens of 3 dimensions": (
         lambda: masks.dilated(1, 0, global_tokens=torch.ones(1, 1, 3, dtype=torch.bool)), ValueError, "global_tokens",
     ),
     "seed": (lambda: masks.bigbird(4, seed=-1), ValueError, "seed: got -1"),
-    "float indices": (lambda: masks.selected_blocks(torch.ones(1, 1, 1, 1), 16), TypeError, "indices: got torch.float32"),
+    "float indices": (lambda: masks.selected_blocks(torch.ones(1, 1, 1, 1), 16), TypeError, "indices: got torch.fl"),
     "three sizes": (lambda: masks.selected_blocks(drawn(1, 1, 1, 1, most=1), (1, 2, 3)), ValueError, "block_size"),  # type: ignore[arg-type]
     "int scores": (lambda: masks.top_blocks(drawn(1, 1, 1, 1, most=1), 1, 16), TypeError, "scores: got torch.int64"),
     "window": (lambda: masks.neighborhood((4, 4), (5, 3)), ValueError, "window: got 5, allowed are 1 .. 4"),

@@ -94,8 +94,8 @@ def within_shard(mask: Mask, shard: Shard, shape: ScoresShape, device: torch.dev
 
 
 def with_allowed_pairs(mask: Mask, shape: ScoresShape, device: torch.device) -> Mask:
-    """The mask in the form that :func:`plan` takes: a layout, function, tree or pattern goes into ``allowed``, a key mask into
-    ``valid``.
+    """The mask in the form that :func:`plan` takes: a layout, function, tree or pattern goes into ``allowed``, a
+    key mask into ``valid``.
     """
     if mask.layout is None and mask.function is None and mask.tree is None and mask.pattern is None:
         if mask.allowed is None:

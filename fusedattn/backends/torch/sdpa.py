@@ -344,11 +344,12 @@ def _in_groups(
         return _in_parts(q, k, v, found[0].mask, added, compute, shape)
     group = q.shape[1] // k.shape[1]
     n_batches, n_heads = len(found[0].batches), len(found[0].heads)
-    batches = []
+    batches: list[Results] = []
     for of_batch in zip(*(x.split(n_batches) for x in (q, k, v)), strict=True):
-        heads = []
+        heads: list[Results] = []
         sizes = n_heads * group, n_heads, n_heads
-        for parts in zip(*(x.split(n, 1) for x, n in zip(of_batch, sizes, strict=True)), strict=True):
+        of_heads = (x.split(n, 1) for x, n in zip(of_batch, sizes, strict=True))
+        for queries, keys, values in zip(*of_heads, strict=True):
             own = found[len(batches) * (k.shape[1] // n_heads) + len(heads)]
             at = None
             if added is not None:
@@ -356,7 +357,7 @@ def _in_groups(
                 of_group = slice(own.heads.start * group, own.heads.stop * group)
                 at = at[:, of_group] if at.shape[1] > 1 else at
             of_part = mask_plan.ScoresShape(n_batches, n_heads * group, shape.seqlen_q, shape.seqlen_k)
-            heads.append(_in_parts(*parts, own.mask, at, compute, of_part))
+            heads.append(_in_parts(queries, keys, values, own.mask, at, compute, of_part))
         batches.append(_joined(heads, 1))
     return _joined(batches, 0)
 
