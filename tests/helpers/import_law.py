@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks", "patterns"}
+VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks", "patterns", "block_tables", "mask_parts"}
 
 # The units of fusedattn that each unit may import. A unit is a module of fusedattn or one of its packages, whose own
 # files may import each other; in integrations, testing and backends each module is a unit. "fusedattn" stands for the
@@ -108,8 +108,10 @@ ALLOWED: dict[str, set[str]] = {
         "backends.torch.flash",
         "backends.torch.boxes",
         "backends.torch.gathered",
+        "backends.torch.merged",
         *VALUES,
     },
+    "backends.torch.merged": {"backends.torch.flash", "backends.torch.mask_plan", "parts", "reference", *VALUES},
     "backends.torch.gathered": {"backends.torch.mask_plan", *VALUES},
     "backends.torch.cached": {
         "backends.torch.sdpa",
@@ -196,7 +198,7 @@ LAYERS = (
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.cached", "backends.torch.cache_numbers",
            "backends.torch.cache_tiles", "backends.torch.sdpa", "backends.torch.mask_plan",
-           "backends.torch.boxes", "backends.torch.gathered",
+           "backends.torch.boxes", "backends.torch.gathered", "backends.torch.merged",
            "backends.torch.eager", "backends.torch.largest", "backends.torch.flash")),
     Layer("triton backend", "autograd, operators, launches",
           ("backends.triton", "backends.triton.autograd", "backends.triton.ops", "backends.triton.launching",

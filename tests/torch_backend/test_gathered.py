@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn import attention, masks, testing
-from fusedattn.backends.torch import gathered, mask_plan
+from fusedattn.backends.torch import gathered, mask_plan, merged
 from fusedattn.backends.torch.boxes import cut, paste
 from fusedattn.masks import Mask
 from fusedattn.testing import Case
-from tests.conftest import torch_attention_beside_lse
+from tests.conftest import assert_accurate, torch_attention_beside_lse
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -52,6 +53,12 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 }
 
 
+@pytest.fixture
+def merging(small, monkeypatch):
+    """Whatever can be merged is."""
+    monkeypatch.setattr(gathered, "cost", lambda *plan: math.inf)
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("options", [{}, {"bias": "full"}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("kind", MASKS)
@@ -62,6 +69,55 @@ def test_every_mask(kind, options):
     assert gathered.fits(inputs.mask)
     for function in (torch_attention_beside_lse, functools.partial(attention, backend="torch")):
         torch.testing.assert_close(testing.run(function, inputs), testing.golden(inputs))
+
+
+SCATTERED: dict[str, Callable[[int, int], Mask]] = {
+    **{kind: MASKS[kind] for kind in ("strided", "strided, both ways", "BigBird", "heads", "KV heads", "nothing")},
+    "strided, all": lambda n, m: masks.strided(1),
+    "strided, far": lambda n, m: masks.strided(100, causal=False),
+    "strided, top left": lambda n, m: masks.strided(5, align="top_left"),
+    "strided, ahead": lambda n, m: masks.strided(5, causal=False) & masks.window(0, None),
+    "strided, window": lambda n, m: masks.strided(5) & masks.window(12, None) & masks.padding(torch.rand(B, m) < 0.6),
+    "strided, narrow": lambda n, m: masks.strided(9) & masks.window(3, 0),
+    "one batch empty": lambda n, m: masks.strided(4) & masks.padding(torch.tensor([[True], [False]]).expand(B, m)),
+    "rows": lambda n, m: masks.selected_blocks(chosen(B, KV, n, 2), (1, 6)) & masks.window(9, 3),
+}
+
+
+@pytest.mark.usefixtures("merging")
+@pytest.mark.parametrize("lengths", [(33, 41), (41, 33), (7, 41), (1, 9)], ids=str)
+@pytest.mark.parametrize("kind", SCATTERED)
+def test_merged_parts(kind, lengths, monkeypatch):
+    """In float64, with NaN in the gradient of rows that see nothing."""
+    n, m = lengths
+    case = Case(batch=B, nheads_q=H, nheads_kv=KV, seqlen_q=n, seqlen_k=m, head_dim=8, dtype=torch.float64)
+    inputs = replace(testing.make_inputs(case), mask=SCATTERED[kind](n, m))
+    calls = []
+    monkeypatch.setattr(merged, "attention", lambda *x, run=merged.attention: calls.append(x) or run(*x))
+    blind = ~inputs.visible().any(-1)
+    expected = testing.golden(inputs)
+    poisoned = replace(inputs, dout=inputs.dout.masked_fill(blind[..., None], math.nan))
+    for function in (torch_attention_beside_lse, functools.partial(attention, backend="torch")):
+        torch.testing.assert_close(testing.run(function, poisoned), expected)
+    assert calls or blind.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("merging")
+def test_accuracy_of_merged_parts(dtype):
+    case = Case(batch=1, nheads_q=H, nheads_kv=KV, seqlen_q=150, seqlen_k=150, head_dim=16, dtype=dtype)
+    inputs = replace(testing.make_inputs(case), mask=masks.strided(11))
+    assert_accurate(functools.partial(attention, backend="torch"), inputs)
+    assert_accurate(torch_attention_beside_lse, inputs)
+
+
+@pytest.mark.usefixtures("merging")
+@pytest.mark.parametrize("needed", ["qkv", "q", "kv"])
+def test_second_derivatives_of_merged_parts(needed):
+    q, k, v = torch.randn(3, 1, 1, 9, 3, dtype=torch.float64).unbind()
+    inputs = [x.requires_grad_(name in needed) for x, name in zip((q, k, v), "qkv", strict=True)]
+    mask = masks.strided(3)
+    assert torch.autograd.gradgradcheck(lambda q, k, v: attention(q, k, v, mask=mask, backend="torch"), inputs)
 
 
 @pytest.mark.usefixtures("small")
@@ -83,6 +139,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, n: int, mask: Mask, heads: int = 8)
         return torch.zeros_like(q)
 
     with monkeypatch.context() as patch:
+        patch.setattr(merged, "plan", lambda *group: [])
         patch.setattr(F, "scaled_dot_product_attention", count)
         attention(*torch.zeros(3, 1, heads, n, 4).unbind(), mask=mask, backend="torch")
     return sum(shapes) // heads
@@ -104,6 +161,13 @@ def test_scores_that_are_computed(kind, monkeypatch):
     small, large = (counted(monkeypatch, root * root, make(root)) for root in (32, 64))
     assert large <= 10 * small
     assert large <= share * 64**4
+
+
+def test_strided_scores_are_computed_once():
+    """The window, 64 to 192 keys, and every 64th key."""
+    n = 4096
+    found = merged.plan(masks.strided(64), mask_plan.ScoresShape(1, 8, n, n))
+    assert sum(len(part.rows) * len(part.keys) for part in found) <= n * (64 + 64 + 64)
 
 
 def test_heads_are_computed_apart(monkeypatch):

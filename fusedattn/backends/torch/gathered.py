@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Batches and KV heads that are computed together: their mask has no other batches or heads."""
+    """Batches and query heads that are computed together: their mask has no other batches or heads."""
 
     batches: range
     heads: range
@@ -45,28 +45,30 @@ def fits(mask: Mask) -> bool:
 
 
 def groups(mask: Mask, shape: ScoresShape, nheads_kv: int, splits_heads: bool) -> list[Group]:
-    """The batches, and with `splits_heads` the KV heads, that have keys of their own, each apart."""
+    """The batches, and with `splits_heads` the heads, that have keys of their own, each apart."""
     assert mask.pattern is not None
-    whole = whole_of(shape.nheads, shape.seqlen_q, shape.seqlen_k, device=_device(mask))
+    whole = whole_of(shape.nheads, shape.seqlen_q, shape.seqlen_k, device=torch.device("cpu"))
     pattern = mask.pattern.written_out(whole)
     tensors = pattern.tensors().values()
     by_batch = shape.batch if any(x.dim() > 1 and x.shape[0] > 1 for x in tensors) else 1
-    by_head = nheads_kv if splits_heads and any(x.dim() > 2 and x.shape[1] > 1 for x in tensors) else 1
+    n_lists = max((x.shape[1] for x in tensors if x.dim() == 4), default=1)
+    by_head = 1
+    if splits_heads and n_lists > 1:  # heads of q that share keys and a list stay together
+        by_head = nheads_kv if nheads_kv % n_lists == 0 else n_lists if n_lists % nheads_kv == 0 else shape.nheads
     found = []
     for b in range(by_batch):
         batches = range(b, b + 1) if by_batch > 1 else range(shape.batch)
         for h in range(by_head):
-            heads = range(h, h + 1) if by_head > 1 else range(nheads_kv)
+            n = shape.nheads // by_head
 
             def own(x: Tensor, b: int = b, h: int = h) -> Tensor:
                 x = x[b : b + 1] if x.dim() > 1 and x.shape[0] > 1 else x
-                if x.dim() < 3 or x.shape[1] == 1 or by_head == 1:
+                if x.dim() < 4 or x.shape[1] == 1 or by_head == 1:
                     return x
-                n = max(x.shape[1] // nheads_kv, 1)
-                first = h * x.shape[1] // nheads_kv
-                return x[:, first : first + n]
+                return x[:, h * x.shape[1] // by_head][:, None]
 
-            found.append(Group(batches, heads, replace(_of_batches(mask, batches), pattern=pattern.mapped(own))))
+            of_batches = _of_batches(mask, batches)
+            found.append(Group(batches, range(h * n, (h + 1) * n), replace(of_batches, pattern=pattern.mapped(own))))
     return found
 
 
@@ -76,7 +78,7 @@ def plan(mask: Mask, shape: ScoresShape) -> list[Part]:
     There is a part even if nothing is visible.
     """
     plans = [_parts(mask, shape, size) for size in BLOCKS]
-    found = min((parts for parts in plans if parts), key=lambda parts: _cost(parts, shape), default=[])
+    found = min((parts for parts in plans if parts), key=lambda parts: cost(parts, shape), default=[])
     return found or [Part(range(shape.seqlen_q), range(shape.seqlen_k))]
 
 
@@ -104,7 +106,8 @@ def _scores(n_keys: int, shape: ScoresShape) -> float:
     return n_keys * (shape.batch * shape.nheads + MASK)
 
 
-def _cost(parts: list[Part], shape: ScoresShape) -> float:
+def cost(parts: list[Part], shape: ScoresShape) -> float:
+    """In scores of one head, as that of :class:`fusedattn.backends.torch.mask_plan.Piece`."""
     return sum(
         CALL
         + len(part.rows) * _scores(len(part.keys), shape)
@@ -118,7 +121,3 @@ def _of_batches(mask: Mask, batches: range) -> Mask:
         return x[batches.start : batches.stop] if x.shape[0] > 1 else x
 
     return replace(mask, pattern=None).mapped(own)
-
-
-def _device(mask: Mask) -> torch.device:
-    return next((x.device for x in mask.tensors().values()), torch.device("cpu"))
