@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedattn.patterns import Pattern, Span, Whole, check_count
+from fusedattn.patterns import Pattern, Span, Whole, check_count, of_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +65,9 @@ class BlockTable(Pattern):
         table = self.table(whole).contiguous()
         n_batches, nheads, n_rows, n_columns = table.shape
         group = (whole.nheads or nheads) // nheads if nheads > 1 else 1
-        return (
-            table.view(torch.uint8),
-            nheads * n_rows if n_batches > 1 else 0,
-            n_rows if nheads > 1 else 0,
-            group,
-            n_rows,
-            n_columns,
-            self.shift(whole),
-            self.block_q,
-            self.block_k,
-        )
+        of_batch, of_head = nheads * n_rows if n_batches > 1 else 0, n_rows if nheads > 1 else 0
+        numbers = of_sizes(whole, self.shift(whole), of_batch, of_head, group, n_rows, n_columns)
+        return numbers, table.view(torch.uint8), self.block_q, self.block_k
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn.mask_parts import CausalAlign, check_align, check_bool
-from fusedattn.shard import WHOLE, Shard
+from fusedattn.shard import WHOLE, Shard, numbers_on
 
 
 class Whole(NamedTuple):
@@ -76,7 +76,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def kernel_args(self, whole: Whole) -> tuple[Any, ...]:
-        """The tensors and numbers that the rule takes in the kernels."""
+        """The tensors and numbers that the rule takes in the kernels; numbers that depend on sizes are in tensors."""
 
     def shift(self, whole: Whole) -> int:
         """The position of query 0."""
@@ -123,7 +123,7 @@ class Strided(Pattern):
         return near | _has_multiple(nearest, furthest, self.stride)
 
     def kernel_args(self, whole: Whole) -> tuple[Any, ...]:
-        return self.shift(whole), self.stride
+        return of_sizes(whole, self.shift(whole)), self.stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class Fixed(Pattern):
         return stop // self.stride * self.expressivity + of_last
 
     def kernel_args(self, whole: Whole) -> tuple[Any, ...]:
-        return self.shift(whole), self.stride, self.stride - self.expressivity
+        return of_sizes(whole, self.shift(whole)), self.stride, self.stride - self.expressivity
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,12 +231,13 @@ class Dilated(Pattern):
         return near | of_queries[:, None, :, None] | of_keys[:, None, None, :]
 
     def kernel_args(self, whole: Whole) -> tuple[Any, ...]:
-        near = self.shift(whole), -self.left * self.dilation, self.right * self.dilation, self.dilation
+        near = -self.left * self.dilation, self.right * self.dilation, self.dilation
         if not self.has_global_tokens:
-            return near
+            return of_sizes(whole, self.shift(whole)), *near
         tokens = self._tokens(whole)
         stride = tokens.shape[1] if tokens.shape[0] > 1 else 0
-        return *near, tokens.contiguous().view(torch.uint8), stride, tokens.shape[1]
+        numbers = of_sizes(whole, self.shift(whole), stride, tokens.shape[1])
+        return numbers, *near, tokens.contiguous().view(torch.uint8)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"dilated(global_tokens)": self.global_tokens} if isinstance(self.global_tokens, Tensor) else {}
@@ -345,6 +346,11 @@ class BlockDiffusion(Pattern):
 
     def kernel_args(self, whole: Whole) -> tuple[Any, ...]:
         return self.seqlen, self.block_size
+
+
+def of_sizes(whole: Whole, *numbers: int) -> Tensor:
+    """Numbers that depend on sizes, which may be symbols, as the rules of kernels read them: int32 ``(n,)``."""
+    return numbers_on(torch.device(whole.device or "cpu"), numbers)
 
 
 def _is_some(span: Span) -> Tensor:

@@ -10,15 +10,15 @@ import triton.language as tl
 
 @triton.jit
 def strided(batch, head, query, key, args):
-    """Args: shift, stride."""
-    distance = query + args[0] - key
+    """Args: shift in a tensor; stride."""
+    distance = query + tl.load(args[0]) - key
     return (tl.abs(distance) < args[1]) | (distance % args[1] == 0)
 
 
 @triton.jit
 def fixed(batch, head, query, key, args):
-    """Args: shift, stride, and the place in a block from which on all queries see its keys."""
-    position = query + args[0]
+    """Args: shift in a tensor; stride; the place in a block from which on all queries see its keys."""
+    position = query + tl.load(args[0])
     # Division rounds towards 0, so that a position before all keys would be in the first block.
     own = (position >= 0) & (position // args[1] == key // args[1])
     return own | (key % args[1] >= args[2])
@@ -26,31 +26,34 @@ def fixed(batch, head, query, key, args):
 
 @triton.jit
 def dilated(batch, head, query, key, args):
-    """Args: shift, the least and the largest distance, dilation."""
-    ahead = key - query - args[0]
+    """Args: shift in a tensor; the least and the largest distance; dilation."""
+    ahead = key - query - tl.load(args[0])
     return (ahead >= args[1]) & (ahead <= args[2]) & (ahead % args[3] == 0)
 
 
 @triton.jit
 def dilated_with_global_tokens(batch, head, query, key, args):
-    """Args: those of `dilated`; which tokens are global, uint8 ``(batches, n)``; the stride of a batch; n."""
+    """Args: those of `dilated`, with the stride of a batch and n behind shift; which tokens are global, uint8
+    ``(batches, n)``.
+    """
     near = dilated(batch, head, query, key, args)
-    tokens = args[4] + tl.cast(batch, tl.int64) * args[5]
-    position = query + args[0]
-    of_query = tl.load(tokens + position, mask=(position >= 0) & (position < args[6]), other=0) != 0
+    tokens = args[4] + tl.cast(batch, tl.int64) * tl.load(args[0] + 1)
+    position = query + tl.load(args[0])
+    of_query = tl.load(tokens + position, mask=(position >= 0) & (position < tl.load(args[0] + 2)), other=0) != 0
     return near | of_query | (tl.load(tokens + key) != 0)
 
 
 @triton.jit
 def block_table(batch, head, query, key, args):
-    """Args: the table, uint8 ``(batches, heads, n_rows, n_columns)``; rows from batch to batch, and from head to head;
-    query heads that share one; n_rows, n_columns; shift; block_q, block_k.
+    """Args: a tensor of shift, rows from batch to batch, rows from head to head, query heads that share one, n_rows and
+    n_columns; the table, uint8 ``(batches, heads, n_rows, n_columns)``; block_q, block_k.
     """
-    position = query + args[6]
-    row = position // args[7]
-    first = tl.cast(batch, tl.int64) * args[1] + head // args[3] * args[2]
-    exists = (position >= 0) & (row < args[4])
-    return tl.load(args[0] + (first + row) * args[5] + key // args[8], mask=exists, other=0) != 0
+    numbers = args[0]
+    position = query + tl.load(numbers)
+    row = position // args[2]
+    first = tl.cast(batch, tl.int64) * tl.load(numbers + 1) + head // tl.load(numbers + 3) * tl.load(numbers + 2)
+    exists = (position >= 0) & (row < tl.load(numbers + 4))
+    return tl.load(args[1] + (first + row) * tl.load(numbers + 5) + key // args[3], mask=exists, other=0) != 0
 
 
 @triton.jit

@@ -260,7 +260,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "has_kernel and options.sinks is None", "has_kernel", "sinks silently off", TORCH),
     Fault(SDPA, "needs_lse=return_lse or options.sinks is not None", "needs_lse=return_lse", "eager: no lse where sinks need it", TORCH),
     Fault(SDPA, "lse.masked_fill(rows.empty[..., 0], -math.inf)", "lse", "torch backend: a number in lse where nothing is visible", TORCH),
-    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", EAGER_STEPS),
+    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", EAGER_STEPS, nth=0),
     Fault(SDPA, "lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)", "pass", "torch backend: no sink in lse where nothing is visible", TORCH),
     Fault(SDPA, "if (bad_k & seen).any():", "if False:", "torch backend: a NaN that is seen is lost", "tests/public/test_masking.py"),
     Fault(SDPA, "_cleaned(q, k, v, mask, _is_differentiated(q, k, *given))", "_cleaned(q, k, v, mask, _is_differentiated(q, k, v))", "torch backend: a NaN of a query is lost from the gradient of sinks", EAGER_STEPS),

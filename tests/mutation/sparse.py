@@ -6,6 +6,10 @@ PATTERNS, TABLES = "fusedattn/patterns.py", "fusedattn/block_tables.py"
 BLOCKS, MAKERS = "fusedattn/pattern_blocks.py", "fusedattn/sparse_masks.py"
 RULES, OPERANDS, CHECKS = "kernels/sparse_rules.py", "fusedattn/backends/triton/operands.py", "fusedattn/call_checks.py"
 
+GATHERED, MERGED = "fusedattn/backends/torch/gathered.py", "fusedattn/backends/torch/merged.py"
+BOXES, SDPA = "fusedattn/backends/torch/boxes.py", "fusedattn/backends/torch/sdpa.py"
+
+ON_CPU = "tests/torch_backend/test_gathered.py"
 PAIRS = "tests/public/test_sparse.py -k pairs_and_blocks"
 LISTED = "tests/public/test_sparse.py -k 'pairs_and_blocks or is_what_kernels_visit'"
 COUNTED = "tests/public/test_sparse.py -k 'blocks_grow or is_what_kernels_visit'"
@@ -43,6 +47,21 @@ FAULTS = (
     Fault(BLOCKS, "blocks = blocks & layout.blocks", "blocks = blocks | layout.blocks", "lists: a pattern or a layout", TOGETHER),
     Fault(BLOCKS, "size % 16 == 0 and start % size == 0", "size % 16 == 0", "tables: queries inside a block begin one", WHOLE),
     Fault(BLOCKS, "fits = all(", "fits = not all(", "tables: rules for whole blocks", WHOLE),
+    Fault(GATHERED, "h * x.shape[1] // by_head", "h % x.shape[1]", "gathered: a list of another head", ON_CPU),
+    Fault(GATHERED, "x[b : b + 1] if x.dim() > 1", "x[:1] if x.dim() > 1", "gathered: lists of the first batch for all", ON_CPU),
+    Fault(GATHERED, "seen = seen & some(mask.valid, 0)", "seen = seen & mask.valid[0]", "gathered: padding of the first batch for all", ON_CPU),
+    Fault(GATHERED, "range(int(keys[0]), int(keys[-1]) + 1)", "range(int(keys[0]), int(keys[-1]))", "gathered: the last key of a range is lost", ON_CPU),
+    Fault(MERGED, "near = others & Mask(bands=frozenset({Band(stride - 1, stride - 1, align)}))", "near = others & Mask(bands=frozenset({Band(stride, stride - 1, align)}))", "merged: a key of the window counts twice", ON_CPU),
+    Fault(MERGED, "start = (place - shift) % stride", "start = place % stride", "merged: queries of another residue", ON_CPU),
+    Fault(MERGED, "left = max(start + shift + max(first, 1 - stride), 0)", "left = max(start + shift + max(first, 2 - stride), 0)", "merged: the first key of a window is lost", ON_CPU),
+    Fault(MERGED, "if (first > -stride) if is_before else (last < stride):", "if not is_before:", "merged: no keys far ahead", ON_CPU),
+    Fault(MERGED, "part_lse = part_lse.masked_fill(empty, -math.inf)", "part_lse = part_lse + 0.0", "merged: a part adds to queries that see none of its keys", ON_CPU),
+    Fault(MERGED, "whole = whole.masked_fill(empty, math.inf)  # weights of 0", "pass", "merged: gradients through keys that a query does not see", ON_CPU),
+    Fault(MERGED, "dout = dout.masked_fill(blind[..., None], 0.0)", "pass", "merged: NaN in the gradient of a row that sees nothing", ON_CPU),
+    Fault(MERGED, "key = part.mask.bands, len(rows), len(keys), *steps, int(rows[0] - keys[0])", "key = part.mask.bands, len(rows), len(keys), *steps", "merged: the mask of a part elsewhere", ON_CPU),
+    Fault(BOXES, "index_add_(2, tokens, part.to(wide))", "index_copy_(2, tokens, part.to(wide))", "boxes: only the last gradient of a gathered key", ON_CPU),
+    Fault(SDPA, "i = own.heads.start // group // n_kv", "i = own.heads.start % len(keys)", "gathered: the keys of another head", ON_CPU),
+    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "gathered: 0 in lse of rows that no part has", ON_CPU, nth=1),
     Fault(MAKERS, "best.indices.masked_fill(best.values == -math.inf, -1)", "best.indices", "top blocks: those of -inf too", MOBA),
     Fault(MAKERS, "known = scores.detach().masked_fill(scores.isnan(), -math.inf)", "known = scores.detach()", "top blocks: NaN is the best score", MOBA),
     Fault(MAKERS, "counts = (seqlen_k - first).clamp(max=block_size)", "counts = torch.full_like(first, block_size)", "means of blocks: the last one counts keys that it lacks", MOBA),
@@ -53,11 +72,11 @@ FAULTS = (
     Fault(RULES, "own = (position >= 0) & (position // args[1] == key // args[1])", "own = position // args[1] == key // args[1]", "fixed in kernels: queries before all keys are in the first block", "tests/public/test_sparse.py -k 'test_accuracy and triton and 70-33'"),
     Fault(RULES, "(key % args[1] >= args[2])", "(key % args[1] > args[2])", "fixed in kernels: one summary too few", KERNELS),
     Fault(RULES, "(ahead % args[3] == 0)", "(ahead % args[3] <= 0)", "dilated in kernels: all keys before the query", KERNELS),
-    Fault(RULES, "mask=(position >= 0) & (position < args[6])", "mask=position < args[6]", "dilated in kernels: global tokens before the first", "tests/public/test_sparse.py -k 'test_accuracy and triton and 70-33'"),
+    Fault(RULES, "mask=(position >= 0) & (position < tl.load(args[0] + 2))", "mask=position < tl.load(args[0] + 2)", "dilated in kernels: global tokens before the first", "tests/public/test_sparse.py -k 'test_accuracy and triton and 70-33'"),
     Fault(RULES, "return near | of_query |", "return near |", "dilated in kernels: global tokens do not see all", KERNELS),
-    Fault(RULES, "head // args[3] * args[2]", "head * args[2]", "tables in kernels: a table for each query head", KERNELS),
-    Fault(RULES, "tl.cast(batch, tl.int64) * args[1] + head", "tl.cast(batch, tl.int64) * 0 + head", "tables in kernels: the first batch for all", KERNELS),
-    Fault(RULES, "(row < args[4])", "(row <= args[4])", "tables in kernels: read beyond the last row", KERNELS, equivalent="only queries behind all keys have such rows, and a position is at most seqlen_k - 1"),
+    Fault(RULES, "head // tl.load(numbers + 3) * tl.load(numbers + 2)", "head * tl.load(numbers + 2)", "tables in kernels: a table for each query head", KERNELS),
+    Fault(RULES, "tl.cast(batch, tl.int64) * tl.load(numbers + 1)", "tl.cast(batch, tl.int64) * 0", "tables in kernels: the first batch for all", KERNELS),
+    Fault(RULES, "(row < tl.load(numbers + 4))", "(row <= tl.load(numbers + 4))", "tables in kernels: read beyond the last row", KERNELS, equivalent="only queries behind all keys have such rows, and a position is at most seqlen_k - 1"),
     Fault(RULES, "tl.minimum(tl.maximum(place - window // 2, 0), size - window)", "tl.maximum(place - window // 2, 0)", "neighborhood in kernels: a window beyond the edge", KERNELS),
     Fault(RULES, "own | (is_clean_k & (block_k < block_q))", "own | (is_clean_k & (block_k <= block_q))", "block diffusion in kernels: noisy tokens see their clean block", KERNELS),
 )

@@ -120,7 +120,7 @@ RESULTS = [
 ]
 
 
-@quick.every(29)
+@quick.every(61)
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("make", "n", "m"), RESULTS)
@@ -129,7 +129,7 @@ def test_accuracy(make, n, m, dtype, backend):
     assert_accurate(FUNCTIONS[backend], inputs_of(make, n, m, dtype))
 
 
-@quick.every(5)
+@quick.every(11)
 @backends
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "m"), [(0, 5), (5, 0), (1, 1)])
@@ -139,7 +139,7 @@ def test_lengths_0_and_1(kind, n, m, backend):
     torch.testing.assert_close(results, testing.baseline(inputs))
 
 
-@quick.every(7)
+@quick.every(9)
 @backends
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", ["dilated", "fixed", "selected", "selected by query", "BigBird, causal"])
@@ -158,7 +158,7 @@ def test_keys_that_no_query_sees(kind, value, backend):
     assert (got["dk"][hidden] == 0).all()
 
 
-@quick.every(9)
+@quick.every(19)
 @backends
 @pytest.mark.parametrize(
     "changes",
@@ -298,6 +298,41 @@ def test_copies():
     assert mask.to("meta").pattern.tensors()["dilated(global_tokens)"].is_meta  # type: ignore[union-attr]
     assert not mask.is_full
     assert not masks.strided(2).only_bands
+
+
+@quick.only(backend="triton", dynamic=True)
+@backends
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_a_compiled_function(backend, dynamic):
+    """The mask is made there; with `dynamic` lengths are symbols."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask=masks.strided(5) & masks.window(30, 0), backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (40, 70):
+        q, k, v = (torch.randn(1, 2, n, 8, device=DEVICE, requires_grad=True) for _ in "qkv")
+        expected = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+        torch.testing.assert_close(torch.autograd.grad(compiled(q, k, v).square().sum(), (q, k, v)), expected)
+
+
+@pytest.mark.thorough
+def test_compiled_selected_blocks():
+    """Lists of blocks are inputs of the graph."""
+
+    def call(q: Tensor, indices: Tensor) -> Tensor:
+        return attention(q, q, q, mask=masks.selected_blocks(indices, (1, 16)), backend="triton")
+
+    q, indices = torch.randn(1, 2, 40, 8, device=DEVICE), drawn(1, 2, 40, 2, most=2).to(DEVICE)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, indices), call(q, indices))
+
+
+@pytest.mark.thorough
+def test_second_derivatives_of_kernels():
+    q, k, v = (torch.randn(1, 1, 6, 4, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in "qkv")
+    function = functools.partial(attention, mask=masks.strided(2), backend="triton")
+    assert torch.autograd.gradgradcheck(function, (q, k, v))
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
