@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,14 +93,14 @@ def test_merged_parts(kind, lengths, monkeypatch):
     n, m = lengths
     case = Case(batch=B, nheads_q=H, nheads_kv=KV, seqlen_q=n, seqlen_k=m, head_dim=8, dtype=torch.float64)
     inputs = replace(testing.make_inputs(case), mask=SCATTERED[kind](n, m))
-    calls = []
-    monkeypatch.setattr(merged, "attention", lambda *x, run=merged.attention: calls.append(x) or run(*x))
+    run = Mock(wraps=merged.attention)
+    monkeypatch.setattr(merged, "attention", run)
     blind = ~inputs.visible().any(-1)
     expected = testing.golden(inputs)
     poisoned = replace(inputs, dout=inputs.dout.masked_fill(blind[..., None], math.nan))
     for function in (torch_attention_beside_lse, functools.partial(attention, backend="torch")):
         torch.testing.assert_close(testing.run(function, poisoned), expected)
-    assert calls or blind.all()
+    assert run.called or blind.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -115,8 +115,8 @@ class _Merged(torch.autograd.Function):
         masks = _Masks(q, k)
         for part in found:
             added, empty = masks.of(part)
-            own = q.index_select(2, part.rows), *(x.index_select(2, part.keys) for x in (k, v))
-            part_out, part_lse = flash.forward(*own, added, scale)
+            queries, keys, values = _own(part, q, k, v)
+            part_out, part_lse = flash.forward(queries, keys, values, added, scale)
             if empty is not None:
                 part_lse = part_lse.masked_fill(empty, -math.inf)
             own_out, own_lse = out.index_select(2, part.rows), lse.index_select(2, part.rows)
@@ -146,18 +146,24 @@ class _Merged(torch.autograd.Function):
         masks = _Masks(q, k)
         for part in ctx.found:
             added, empty = masks.of(part)
-            rows, keys = part.rows, part.keys
-            own = q.index_select(2, rows), *(x.index_select(2, keys) for x in (k, v))
+            rows = part.rows
+            queries, keys, values = _own(part, q, k, v)
             # With out and lse of all keys, the weights and their gradients are those of the whole.
             whole = lse.index_select(2, rows)
             if empty is not None:
                 whole = whole.masked_fill(empty, math.inf)  # weights of 0
             of_lse = None if dlse is None else dlse.index_select(2, rows)
             dout_rows, out_rows = (x.index_select(2, rows) for x in (dout, out))
-            of_part = flash.gradients(dout_rows, of_lse, *own, added, out_rows, whole, False, ctx.scale)
-            for grad, tokens, x in zip(grads, (rows, keys, keys), of_part, strict=True):
+            of_part = flash.gradients(
+                dout_rows, of_lse, queries, keys, values, added, out_rows, whole, False, ctx.scale
+            )
+            for grad, tokens, x in zip(grads, (rows, part.keys, part.keys), of_part, strict=True):
                 grad.index_add_(2, tokens, x)
         return *grads, None, None, None
+
+
+def _own(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.index_select(2, part.rows), k.index_select(2, part.keys), v.index_select(2, part.keys)
 
 
 class _Masks:
