@@ -54,6 +54,16 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 }
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("nheads_q", "nheads_kv", "lists"), [(4, 4, 2), (6, 3, 2), (6, 2, 6)])
+def test_lists_that_heads_share(nheads_q, nheads_kv, lists):
+    case = Case(nheads_q=nheads_q, nheads_kv=nheads_kv, seqlen_q=33, seqlen_k=41, head_dim=8, dtype=torch.float64)
+    mask = masks.selected_blocks(chosen(B, lists, 33, 2), (1, 6))
+    inputs = replace(testing.make_inputs(case), mask=mask)
+    for function in (torch_attention_beside_lse, functools.partial(attention, backend="torch")):
+        torch.testing.assert_close(testing.run(function, inputs), testing.golden(inputs))
+
+
 @pytest.fixture
 def merging(small, monkeypatch):
     """Whatever can be merged is."""
