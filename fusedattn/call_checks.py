@@ -339,6 +339,11 @@ def check_mask(mask: Mask, q: Tensor, seqlen_k: int, packed: Packed | None = Non
     """Raise ValueError unless the mask fits the shapes and lies on the device of q."""
     if mask.only_bands:  # bands fit any shape
         return
+    if packed is not None and mask.pattern is not None:
+        raise NotImplementedError(
+            "mask: got a sparse pattern with packed sequences, allowed are all other masks; attention(), with a batch "
+            "for each sequence, takes it"
+        )
     if packed is None:
         mask.check(q.shape[0], q.shape[1], q.shape[2], seqlen_k, shard)
     elif packed.cu_seqlens_k is None:

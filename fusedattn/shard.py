@@ -57,10 +57,15 @@ class Shard(NamedTuple):
         """The numbers of a shard of these sizes as the kernels read them, int32 (kernels/shard.py)."""
         shift = self.diagonal(seqlen_q, seqlen_k) - (seqlen_k - seqlen_q)
         numbers = self.first_batch, self.first_head, self.heads(nheads), self.first_query, self.first_key, shift
-        return torch.tensor(numbers, dtype=torch.int32, device=device) if _is_traced() else _tensor(numbers, device)
+        return numbers_on(device, numbers)
 
 
 WHOLE = Shard()
+
+
+def numbers_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """These numbers, int32 ``(n,)``, on a device; under a compiler they may be symbols."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device) if _is_traced() else _tensor(numbers, device)
 
 
 def _is_traced() -> bool:

@@ -52,6 +52,14 @@ FEATURES = (
     Feature("boolean masks, broadcast too", "`masks.boolean(m)`"),
     Feature("block-sparse masks", "`masks.block_sparse(blocks, size)`"),
     Feature("trees of draft tokens behind a cache", "`masks.tree(m)`"),
+    Feature("strided and fixed sparse attention (Child et al.)", "`masks.strided(stride)`, `masks.fixed(stride, c)`"),
+    Feature("dilated windows and global tokens (Longformer)", "`masks.dilated(left, right, dilation)`"),
+    Feature("window, global and random blocks (BigBird)", "`masks.bigbird(block_size)`"),
+    Feature(
+        "blocks listed for each query, or with the highest scores (NSA, MoBA)", "`masks.selected_blocks(indices, size)`"
+    ),
+    Feature("neighborhoods in a grid of 1 to 3 dimensions, sliding tiles", "`masks.neighborhood(shape, window)`"),
+    Feature("block diffusion", "`masks.block_diffusion(seqlen, block_size)`"),
     Feature("mask functions", "`masks.function(fn)`", torch="with `eager=`"),
     Feature("any combination of these masks", "`&`"),
     Feature("additive bias, broadcast too, with its gradient", "`bias=tensor`"),
@@ -151,6 +159,13 @@ def reasons_of(
         parts = (x for part in (bias, score_mod) if part is not None for x in part.tensors().values())
         if _require_grad((q, k, v, sinks, *parts)):
             reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
+    if cache is not None and mask.pattern is not None:
+        reasons.append("mask: got a sparse pattern with a cache, allowed are all other masks")
+    if mask.pattern is not None and mask.function is not None and backend == "triton":
+        reasons.append(
+            "mask: got a sparse pattern and a function, which kernels cannot combine, allowed is one of the two; write "
+            "the rule of the pattern into the function, and pass its blocks as block_sparse"
+        )
     if mask.function is not None and _require_grad(mask.function.args):
         reasons.append("mask: got args that require grad, allowed are constant ones: a mask has no derivative")
     if score_mod is not None and backend == "triton":

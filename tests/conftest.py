@@ -247,6 +247,7 @@ def member(inputs: testing.Inputs, b: int) -> testing.Inputs:
         documents=None if documents is None else replace(documents, q=row(documents.q), k=row(documents.k)),
         layout=None if layout is None else replace(layout, blocks=of_scores(layout.blocks)),
         tree=of_scores(mask.tree),
+        pattern=None if mask.pattern is None else mask.pattern.mapped(row),
     )
     if rope is not None:
         tables = {name: getattr(rope, name) for name in ("cos", "sin")}

@@ -70,6 +70,10 @@ def of_own(
         call_checks.check_dropout_seed(options.dropout_seed, q)
     chosen = backend or default_backend(q.device)
     reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks)
+    if mask.pattern is not None and mask.pattern.tensors():
+        reasons.append(
+            f"mask: got {', '.join(mask.pattern.tensors())} with a context, allowed are sparse patterns without tensors"
+        )
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     return q, k, v
@@ -147,4 +151,6 @@ def _structure(mask: Mask) -> Any:
     """The parts of a mask besides its tensors."""
     prefix, layout = mask.prefix, mask.layout
     of_layout = None if layout is None else (layout.block_q, layout.block_k)
-    return sorted(mask.bands, key=repr), None if prefix is None else prefix.align, of_layout, mask.function is None
+    of_prefix = None if prefix is None else prefix.align
+    pattern = None if mask.pattern is None or mask.pattern.tensors() else repr(mask.pattern)
+    return sorted(mask.bands, key=repr), of_prefix, of_layout, mask.function is None, pattern

@@ -52,6 +52,7 @@ class Case:
     layout: int | None = None  # the block size; two thirds of the blocks are visible
     tree: bool = False  # two thirds of the pairs of a query and one of the newest keys are visible
     mask_function: bool = False
+    sparse: Literal["strided", "fixed", "dilated", "global", "bigbird", "blocks", "pairs"] | None = None
     bias: Literal["full", "per_head", "per_batch", "per_key", "per_query", "scalar"] | None = None
     bias_inf: bool = False  # a tenth of the bias is -inf
     alibi: bool | Literal["per_batch"] = False
@@ -261,11 +262,32 @@ def _make_mask(case: Case, generator: torch.Generator) -> Mask:
     if case.tree:
         shape = (case.batch, case.nheads_q, case.seqlen_q, case.seqlen_q)
         mask = mask & masks.tree(torch.rand(shape, generator=generator) < 2 / 3)
+    if case.sparse is not None:
+        mask = mask & _make_sparse(case, generator)
     if case.mask_function:
         from fusedattn.testing import triton_functions
 
         mask = mask & triton_functions.mask_function(case.batch, case.nheads_q, generator)
     return mask
+
+
+def _make_sparse(case: Case, generator: torch.Generator) -> Mask:
+    """A pattern of small numbers; `blocks` and `pairs` list blocks for each 16 queries, and for each query."""
+    align = case.causal or "bottom_right"
+    if case.sparse == "strided":
+        return masks.strided(6, causal=False, align=align)
+    if case.sparse == "fixed":
+        return masks.fixed(7, 2, align=align)
+    if case.sparse == "dilated":
+        return masks.dilated(5, 2, 3, align=align)
+    if case.sparse == "global":
+        tokens = torch.rand(case.batch, case.seqlen_k, generator=generator) < 0.1
+        return masks.dilated(3, 3, 2, global_tokens=tokens, align=align)
+    if case.sparse == "bigbird":
+        return masks.bigbird(6, window=0, n_random=1, seed=case.seed, align=align)
+    size = (16, 16) if case.sparse == "blocks" else (1, 5)
+    n_rows, n_blocks = -(-case.seqlen_q // size[0]), -(-case.seqlen_k // size[1])
+    return masks.top_blocks(torch.rand(case.batch, case.nheads_kv, n_rows, n_blocks, generator=generator), 2, size)
 
 
 def _make_documents(case: Case, generator: torch.Generator) -> Mask:
@@ -384,6 +406,13 @@ CASES = (
     Case("tree", tree=True, seqlen_q=21, seqlen_k=83),
     Case("tree, causal, uneven padding, GQA 6:2", tree=True, causal="bottom_right", padding="uneven", nheads_q=6),
     Case("tree, more queries than keys", **_SMALL | {"seqlen_k": 20}, tree=True),
+    Case("strided", **_SMALL, sparse="strided"),
+    Case("fixed, left padding", sparse="fixed", padding="left", seqlen_q=61, seqlen_k=75),
+    Case("dilated, more queries than keys, RoPE", sparse="dilated", rope="half", seqlen_q=61, seqlen_k=40),
+    Case("dilated, global tokens", **_SMALL, sparse="global"),
+    Case("BigBird, causal", **_SMALL, sparse="bigbird", causal="bottom_right"),
+    Case("selected blocks, sinks", sparse="blocks", nheads_q=6, seqlen_q=61, seqlen_k=75, sinks=True),
+    Case("blocks selected by query, causal", sparse="pairs", causal="bottom_right"),
     Case("mask function", mask_function=True),
     Case("mask function, causal, right padding", **_SMALL, mask_function=True, causal="bottom_right", padding="right"),
     Case("bias", bias="full"),

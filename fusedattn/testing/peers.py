@@ -271,7 +271,14 @@ def _block_mask(mask: Mask, shape: tuple[int, int, int, int], device: torch.devi
     if mask.tree is not None:
         tree, older = mask.tree.expand(batch, nheads, seqlen_q, seqlen_q), seqlen_k - seqlen_q
         parts.append(lambda b, h, i, j: (j < older) | tree[b, h, i, (j - older).clamp(min=0)])
-    per_head = any(part is not None for part in (mask.allowed, layout, function, mask.tree))
+    if mask.pattern is not None:
+        shown = (
+            Mask(pattern=mask.pattern)
+            .dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, device=device)
+            .expand(shape)
+        )
+        parts.append(lambda b, h, i, j: shown[b, h, i, j])
+    per_head = any(part is not None for part in (mask.allowed, layout, function, mask.tree, mask.pattern))
     return create_block_mask(
         and_masks(*parts),
         None if mask.only_bands else batch,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization", "readable", "shard"}
+VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks", "patterns", "block_tables", "mask_parts"}
 
 # What the modules of linear attention share.
 OF_LINEAR = {"linear.options", "linear.packed", "linear.state", "feature_maps"}
@@ -138,8 +138,12 @@ ALLOWED: dict[str, set[str]] = {
         "reference",
         "backends.torch.flash",
         "backends.torch.boxes",
+        "backends.torch.gathered",
+        "backends.torch.merged",
         *VALUES,
     },
+    "backends.torch.merged": {"backends.torch.flash", "backends.torch.mask_plan", "parts", "reference", *VALUES},
+    "backends.torch.gathered": {"backends.torch.mask_plan", *VALUES},
     "backends.torch.cached": {
         "backends.torch.sdpa",
         "backends.torch.largest",
@@ -172,7 +176,12 @@ ALLOWED: dict[str, set[str]] = {
     "transformer": VALUES,
     "backends.torch.mask_plan": VALUES,
     "score_mod": {"functions", "indices", "shard"},
-    "masks": {"mask_parts", "functions", "indices", "shard"},
+    "masks": {"mask", "mask_parts", "sparse_masks"},
+    "sparse_masks": {"block_tables", "mask", "mask_parts", "patterns"},
+    "pattern_blocks": {"block_tables", "mask", "patterns", "shard"},
+    "mask": {"mask_parts", "patterns", "functions", "indices", "shard"},
+    "block_tables": {"patterns"},
+    "patterns": {"mask_parts", "shard"},
     "mask_parts": {"functions", "indices", "shard"},
     "dropout": {"indices", "shard"},
     "biases": {"indices", "shard"},
@@ -221,7 +230,8 @@ LAYERS = (
     Layer("torch backend", "torch's own functions, combined to the same results",
           ("backends.torch", "backends.torch.fast_path", "backends.torch.cached", "backends.torch.cache_numbers",
            "backends.torch.cache_tiles", "backends.torch.sdpa", "backends.torch.mask_plan",
-           "backends.torch.boxes", "backends.torch.eager", "backends.torch.largest", "backends.torch.flash")),
+           "backends.torch.boxes", "backends.torch.gathered", "backends.torch.merged",
+           "backends.torch.eager", "backends.torch.largest", "backends.torch.flash")),
     Layer("linear attention", "its backends, over operators of its own",
           ("linear", "linear.triton_backend", "linear.launching", "linear.chunked")),
     Layer("triton backend", "autograd, operators, launches",
@@ -236,7 +246,8 @@ LAYERS = (
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
-          ("masks", "mask_parts", "rope", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
+          ("masks", "sparse_masks", "pattern_blocks", "mask", "block_tables", "patterns", "mask_parts", "rope",
+           "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
            "indices", "shard", "strides", "readable", "feature_maps", "linear.state")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip

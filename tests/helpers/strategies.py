@@ -15,8 +15,8 @@ from tests.helpers.hostile import BROADCAST, LAYOUTS, FuzzProblem, added_leaves,
 FEATURES: dict[str, object] = {
     name: getattr(Case(), name)
     for name in (
-        "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "bias", "bias_inf", "alibi",
-        "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
+        "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "sparse", "bias", "bias_inf",
+        "alibi", "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
     )
 }  # fmt: skip
 # Features that depend on the position of a query or key, or on its batch or head.
@@ -56,6 +56,9 @@ def cases(draw: st.DrawFn, **fixed: object) -> Case:
     return Case(**{**drawn, **fixed})  # type: ignore[arg-type]
 
 
+SPARSE = ("strided", "fixed", "dilated", "global", "bigbird", "blocks", "pairs")
+
+
 @st.composite
 def features(draw: st.DrawFn) -> dict[str, object]:
     """Some of :data:`FEATURES`."""
@@ -69,7 +72,7 @@ def features(draw: st.DrawFn) -> dict[str, object]:
         "documents": draw(st.sampled_from([None, None, None, None, "packed", "shuffled"])),
         "layout": draw(st.sampled_from([None, None, None, None, 16, 32, 48])),
         "tree": draw(seldom),
-        "mask_function": draw(seldom),
+        **draw(st.sampled_from([{}, {}, {}, {"mask_function": True}, *({"sparse": kind} for kind in SPARSE)])),
         "bias": bias,
         "bias_inf": bias not in (None, "scalar") and draw(seldom),
         "alibi": draw(st.sampled_from([False, False, False, False, True, "per_batch"])),

@@ -15,6 +15,8 @@ from fusedattn.kernels.parameters import Numbers
 from fusedattn.kernels.sequences import place_of
 from fusedattn.masks import Mask
 from fusedattn.options import Options
+from fusedattn.pattern_blocks import blocks_and_rule
+from fusedattn.shard import WHOLE
 from fusedattn.support import interpreting
 
 
@@ -47,7 +49,9 @@ def visited(mask: Mask, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int
     device = "cpu" if interpreting() else "cuda"
     x = torch.zeros((), device=device).expand(1, 1, max(seqlen_q, seqlen_k), 16)
     q, k = x[:, :, :seqlen_q], x[:, :, :seqlen_k]
-    problem = launching.problem_of(q, k, k, constants_of(Options(mask.to(device)), keep_residual=False))
+    mask = mask.to(device)
+    pattern = None if mask.pattern is None else blocks_and_rule(mask, 1, seqlen_q, seqlen_k, WHOLE, q.device)
+    problem = launching.problem_of(q, k, k, constants_of(Options(mask), keep_residual=False, pattern=pattern))
     n_tiles, most = -(-seqlen_q // block_m), -(-seqlen_k // block_n) + 2
     counts = torch.zeros(n_tiles, 2, dtype=torch.int32, device=device)
     starts = torch.zeros(n_tiles, most, dtype=torch.int32, device=device)

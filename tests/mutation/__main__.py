@@ -53,6 +53,7 @@ from tests.mutation import (
     scores,
     sequences,
     shards,
+    sparse,
     trees,
 )  # fmt: skip
 from tests.mutation.fault import Fault
@@ -62,7 +63,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
-    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, caches,
+    kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, sparse, caches,
     cache_kernels, hopper, shards, linear,
     integrations,
 )  # fmt: skip

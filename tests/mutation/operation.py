@@ -144,7 +144,7 @@ CARRIED = (
     Fault(OPERANDS, "min(upper[band.align], band.right)", "band.right if upper[band.align] == NO_BOUND else max(upper[band.align], band.right)", "kernels: the weaker of two causal masks", BANDS),
     Fault(OPERANDS, "for band in bands:", "for band in (x for x in bands if x.align != 'top_left'):", "kernels: top-left bands dropped", CAUSAL),
     Fault(OPERANDS, 'mask.prefix.align == "bottom_right"', 'mask.prefix.align == "top_left"', "kernels: alignment of a prefix the wrong way round", PREFIX),
-    Fault(OPERANDS, "mask.layout.block_k,\n        interleaved", "mask.layout.block_q,\n        interleaved", "kernels: blocks of keys as long as those of queries", "tests/public/test_attention.py -k square"),
+    Fault(OPERANDS, "layout.block_k,\n        interleaved", "layout.block_q,\n        interleaved", "kernels: blocks of keys as long as those of queries", "tests/public/test_attention.py -k square"),
     Fault(OPERANDS, "            read(keys.mask_numbers, rest) if keys.mask else (),\n            read(keys.score_numbers, rest) if keys.score else (),\n", "            read(keys.score_numbers, rest) if keys.score else (),\n            read(keys.mask_numbers, rest) if keys.mask else (),\n", "kernels: arguments of mask and score function exchanged", SCORE),
     Fault(OPERANDS, "args = (*self.mask_args, *self.score_args)", "args = (*self.score_args, *self.mask_args)", "kernels: arguments of the score function first", "tests/public/test_compile.py -k two_functions"),
     Fault(FUNCTIONS, 'int(text) if text.lstrip("-").isdigit() else float(text)', "float(text)", "functions: whole numbers become broken ones", MASK_FUNCTION),
@@ -160,8 +160,8 @@ CARRIED = (
 
 DIFFERENTIATED = (
     Fault(AUTOGRAD, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "no gradient of out is taken for ones", LSE),
-    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient, shard=shard)", "constants_of(options, keep_residual=False, shard=shard)", "no rounding residual kept for the backward", COMMON),
-    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient, shard=shard)", "constants_of(options, keep_residual=True, shard=shard)", "rounding residual kept without a backward", "tests/public/test_attention.py -k kept"),
+    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient, shard=shard, pattern=pattern)", "constants_of(options, keep_residual=False, shard=shard, pattern=pattern)", "no rounding residual kept for the backward", COMMON),
+    Fault(AUTOGRAD, "constants_of(options, keep_residual=needs_gradient, shard=shard, pattern=pattern)", "constants_of(options, keep_residual=True, shard=shard, pattern=pattern)", "rounding residual kept without a backward", "tests/public/test_attention.py -k kept"),
     Fault(AUTOGRAD, "ctx.save_for_backward(*inputs, out, row_max", "ctx.save_for_backward(*inputs[:2], inputs[1], *inputs[3:], out, row_max", "k saved for v", FEATURES),
     Fault(AUTOGRAD, "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor)", "added = None if bias is None or bias.tensor is None else four_dimensional(bias.tensor).detach()", "no gradient of a bias", gradients("bias")),
     Fault(AUTOGRAD, "return transposed((dout, _or_zeros(dlse, lse)))", "return transposed((dout, torch.zeros_like(lse)))", "second order: gradient of lse lost", SECOND_ORDER),
@@ -260,7 +260,7 @@ TORCH_BACKEND = (
     Fault(SDPA, "has_kernel and options.sinks is None", "has_kernel", "sinks silently off", TORCH),
     Fault(SDPA, "needs_lse=return_lse or options.sinks is not None", "needs_lse=return_lse", "eager: no lse where sinks need it", TORCH),
     Fault(SDPA, "lse.masked_fill(rows.empty[..., 0], -math.inf)", "lse", "torch backend: a number in lse where nothing is visible", TORCH),
-    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", EAGER_STEPS),
+    Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "torch backend: 0 in lse of rows that no piece has", EAGER_STEPS, nth=0),
     Fault(SDPA, "lse = torch.where(lse == -math.inf, steps.sinks.to(lse.dtype)[:, None], lse)", "pass", "torch backend: no sink in lse where nothing is visible", TORCH),
     Fault(SDPA, "if (bad_k & seen).any():", "if False:", "torch backend: a NaN that is seen is lost", "tests/public/test_masking.py"),
     Fault(SDPA, "_cleaned(q, k, v, mask, _is_differentiated(q, k, *given))", "_cleaned(q, k, v, mask, _is_differentiated(q, k, v))", "torch backend: a NaN of a query is lost from the gradient of sinks", EAGER_STEPS),

@@ -4,7 +4,7 @@ from tests.mutation.fault import Fault
 from tests.mutation.suites import FINITE, LARGEST
 
 MASK_PARTS = "fusedattn/mask_parts.py"
-MASKS, ROPE, REFERENCE = "fusedattn/masks.py", "fusedattn/rope.py", "fusedattn/reference.py"
+MASKS, ROPE, REFERENCE = "fusedattn/mask.py", "fusedattn/rope.py", "fusedattn/reference.py"
 INDICES, BIASES, DROPOUT = "fusedattn/indices.py", "fusedattn/biases.py", "fusedattn/dropout.py"
 MODULES, FUSION = "fusedattn/integrations/modules.py", "fusedattn/fusion.py"
 TESTING, BLOCKS = "fusedattn/testing/budget.py", "fusedattn/transformer/attention.py"

@@ -2,7 +2,7 @@
 
 from tests.mutation.fault import Fault
 
-MASKS, PLAN = "fusedattn/masks.py", "fusedattn/backends/torch/mask_plan.py"
+MASKS, PLAN = "fusedattn/mask.py", "fusedattn/backends/torch/mask_plan.py"
 MASKING, ARGUMENTS = "kernels/masking.py", "kernels/mask_arguments.py"
 OPERANDS, REFERENCE_VARLEN = "fusedattn/backends/triton/operands.py", "fusedattn/reference_varlen.py"
 
@@ -20,9 +20,9 @@ FAULTS = (
     Fault(MASKS, "F.pad(columns, (1, 0), value=True)", "F.pad(columns, (1, 0), value=False)", "dense: a tree hides older keys", MASK_VALUES),
     Fault(MASKS, "columns = indices.part_of(m, rows, None)", "columns = indices.part_of(m, None, None)", "dense: all rows of a tree for some queries", MASK_VALUES),
     Fault(MASKS, "tree=_both(self.tree, other.tree, \"tree\")", "tree=other.tree if self.tree is None else self.tree", "two trees: the second one lost", MASK_VALUES),
-    Fault(MASKS, "        by_tensor = by_tensor or self.tree is not None\n", "", "a tree counts as no mask", MASK_VALUES),
+    Fault(MASKS, "self.tree is not None or self.pattern is not None\n", "self.pattern is not None\n", "a tree counts as no mask", MASK_VALUES),
     Fault(MASKS, "full = (batch, nheads, seqlen_q, shard.lengths(seqlen_q, seqlen_k)[0])", "full = (batch, nheads, seqlen_q, seqlen_k)", "check: a tree of all keys is accepted", MASK_VALUES),
-    Fault(PLAN, " and mask.tree is None:", ":", "pieces: a tree forgotten", "tests/torch_backend/test_mask_plan.py"),
+    Fault(PLAN, " and mask.tree is None and mask.pattern", " and mask.pattern", "pieces: a tree forgotten", "tests/torch_backend/test_mask_plan.py"),
     Fault(REFERENCE_VARLEN, "pairs_of(mask.tree, i, n_queries, n_queries)", "pairs_of(mask.tree, 0, n_queries, n_queries)", "eager packed: the tree of the first sequence for all", PACKED),
     Fault(REFERENCE_VARLEN, "pairs_of(mask.tree, i, n_queries, n_queries)", "pairs_of(mask.tree, i, n_queries, n_keys)", "eager packed: as many columns of a tree as keys", PACKED),
     Fault(OPERANDS, "or tree is not None or bool(", "or bool(", "kernels: a tree alone counts as no mask", ACCURACY),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedattn import Rope, testing
 from fusedattn.testing import CASES
 from tests.conftest import INTERPRETING, assert_accurate, triton_attention
-from tests.helpers import quick
+from tests.helpers import quick, sparse_pairs
 
 pytestmark = [
     pytest.mark.usefixtures("poison", "_seed"),
@@ -58,6 +58,8 @@ def visible_pairs(inputs: testing.Inputs) -> np.ndarray:
         for i_new, j_new in np.ndindex(seqlen_q, seqlen_q):
             if (j_old := j_new + seqlen_k - seqlen_q) >= 0:
                 seen[:, :, i_new, j_old] &= inputs.mask.tree.numpy()[:, :, i_new, j_new]
+    if inputs.mask.pattern is not None:
+        seen &= sparse_pairs.visible(inputs.mask.pattern, batch, nheads, seqlen_q, seqlen_k)
     if function is not None:  # of triton_functions: its arguments are one number for each head of each batch
         first = function.args[0].numpy().reshape(batch, nheads)[:, :, None, None]
         seen &= (i + 4 * j + first) % 5 != 0

@@ -69,6 +69,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "blocks": {"layout": 16, "seqlen_q": 34, "seqlen_k": 35},
     "tree": {"tree": True},
     "mask function": {"mask_function": True},
+    "sparse": {"sparse": "strided", "seqlen_q": 34, "seqlen_k": 35, "mask_function": False},
     "bias": {"bias": "full"},
     "bias per head": {"bias": "per_head", "nheads_q": 2, "batch": 2},
     "alibi": {"alibi": True},
@@ -89,6 +90,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias of one number": {"bias": "scalar"},
     "slopes per batch": {"alibi": "per_batch", "batch": 2},
     "relative per head": {"relative": "per_head", "batch": 2},
+    "fixed": {"sparse": "fixed", "seqlen_q": 34, "seqlen_k": 35},
+    "global tokens": {"sparse": "global", "seqlen_q": 34, "seqlen_k": 35},
+    "selected blocks": {"sparse": "blocks", "seqlen_q": 34, "seqlen_k": 35},
+    "blocks of each query": {"sparse": "pairs", "seqlen_q": 34, "seqlen_k": 35},
 }
 
 EVERYTHING = replace(

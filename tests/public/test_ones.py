@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from fusedattn.kernels import sparse_rules
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.cached import CacheArguments, Scales
 from fusedattn.kernels.dropout import DropoutArguments
@@ -58,6 +59,8 @@ TUPLES: dict[str, tuple[Any, ...]] = {
     "partials": Partials(X, X, X, X, None),
     "mask": MASK,
     "mask of a function": MASK._replace(FUNCTION=triton_functions._sees),
+    "mask of a stride": MASK._replace(function_args=(X, 1), FUNCTION=sparse_rules.strided),
+    "mask of a table": MASK._replace(function_args=(X, X, 1, 1), FUNCTION=sparse_rules.block_table),
     "mask of a tree alone": MASK._replace(allowed=None, documents=None, layout=None),
     "mask of a prefix alone": MASK._replace(valid_ptr=None, key_range_ptr=None, allowed=Pairs(None, 0, 0, 0, 0)),
     "score": SCORE,
@@ -122,6 +125,35 @@ def test_a_loop_loses_no_argument_that_is_1(name: str) -> None:
 CALLS = ("one feature", "one of each", "one query", "one packed", "args of 1", "one number")
 
 
+# Sparse masks for 64 queries and 64 keys, the second of each rule with ones.
+SPARSE = (
+    "strided(5)", "strided(1)", "fixed(5, 2)", "fixed(1)", "dilated(3, 2, 4)", "dilated(1, 1, 1)",
+    "dilated(3, 2, 4, global_tokens=2)", "dilated(1, 1, global_tokens=1)", "bigbird(5)", "bigbird(1)",
+    "neighborhood((8, 8), (3, 2))", "neighborhood(64, 1)", "block_diffusion(32, 4)", "block_diffusion(32, 1)",
+    "selected_blocks(torch.zeros(2, 2, 64, 3, dtype=torch.int64), (1, 16))",
+)  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_rules_of_sparse_masks_become_kernels(tmp_path: Path) -> None:
+    """As far as the last step, for an H100; forward and backward."""
+    script = f"""
+import torch
+from bench.codegen import launches
+from fusedattn import attention, masks
+
+for name in {SPARSE}:
+    q, k, v = (torch.zeros(2, heads, 64, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    with launches.compiling("sm_90") as found:
+        attention(q, k, v, mask=eval("masks." + name), backend="triton").sum().backward()
+    for launch in found:
+        print(name, launch.kernel, launch.error or "is compiled", sep=": ")
+"""
+    lines = _lines(script, tmp_path)
+    assert [line for line in lines if not line.endswith(": is compiled")] == []
+    assert {line.partition(": ")[0] for line in lines} == set(SPARSE)
+
+
 @pytest.mark.thorough
 def test_calls_in_which_numbers_are_1_become_kernels(tmp_path: Path) -> None:
     """Only as far as Triton's own IR, the step that may lose an argument; forward and backward."""
@@ -148,15 +180,20 @@ for name in {CALLS}:
     for launch in found:
         print(name, launch.kernel, launch.error or "is read", sep=": ")
 """
+    lines = _lines(script, tmp_path)
+    assert [line for line in lines if not line.endswith(": is read")] == []
+    assert {line.partition(":")[0] for line in lines} == set(CALLS)
+    assert {"attention_fwd", "attention_combine", "attention_bwd_rows", "attention_bwd_dkdv", "attention_bwd_dq"} | {
+        "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned", "_rope"
+    } == {line.split(": ")[1] for line in lines}  # fmt: skip
+
+
+def _lines(script: str, tmp_path: Path) -> list[str]:
+    """What a script writes, in a process of its own, in which kernels are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert [line for line in lines if not line.endswith(": is read")] == []
-    assert {line.partition(":")[0] for line in lines} == set(CALLS)
-    assert {"attention_fwd", "attention_combine", "attention_bwd_rows", "attention_bwd_dkdv", "attention_bwd_dq"} | {
-        "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned", "_rope"
-    } == {line.split(": ")[1] for line in lines}  # fmt: skip
+    return result.stdout.splitlines()

@@ -77,6 +77,20 @@ def of_shaw(backend: str) -> Tensor:
     return attention(q, k, v, bias=biases.shaw(q, normal(7, HEAD_DIM)), backend=backend)
 
 
+def of_tokens(mask: masks.Mask, n: int, backend: str) -> Tensor:
+    q, k, v = (normal(BATCH, heads, n, HEAD_DIM) for heads in (HEADS, 2, 2))
+    return attention(q, k, v, mask=mask, backend=backend)
+
+
+def of_a_grid(backend: str) -> Tensor:
+    mask = masks.sliding_tiles((2, 3), 2, (1, 2))
+    return of_tokens(masks.neighborhood((3, 4), (3, 2)), 12, backend) + of_tokens(mask, 12, backend)
+
+
+def of_diffusion(backend: str) -> Tensor:
+    return of_tokens(masks.block_diffusion(6, 2), 12, backend)
+
+
 def of_packed(backend: str) -> Tensor:
     q, k, v = (x[0].transpose(0, 1) for x in qkv())
     stops_q, stops_k = (torch.tensor([0, 2, n], dtype=torch.int32, device=DEVICE) for n in (SEQLEN_Q, SEQLEN_K))
@@ -162,6 +176,12 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"mask": ones(BATCH, 1, 1, SEQLEN_K)}),
     with_options(lambda: {"mask": masks.block_sparse(ones(1, HEADS, 1, 1), 16)}),
     with_options(lambda: {"mask": masks.tree(ones(SEQLEN_Q, SEQLEN_Q))}),
+    with_options(lambda: {"mask": masks.strided(3) & masks.window(4, 0)}),
+    with_options(lambda: {"mask": masks.dilated(2, 2, 2, global_tokens=1)}),
+    with_options(lambda: {"mask": masks.bigbird(2)}),
+    with_options(lambda: {"mask": masks.top_blocks(normal(BATCH, HEADS, SEQLEN_Q, SEQLEN_K), 2, (1, 1))}),
+    of_a_grid,
+    of_diffusion,
     with_options(lambda: {"mask": mask_function()}),
     with_options(lambda: {"mask": masks.causal() & masks.window(5, 2) & masks.padding(ones(BATCH, SEQLEN_K))}),
     with_options(lambda: {"bias": normal(HEADS, 1, SEQLEN_K)}),

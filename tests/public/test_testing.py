@@ -362,6 +362,7 @@ def test_the_cases_have_every_feature() -> None:
         values = {getattr(case, field.name) for case in (*CASES, *CACHED_CASES)}
         assert len(values) > 1, field.name
     words = {"bias": 6, "documents": 2, "relative": 2, "padding": 3, "boolean": 2, "causal": 2, "cache": 2, "codes": 4}
+    words["sparse"] = 7
     for name, number in words.items():
         assert len({getattr(case, name) for case in (*CASES, *CACHED_CASES)} - {None}) == number, name
     assert len({case.name for case in (*CASES, *CACHED_CASES)}) == len(CASES) + len(CACHED_CASES)

@@ -39,6 +39,9 @@ CASES: dict[str, tuple[Mask, float]] = {
     "causal, half padded to the left": (masks.causal() & masks.padding(AT >= SEQLEN // 2), 1 / 2.5),
     "unevenly padded": (masks.padding(torch.tensor([[SEQLEN // 2], [SEQLEN // 4]]) > AT), 1 / 1.7),
     "a window": (masks.window(127, 0), 1 / 2),
+    "strided": (masks.strided(45), 1 / 2),
+    "fixed": (masks.fixed(64, 8), 1 / 2),
+    "dilated": (masks.dilated(45, 45, 2, global_tokens=4), 1 / 1.3),
     "documents": (masks.causal() & masks.documents(AT // (SEQLEN // 8)), 1 / 3),
 }
 

@@ -1,5 +1,7 @@
 """Cut a tensor into parts and paste parts into a tensor: each is the gradient of the other, at any order.
 
+A part is a range of tokens, which is a view, or a list of them, which is a copy.
+
 The gradient of an ordinary slice is as large as the whole tensor, so many slices would take quadratic time.
 """
 
@@ -12,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Box = tuple[range, range]  # ranges of the batch and of the sequence
+# A range of the batch; a range of the sequence, or int64 (n,) without repetitions.
+Box = tuple[range, range | Tensor]
 
 
 def cut(x: Tensor, boxes: Sequence[Box]) -> tuple[Tensor, ...]:
-    """Views of ``x``, ``(batch, nheads, seqlen, head_dim)``; they may overlap."""
+    """Parts of ``x``, ``(batch, nheads, seqlen, head_dim)``; they may overlap."""
     if len(boxes) == 1 and _covers(boxes, x.shape[0], x.shape[2]):
         return (x,)
     parts: tuple[Tensor, ...] = _Cut.apply(x, tuple(boxes))  # type: ignore[no-untyped-call]
@@ -73,6 +76,10 @@ def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, else
     if overlap or not _covers(boxes, batch, seqlen):
         whole.fill_(elsewhere)
     for part, box in zip(parts, boxes, strict=True):
+        batches, tokens = box
+        if isinstance(tokens, Tensor):
+            whole[batches.start : batches.stop].index_add_(2, tokens, part.to(wide))
+            continue
         own = _part(whole, box)
         if overlap:
             own.add_(part)
@@ -83,15 +90,21 @@ def _pasted(boxes: tuple[Box, ...], shape: tuple[int, ...], by_token: bool, else
 
 def _part(x: Tensor, box: Box) -> Tensor:
     batches, tokens = box
+    if isinstance(tokens, Tensor):
+        return x[batches.start : batches.stop].index_select(2, tokens)
     return x[batches.start : batches.stop, :, tokens.start : tokens.stop]
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share a token of a batch; their ranges of batches must be equal or disjoint."""
-    ordered = sorted((batches.start, tokens.start, tokens.stop) for batches, tokens in boxes)
+    """Whether two boxes may share a token of a batch; their ranges of batches must be equal or disjoint."""
+    if any(isinstance(tokens, Tensor) for _, tokens in boxes):
+        return True
+    ordered = sorted((batches.start, tokens.start, tokens.stop) for batches, tokens in boxes)  # type: ignore[union-attr]
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(ordered))
 
 
 def _covers(boxes: Sequence[Box], batch: int, seqlen: int) -> bool:
-    """Whether boxes, which do not overlap, cover the whole tensor."""
+    """Whether boxes, ranges that do not overlap, cover the whole tensor."""
+    if any(isinstance(tokens, Tensor) for _, tokens in boxes):
+        return False
     return sum(len(batches) * len(tokens) for batches, tokens in boxes) == batch * seqlen

@@ -51,6 +51,12 @@ def padded(x: Tensor, n: int, value: float = 0.0) -> Tensor:
     return F.pad(x, (0, n), value=value).contiguous()
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` without gradients."""
+    out, lse = _forward(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    return out, lse
+
+
 def _results(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, added: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +94,7 @@ class _Flash(torch.autograd.Function):
             return *found, None, None, None, None
         dout = torch.zeros_like(out) if dout is None else dout
         # lse counts the sinks, so that the kernel recomputes the weights that remain beside them.
-        grads = _gradients(dout, dlse, q, k, v, added, out, lse, ctx.is_causal, ctx.scale)
+        grads = gradients(dout, dlse, q, k, v, added, out, lse, ctx.is_causal, ctx.scale)
         dsinks = None
         if ctx.needs_input_grad[3]:
             into_lse = -(dout * out).sum(-1, dtype=lse.dtype)
@@ -109,7 +115,7 @@ def _differentiable(
     return tuple(next(found) if is_needed else None for is_needed in needed)
 
 
-def _gradients(
+def gradients(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -121,11 +127,11 @@ def _gradients(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v, which may have a part of the keys that out and lse are of."""
     group = q.shape[1] // k.shape[1]
     if group > 1:  # the backward has no grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        dq, *others = _gradients(dout, dlse, q, k, v, added, out, lse, is_causal, scale)
+        dq, *others = gradients(dout, dlse, q, k, v, added, out, lse, is_causal, scale)
         return dq, *(x.unflatten(1, (-1, group)).sum(2, dtype=lse.dtype).to(x.dtype) for x in others)
     if dlse is None:
         return tuple(_backward(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale))

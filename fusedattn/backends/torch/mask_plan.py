@@ -78,7 +78,7 @@ class Group(NamedTuple):
 def within_shard(mask: Mask, shard: Shard, shape: ScoresShape, device: torch.device) -> Mask:
     """The same mask of a shard, counted from its first batch, query and key; what cannot be shifted is written out."""
     has_all_pairs = not (shard.first_query or shard.first_key) and shard.seqlen_q is None and shard.seqlen_k is None
-    by_number = mask.function is not None and shard != WHOLE
+    by_number = (mask.function is not None or mask.pattern is not None) and shard != WHOLE
     if by_number or not (has_all_pairs or (mask.prefix is None and mask.tree is None)):
         return Mask(
             allowed=mask.dense(
@@ -94,10 +94,10 @@ def within_shard(mask: Mask, shard: Shard, shape: ScoresShape, device: torch.dev
 
 
 def with_allowed_pairs(mask: Mask, shape: ScoresShape, device: torch.device) -> Mask:
-    """The mask in the form that :func:`plan` takes: a layout, function or tree goes into ``allowed``, a key mask into
-    ``valid``.
+    """The mask in the form that :func:`plan` takes: a layout, function, tree or pattern goes into ``allowed``, a
+    key mask into ``valid``.
     """
-    if mask.layout is None and mask.function is None and mask.tree is None:
+    if mask.layout is None and mask.function is None and mask.tree is None and mask.pattern is None:
         if mask.allowed is None:
             return mask
         allowed = mask.allowed[(None,) * (4 - mask.allowed.dim())]

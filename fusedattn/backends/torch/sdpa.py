@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedattn import indices, reference
-from fusedattn.backends.torch import eager, flash, mask_plan
-from fusedattn.backends.torch.boxes import cut, paste
+from fusedattn.backends.torch import eager, flash, gathered, mask_plan, merged
+from fusedattn.backends.torch.boxes import Box, cut, paste
 from fusedattn.backends.torch.eager import Steps
 from fusedattn.masks import Mask, boolean
 from fusedattn.options import Options
@@ -194,7 +194,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, scal
     def by_function(q: Tensor, k: Tensor, v: Tensor, of_rows: Tensor | None, is_causal: bool, part: Shard) -> Results:
         return _call(q, k, v, attn_mask=of_rows, is_causal=is_causal, scale=scale), None
 
-    return _in_pieces(q, k, v, mask, added, by_function, has_triangles=True)[0]
+    scale_of_parts = scale if q.shape[3] == v.shape[3] else None
+    return _in_pieces(q, k, v, mask, added, by_function, has_triangles=True, scale=scale_of_parts)[0]
 
 
 def is_causal(mask: Mask, seqlen_q: int, seqlen_k: int) -> bool | None:
@@ -230,7 +231,11 @@ def _with_lse(
 
             return flash.attention(q, k, v, of_rows, steps.sinks, is_causal=is_causal, scale=steps.scale, eager=again)
 
-        out, lse = _in_pieces(*_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True)
+        is_plain = steps.sinks is None
+        out, lse = _in_pieces(
+            *_of_one_head_dim(q, k, v), mask, added, by_kernel, has_triangles=True, splits_heads=is_plain,
+            scale=steps.scale if is_plain else None,
+        )  # fmt: skip
         out = out[..., :head_dim_v]
     else:
 
@@ -268,16 +273,33 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 def _in_pieces(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, added: Tensor | None, compute: Compute, *, has_triangles: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    added: Tensor | None,
+    compute: Compute,
+    *,
+    has_triangles: bool,
+    splits_heads: bool = True,
+    scale: float | None = None,
 ) -> Results:
-    """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results."""
+    """Run `compute` on each piece of the plan, which skips most hidden pairs, and join the results.
+
+    `compute` takes triangles of keys that are side by side, and some of the heads alone, where that is said. `scale` is
+    that of scores that nothing else changes but `added`; then torch's kernel may be called without `compute`.
+    """
     shape = mask_plan.ScoresShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     as_torch = is_causal(mask, q.shape[2], k.shape[2])
+    can_gather = has_triangles  # other steps on scores count queries and keys, and parts of them must be ranges
     has_triangles = has_triangles and added is None
     if as_torch is False or (as_torch and has_triangles):
         return _whole(q, k, v, None, added, compute, is_causal=as_torch)
     if (added is not None and added.requires_grad) or mask_plan.is_short(mask, shape):
         return _whole(q, k, v, _everywhere(mask, q, k), added, compute)
+    if can_gather and gathered.fits(mask):
+        scale = scale if added is None else None
+        return _in_groups(q, k, v, added, compute, gathered.groups(mask, shape, k.shape[1], splits_heads), shape, scale)
     mask = mask_plan.with_allowed_pairs(mask, shape, q.device)
     groups = mask_plan.plan(mask, shape, diagonals=has_triangles)
     parts = [(batches, piece) for batches, own in groups for piece in own]
@@ -305,6 +327,86 @@ def _in_pieces(
             compute, k=keys, v=values, of_rows=rows.added, is_causal=piece.hidden == "later", part=at
         )
         out, lse = _masked(queries, rows, run)
+        outs.append(out)
+        if lse is not None:
+            lses.append(lse[..., None])
+    out = paste(outs, boxes_q, (*q.shape[:3], v.shape[3]))
+    if not lses:
+        return out, None
+    return out, paste(lses, boxes_q, (*q.shape[:3], 1), elsewhere=-math.inf)[..., 0].contiguous()
+
+
+def _in_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    compute: Compute,
+    found: list[gathered.Group],
+    shape: mask_plan.ScoresShape,
+    scale: float | None,
+) -> Results:
+    """Run `compute` on the parts of a sparse pattern, batches and heads apart where they see different keys."""
+    if len(found) == 1:
+        return _in_parts(q, k, v, found[0].mask, added, compute, shape, scale)
+    group = q.shape[1] // k.shape[1]
+    n_batches, n_heads = len(found[0].batches), len(found[0].heads)
+    n_kv = max(n_heads // group, 1)
+    of_part = shape._replace(batch=n_batches, nheads=n_heads)
+    batches: list[Results] = []
+    remaining = iter(found)
+    for of_batch in zip(*(x.split(n_batches) for x in (q, k, v)), strict=True):
+        heads: list[Results] = []
+        keys, values = (x.split(n_kv, 1) for x in of_batch[1:])
+        for queries in of_batch[0].split(n_heads, 1):
+            own = next(remaining)
+            at = added
+            if at is not None:
+                at = at[_slice(own.batches)] if at.shape[0] > 1 else at
+                at = at[:, _slice(own.heads)] if at.shape[1] > 1 else at
+            i = own.heads.start // group // n_kv
+            heads.append(_in_parts(queries, keys[i], values[i], own.mask, at, compute, of_part, scale))
+        batches.append(_joined(heads, 1))
+    return _joined(batches, 0)
+
+
+def _joined(parts: list[Results], dim: int) -> Results:
+    lses = [lse for _, lse in parts if lse is not None]  # merged parts have one, asked for or not
+    return torch.cat([out for out, _ in parts], dim), torch.cat(lses, dim) if len(lses) == len(parts) else None
+
+
+def _in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    added: Tensor | None,
+    compute: Compute,
+    shape: mask_plan.ScoresShape,
+    scale: float | None,
+) -> Results:
+    """Run `compute` on each part of the plan of a group, and join the results; or merge parts, if that takes less."""
+    parts = gathered.plan(mask, shape)
+    if scale is not None and q.dtype in (torch.float32, torch.float64):  # in 16 bits, each part would be rounded
+        scattered = merged.plan(mask, shape)
+        if scattered and merged.cost(scattered, shape) < gathered.cost(parts, shape):
+            return merged.attention(q, k, v, mask, scattered, scale)
+    batches = range(shape.batch)
+    boxes_q: list[Box] = [(batches, part.rows) for part in parts]
+    boxes_k: list[Box] = [(batches, part.keys) for part in parts]
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for part, queries, keys, values in zip(parts, cut(q, boxes_q), cut(k, boxes_k), cut(v, boxes_k), strict=True):
+        at = _slice(part.rows), _slice(part.keys) if isinstance(part.keys, range) else part.keys
+        own = None if added is None else indices.part_of(added, *at)
+        visible = mask.dense(
+            shape.seqlen_q, shape.seqlen_k, rows=at[0], keys=at[1], batch=shape.batch, nheads=shape.nheads,
+            device=q.device, expand=False,
+        )  # fmt: skip
+        rows = _rows(visible, own, q.dtype)
+        out, lse = _masked(queries, rows, functools.partial(
+            compute, k=keys, v=values, of_rows=rows.added, is_causal=False, part=WHOLE
+        ))  # fmt: skip
         outs.append(out)
         if lse is not None:
             lses.append(lse[..., None])

@@ -17,6 +17,7 @@ from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import Constants, constants_of
 from fusedattn.indices import four_dimensional
 from fusedattn.options import Options
+from fusedattn.pattern_blocks import blocks_and_rule
 from fusedattn.shard import WHOLE
 
 Eager = Callable[..., tuple[Tensor, Tensor]]
@@ -204,7 +205,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     shard = None
     if options.shard != WHOLE:
         shard = options.shard.numbers(q.shape[1], q.shape[2], k.shape[2], q.device)
-    constants = constants_of(options, keep_residual=needs_gradient, shard=shard)
+    pattern = None
+    if options.mask.pattern is not None:
+        pattern = blocks_and_rule(options.mask, q.shape[1], q.shape[2], k.shape[2], options.shard, q.device)
+    constants = constants_of(options, keep_residual=needs_gradient, shard=shard, pattern=pattern)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op as it is, with the same backward.
     if torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedattn.backends.triton import results
 from fusedattn.backends.triton.operands import NO_BOUND, NO_TENSORS, Constants, ConstantSizes
-from fusedattn.functions import readers_of, registered, with_learned
+from fusedattn.functions import readers_of, register, registered, with_learned
 from fusedattn.kernels import (
     attention_bwd,
     attention_bwd_bias,
@@ -24,6 +24,7 @@ from fusedattn.kernels import (
     devices,
     hopper,
     rope,
+    sparse_rules,
 )
 from fusedattn.kernels.cached import NO_CACHE, CacheArguments, as_bytes, cache_arguments
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
@@ -39,6 +40,9 @@ from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
 from fusedattn.kernels.start import watched
+
+for rule in sparse_rules.RULES:  # under the keys of `operands.rule_key`
+    register(rule)
 
 
 def tileable(x: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedattn.functions import read, without_learned
+from fusedattn.functions import read, without_learned, written
 from fusedattn.indices import four_dimensional
-from fusedattn.masks import Band
+from fusedattn.masks import Band, Mask
 from fusedattn.options import Options
+from fusedattn.pattern_blocks import BlocksAndRule
 
 NO_BOUND = 2**62
 
@@ -193,8 +194,13 @@ class Constants:
         )
 
 
-def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None = None) -> Constants:
-    """The options that get no gradient, and the other arguments of the operators."""
+def constants_of(
+    options: Options, *, keep_residual: bool, shard: Tensor | None = None, pattern: BlocksAndRule | None = None
+) -> Constants:
+    """The options that get no gradient, and the other arguments of the operators.
+
+    `pattern` is that of the mask and holds its layout; it says everything if the mask has a pattern.
+    """
     mask, rope, score_mod, packed, cache = options.mask, options.rope, options.score_mod, options.packed, options.cache
     if cache is not None:
         rope = rope or cache.rope
@@ -211,13 +217,15 @@ def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None 
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
         return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_residual)
+    layout = mask.layout if pattern is None else pattern
+    mask_args, mask_key, mask_numbers = _mask_function(mask, pattern)
     tensors = ConstantTensors(
         valid=mask.valid,
         allowed=None if mask.allowed is None else four_dimensional(mask.allowed),
         prefix=None if mask.prefix is None else mask.prefix.lengths,
         documents_q=None if mask.documents is None else mask.documents.q,
         documents_k=None if mask.documents is None else mask.documents.k,
-        layout=None if mask.layout is None else four_dimensional(mask.layout.blocks),
+        layout=None if layout is None else four_dimensional(layout.blocks),
         tree=None if mask.tree is None else four_dimensional(mask.tree),
         dropout_seed=options.dropout_seed if options.dropout_p else None,
         cos=None if rope is None else rope.cos,
@@ -231,8 +239,8 @@ def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None 
     )
     sizes = _sizes_of(mask.bands, options.deterministic, options.return_max)._replace(
         prefix_at_end=int(mask.prefix is not None and mask.prefix.align == "bottom_right"),
-        block_q=16 if mask.layout is None else mask.layout.block_q,
-        block_k=16 if mask.layout is None else mask.layout.block_k,
+        block_q=16 if layout is None else layout.block_q,
+        block_k=16 if layout is None else layout.block_k,
         interleaved=int(rope is not None and rope.interleaved),
         max_seqlen_q=0 if packed is None else packed.max_seqlen_q,
         max_seqlen_k=0 if packed is None else packed.max_seqlen_k,
@@ -244,11 +252,11 @@ def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None 
     return Constants(
         tensors=tensors,
         sizes=sizes,
-        mask_args=() if mask.function is None else mask.function.args,
+        mask_args=mask_args,
         score_args=() if score_mod is None else without_learned(score_mod.args, score_mod.learned_args),
         functions=Functions(
-            "" if mask.function is None else mask.function.key,
-            "" if mask.function is None else mask.function.numbers,
+            mask_key,
+            mask_numbers,
             "" if score_mod is None else score_mod.function_key,
             "" if score_mod is None else score_mod.derivative_key,
             "" if score_mod is None else score_mod.numbers,
@@ -259,6 +267,20 @@ def constants_of(options: Options, *, keep_residual: bool, shard: Tensor | None 
         dropout_p=options.dropout_p,
         keep_residual=keep_residual,
     )
+
+
+def _mask_function(mask: Mask, pattern: BlocksAndRule | None) -> tuple[tuple[Any, ...], str, str]:
+    """The arguments of the function of a mask, its key and its numbers; it is the user's, or the rule of a pattern."""
+    if pattern is not None and pattern.rule:
+        return pattern.args, rule_key(pattern.rule), written(pattern.args)
+    if mask.function is None:
+        return (), "", ""
+    return mask.function.args, mask.function.key, mask.function.numbers
+
+
+def rule_key(rule: str) -> str:
+    """The key of a function of :mod:`fusedattn.kernels.sparse_rules`, which this module cannot load to register it."""
+    return f"fusedattn.kernels.sparse_rules.{rule}#0"
 
 
 @lru_cache(maxsize=256)
