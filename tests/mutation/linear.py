@@ -101,7 +101,7 @@ OF_FEATURES = (
     Fault(FEATURES, "            w_phi = _features(w, span, head_kv, start, of_w, feature_map, tile, ACC)\n            dphi +=", "            w_phi = _features(w, span, 0, start, of_w, feature_map, tile, ACC)\n            dphi +=", "linear: dq by the keys of the first head", GROUPS),
     Fault(FEATURES, "ds = (ds - delta[None, :]) * scale[None, :]", "ds = ds * scale[None, :]", "linear: dk without delta", PLAIN),
     Fault(FEATURES, "ds = tl.where(offs[:, None] <= offs[None, :], ds, 0.0)", "ds = tl.where(offs[:, None] < offs[None, :], ds, 0.0)", "linear: dk without the query beside a key", PLAIN),
-    Fault(FEATURES, "        dphi += k_sum[None, :]\n", "        dphi += 0.0 * k_sum[None, :]\n", "linear: dk without the gradient of sums", PLAIN),
+    Fault(FEATURES, "dphi += tl.load(ptrs, mask=there, other=0.0)[None, :]", "dphi += 0.0 * tl.load(ptrs, mask=there, other=0.0)[None, :]", "linear: dk without the gradient of sums", PLAIN),
     Fault(FEATURES, "of_x = valid if TRANSPOSED else exist", "of_x = exist", "linear: hidden keys have a gradient", HIDDEN),
     Fault(FEATURES, "index = chunk if CAUSAL else span.sequence", "index = span.sequence", "linear: gradients by the state of the first chunk", TWO_CHUNKS),
     Fault(FEATURES, "found = through_features(x_tile, dphi, of_x,", "found = through_features(x_tile * 0.5, dphi, of_x,", "linear: derivatives of features at another place", PLAIN),
