@@ -126,7 +126,9 @@ def test_tokens_one_by_one_are_one_call(normalize, backend):
         state, outs, start = None, [], 0
         for size in sizes:
             piece = slice(start, start + size)
-            found, state = linear_attention(q[:, :, piece], k[:, :, piece], v[:, :, piece], initial_state=state, **options)
+            found, state = linear_attention(
+                q[:, :, piece], k[:, :, piece], v[:, :, piece], initial_state=state, **options
+            )
             outs.append(found)
             start += size
         torch.testing.assert_close(torch.cat(outs, 2), out)

@@ -51,7 +51,9 @@ def test_orthogonal_rows():
     assert favor.projection.shape == (40, HEAD_DIM)
     for block in favor.projection.split(HEAD_DIM):
         directions = F.normalize(block.double(), dim=1)
-        torch.testing.assert_close(directions @ directions.T, torch.eye(len(block), dtype=torch.float64), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            directions @ directions.T, torch.eye(len(block), dtype=torch.float64), rtol=0, atol=1e-6
+        )
     many = Favor.draw(HEAD_DIM, 3200, generator=torch.Generator().manual_seed(0)).projection
     squares = many.double().square().sum(1)  # chi-squared: mean head_dim, variance 2 head_dim
     assert abs(squares.mean() - HEAD_DIM) < 4 * math.sqrt(2 * HEAD_DIM / 3200)
@@ -59,7 +61,7 @@ def test_orthogonal_rows():
 
 
 def test_rows_have_no_direction():
-    """The mean of each number of the matrix is 0, and its variance 1, also of orthogonal rows: QR alone prefers signs."""
+    """Each number of the matrix has mean 0 and variance 1, also of orthogonal ones; QR prefers some signs."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.stack([Favor.draw(4, 4, generator=generator).projection for _ in range(4000)]).double()
     assert drawn.mean(0).abs().max() < 5 / math.sqrt(4000)
