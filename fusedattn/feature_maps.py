@@ -185,7 +185,8 @@ def split(feature_map: AnyFeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Ten
                 f"feature_map: got {got} for {name} of shape {tuple(x.shape)}, allowed are features in its last "
                 "dimension"
             )
-    return *found, "identity"
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in found)
+    return q, k, "identity"
 
 
 def eager(feature_map: str | FeatureMap) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from fusedattn import call_checks, feature_maps
-from fusedattn.feature_maps import AnyFeatureMap
+from fusedattn.feature_maps import AnyFeatureMap, FeatureMap
 from fusedattn.linear import checks, chunked, triton_backend
 from fusedattn.linear.options import LinearOptions
 from fusedattn.linear.state import LinearState
@@ -111,6 +111,9 @@ def linear_attention(
         raise ValueError(f"backend: got {backend!r}, allowed are {call_checks.BACKENDS} and None")
     q, k, v = autocast(q, k, v)
     call_checks.check_qkv(q, k, v)
+    if valid is not None and not isinstance(feature_map, str | FeatureMap):
+        checks.check_valid(valid, k)  # the derivative of the features of a hidden NaN would be NaN
+        k = k.masked_fill(~valid[:, None, :, None], 0.0)
     q, k, feature_map = feature_maps.split(feature_map, q, k)
     q, k = autocast(q, k)  # some functions of torch return float32 under autocast
     options = LinearOptions(feature_map, causal, normalize, valid, initial_state, cu_seqlens)

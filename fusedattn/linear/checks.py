@@ -25,7 +25,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> None:
             "lengths; earlier keys go into initial_state="
         )
     if options.valid is not None:
-        _check_valid(options.valid, k)
+        check_valid(options.valid, k)
     n_sequences = q.shape[0]
     if options.cu_seqlens is not None:
         call_checks.check_offsets("cu_seqlens", options.cu_seqlens, q)
@@ -40,7 +40,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> None:
         _check_state(options.initial_state, n_sequences, k, v)
 
 
-def _check_valid(valid: Tensor, k: Tensor) -> None:
+def check_valid(valid: Tensor, k: Tensor) -> None:
+    """Raise TypeError or ValueError unless `valid` tells which tokens of k are real."""
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
         got = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
         raise TypeError(f"valid: got {got}, allowed is a torch.bool tensor (True = a real token)")

@@ -6,6 +6,7 @@ in the dtype of the inputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ class LinearProblem:
         return_state: whether gradients also come back through the state.
         lengths: of packed sequences; seqlen_q may be more.
         size: the magnitude of q and k.
+        poisoned: keys and values of hidden tokens are NaN, and so are all tokens of no sequence, unless a function of
+            torch computes features of these too.
+        transposed: the heads of a token lie together.
     """
 
     seqlen_q: int = 65
@@ -58,6 +62,8 @@ class LinearProblem:
     lengths: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     size: float = 1.0
+    poisoned: bool = False
+    transposed: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -126,6 +132,17 @@ def inputs_of(problem: LinearProblem, device: str) -> Inputs:
     )
     valid = _valid(p, seqlen_k, generator)
     cu_seqlens = None if p.lengths is None else torch.tensor([0, *p.lengths]).cumsum(0).int().to(device)
+    if p.poisoned:
+        hidden = torch.zeros(p.batch, seqlen_k, dtype=torch.bool) if valid is None else ~valid
+        computed = p.lengths is None or p.feature_map in ("favor", "torch")
+        behind = torch.arange(seqlen_k) >= (seqlen_k if computed else sum(p.lengths or ()))
+        for name in "qkv":
+            rows = (behind if name == "q" else hidden | behind).to(device)
+            if name != "q" or not computed:
+                leaves[name] = leaves[name].masked_fill(rows.expand(p.batch, -1)[:, None, :, None], torch.nan)
+    if p.transposed:
+        for name in "qkv":
+            leaves[name] = leaves[name].transpose(1, 2).contiguous().transpose(1, 2)
     feature_map = map_of(p)
     if isinstance(feature_map, Favor):
         feature_map = Favor(feature_map.projection.to(device))
@@ -184,6 +201,8 @@ def on_backend(backend: str) -> Function:
 
 def _by(attend: packed.Attend) -> Function:
     def function(q: Tensor, k: Tensor, v: Tensor, *, feature_map: AnyFeatureMap, **options: Any) -> Any:
+        if options["valid"] is not None:  # before functions of torch, whose derivative of a NaN is NaN
+            k = k.masked_fill(~options["valid"][:, None, :, None], 0.0)
         q, k, left = feature_maps.split(feature_map, q, k)
         return attend(q, k, v, LinearOptions(left, **options))
 
@@ -328,7 +347,7 @@ def _sequences(problem: LinearProblem, cu_seqlens: Tensor | None) -> list[tuple[
     if cu_seqlens is None:
         return [(b, slice(None)) for b in range(problem.batch)]
     stops = cu_seqlens.tolist()
-    return [(0, slice(start, stop)) for start, stop in zip(stops, stops[1:], strict=False)]
+    return [(0, slice(start, stop)) for start, stop in itertools.pairwise(stops)]
 
 
 def _features(x: Tensor, feature_map: Any, of_keys: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

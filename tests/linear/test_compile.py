@@ -197,5 +197,5 @@ def test_a_feature_map_by_the_key_that_another_process_saved(monkeypatch):
     monkeypatch.setattr(triton_backend, "_MAPS", {})
     found = triton_backend.map_of(f"{given.function_key} {given.derivative_key}")
     assert (found.function, found.derivative) == (given.function, given.derivative)
-    with pytest.raises(KeyError, match="function: got 'nowhere.f#0'"):
+    with pytest.raises(KeyError, match=r"function: got 'nowhere\.f#0'"):
         triton_backend.map_of("nowhere.f#0 nowhere.g#0")

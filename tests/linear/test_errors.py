@@ -28,8 +28,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no tensor": ({"q": None}, TypeError, "q: got NoneType, allowed is a torch.Tensor"),
     "a list": ({"v": [1.0]}, TypeError, "v: got list, allowed is a torch.Tensor"),
     "dimensions": ({"q": Q[0]}, ValueError, r"q: got shape \(4, 5, 16\)"),
-    "dtype": ({"q": Q.int()}, (TypeError, ValueError), "q: got .*int32"),
-    "dtypes": ({"k": K.half()}, (TypeError, ValueError), "k: got .*float16"),
+    "dtype": ({"q": Q.int()}, TypeError, "q: got .*int32"),
+    "dtypes": ({"k": K.half()}, TypeError, "k: got .*float16"),
     "batch": ({"v": V[:1]}, ValueError, "v: got batch 1, allowed is that of q, 2"),
     "heads": ({"q": Q[:, :3]}, ValueError, "q, k: got nheads_q = 3 and nheads_kv = 2, allowed are"),
     "head_dim": ({"k": K[..., :8]}, ValueError, "k: got head_dim 8, allowed is that of q, 16"),
@@ -44,10 +44,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a name": ({"feature_map": "elu"}, ValueError, r"feature_map: got 'elu', allowed are 'elu\+1', 'relu', 'softmax'"),
     "no feature map": ({"feature_map": 3}, TypeError, "feature_map: got int, allowed are a name, a FeatureMap"),
     "features of another shape": (
-        {"feature_map": lambda x: x.sum(-1)}, ValueError, r"feature_map: got \(2, 4, 5\) for q of shape \(2, 4, 5, 16\)",
+        {"feature_map": lambda x: x.sum(-1)}, ValueError, r"feature_map: got \(2, 4, 5\) for q of shape \(2, ",
     ),
     "features that are no tensor": ({"feature_map": lambda x: 1}, ValueError, "feature_map: got int for q of shape"),
-    "features of another dtype": ({"feature_map": lambda x: x.half()}, (TypeError, ValueError), "float16"),
+    "features of another dtype": ({"feature_map": lambda x: x.half()}, TypeError, "float16"),
     "a projection of another head_dim": (
         {"feature_map": Favor(torch.zeros(32, 8))}, ValueError, "q, k: got head_dim 16, allowed is that of the .*, 8",
     ),
@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"initial_state": tuple(STATE)}, TypeError, "initial_state: got tuple, allowed is a LinearState of two tensors",
     ),
     "a state without sums": (
-        {"initial_state": LinearState(STATE.kv, None)}, TypeError, "initial_state: got LinearState, allowed is .* two ten",
+        {"initial_state": LinearState(STATE.kv, None)}, TypeError, "initial_state: got LinearState, allowed is .* two ",
     ),
     "a state of other values": (
         {"initial_state": LinearState(STATE.kv[..., :3], STATE.k_sum)}, ValueError,
@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "initial_state.k_sum: got device meta, allowed is the device of q",
     ),
     "packed batches": ({"cu_seqlens": STOPS}, ValueError, "got batch 2 .*, allowed with cu_seqlens= are a batch of 1"),
-    "stops of int64": (ONE | {"cu_seqlens": STOPS.long()}, TypeError, "cu_seqlens: got torch.int64, allowed is .*int32"),
+    "stops of int64": (ONE | {"cu_seqlens": STOPS.long()}, TypeError, "cu_seqlens: got torch.int64, allowed is .*32"),
     "no stops": (ONE | {"cu_seqlens": STOPS[:0]}, ValueError, r"cu_seqlens: got shape \(0,\), allowed is \(n_seq"),
     "stops elsewhere": (ONE | {"cu_seqlens": STOPS.to("meta")}, ValueError, "cu_seqlens: got device meta"),
     "packed queries of other keys": (
@@ -161,7 +161,7 @@ def test_what_makes_no_feature_map():
         FeatureMap(given.function, None)
     with pytest.raises(TypeError, match="eager"):
         FeatureMap(given.function, given.derivative, 3)
-    with pytest.raises(TypeError, match="projection: got torch.int64, allowed is a floating-point tensor"):
+    with pytest.raises(TypeError, match=r"projection: got torch\.int64, allowed is a floating-point tensor"):
         Favor(torch.zeros(3, 4, dtype=torch.int64))
     with pytest.raises(TypeError, match="projection: got list, allowed is a floating-point tensor"):
         Favor([[1.0]])

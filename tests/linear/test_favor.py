@@ -61,7 +61,7 @@ def test_orthogonal_rows():
 
 
 def test_rows_have_no_direction():
-    """The mean of each number of the matrix is 0, and its variance 1, also of orthogonal rows: QR alone prefers signs."""
+    """Each number of the matrix has mean 0 and variance 1, also of orthogonal ones; QR prefers some signs."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.stack([Favor.draw(4, 4, generator=generator).projection for _ in range(4000)]).double()
     assert drawn.mean(0).abs().max() < 5 / math.sqrt(4000)

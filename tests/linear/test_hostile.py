@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("poison", "_seed")
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 BASE = LinearProblem(seqlen_q=70, nheads_kv=1, initial_state=True, valid="some")
-MAPS = tuple(name for name in linear.MAPS if name not in ("favor", "torch"))
 FORMS: dict[str, dict[str, Any]] = {
     "causal": {},
     "not causal": {"causal": False},
@@ -41,7 +40,7 @@ def with_rows(inputs: linear.Inputs, rows: Tensor, value: float, names: str = "k
 
 @quick.covering()
 @backends
-@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("feature_map", linear.MAPS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("form", FORMS)
 def test_hidden_keys_and_values_reach_nothing(form, value, feature_map, backend):
@@ -228,6 +227,17 @@ def test_an_expanded_gradient(backend):
     expected = torch.autograd.grad((out, *state), (q, k, v), [torch.ones_like(x) for x in (out, *state)])
     for actual, x in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, x, rtol=1e-5, atol=1e-5)
+
+
+@backends
+def test_features_of_any_strides(backend):
+    """A function of torch may return an expanded tensor, or a transposed one."""
+    q, k, v = (torch.rand(1, 2, 9, 16, device=DEVICE) for _ in range(3))
+    for function in (lambda x: x[..., :1].expand(x.shape), lambda x: (x.mT * 2.0).contiguous().mT):
+        found = linear_attention(q, k, v, feature_map=function, backend=backend)
+        phi_q, phi_k = function(q).contiguous(), function(k).contiguous()
+        expected = linear_attention(phi_q, phi_k, v, feature_map="identity", backend="torch")
+        torch.testing.assert_close(found, expected)
 
 
 @backends

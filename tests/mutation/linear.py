@@ -18,8 +18,14 @@ def hostile(test: str, backend: str = "triton") -> str:
     return f"tests/linear/test_hostile.py -k '{test} and {backend}'"
 
 
+def budget(words: str) -> str:
+    """The error budget: a difference quotient does not see what is wrong alike in both directions."""
+    return f"tests/linear/test_budget.py -k 'test_budget and triton and float32 and ({words})'"
+
+
 PLAIN, TWO_CHUNKS, GROUPS = gradients("plain"), gradients("two_chunks or chunks"), gradients("grouped")
-HIDDEN, PACKED_TESTS, SUMS = gradients("hidden"), gradients("packed"), gradients("sums")
+HIDDEN, PACKED_TESTS, SUMS = budget("hidden or padding"), budget("packed"), gradients("sums")
+OUT = budget("plain or fewer")
 WIDE = gradients("blocks")
 MEMORY = "tests/linear/test_memory.py -k 'causal or packed'"
 STEPS = "tests/linear/test_cost.py -k 'one_by_one and triton'"
@@ -47,12 +53,12 @@ SHARED = (
     Fault(CHUNKS, "if has_nan(acc):", "if False:", "linear: NaN reaches earlier queries of its chunk", NAN),
     Fault(CHUNKS, "if rows.dtype == tl.float16:", "if rows.dtype == tl.float64:", "linear: weights overflow in float16", BEYOND),
     Fault(CHUNKS, "exist = readable[:, None] & (tl.arange(0, x.shape[1])", "exist = (readable | True)[:, None] & (tl.arange(0, x.shape[1])", "linear: hidden keys have the features of 0", HIDDEN),
-    Fault(CHUNKS, "exist = readable[:, None] & (tl.arange(0, x.shape[1])[None, :] < HEAD_DIM)", "exist = readable[:, None] & (tl.arange(0, x.shape[1])[None, :] >= 0)", "linear: columns behind the last have the features of 0", PLAIN),
-    Fault(CHUNKS, "return tl.where(x > 0.0, x + 1.0,", "return tl.where(x > 0.0, x,", "elu+1: without the 1", PLAIN),
+    Fault(CHUNKS, "exist = readable[:, None] & (tl.arange(0, x.shape[1])[None, :] < HEAD_DIM)", "exist = readable[:, None] & (tl.arange(0, x.shape[1])[None, :] >= 0)", "linear: columns behind the last have the features of 0", OUT),
+    Fault(CHUNKS, "return tl.where(x > 0.0, x + 1.0,", "return tl.where(x > 0.0, x,", "elu+1: without the 1", OUT),
     Fault(CHUNKS, "gradient * tl.where(x > 0.0, 1.0, _exp(tl.where(x > 0.0, 0.0, x)))", "gradient * tl.where(x > 0.0, 1.0, 1.0 - _exp(tl.where(x > 0.0, 0.0, x)))", "elu+1: the derivative of negative numbers", PLAIN),
     Fault(CHUNKS, "found = tl.where(x <= 0.0, 0.0, gradient)", "found = tl.where(x <= 0.0, gradient, 0.0)", "relu: the derivative", gradients("relu")),
     Fault(CHUNKS, "found = p * (gradient - tl.sum(p * gradient, 1)[:, None])", "found = p * gradient", "softmax features: the derivative without the mean", gradients("softmax")),
-    Fault(CHUNKS, "x = tl.where(exist, x, float(\"-inf\"))", "x = tl.where(exist, x, 0.0)", "softmax features: columns behind the last count", gradients("softmax")),
+    Fault(CHUNKS, "x = tl.where(exist, x, float(\"-inf\"))", "x = tl.where(exist, x, 0.0)", "softmax features: columns behind the last count", budget("softmax")),
     Fault(CHUNKS, "found = gradient * feature_map.DERIVATIVE(x)", "found = feature_map.DERIVATIVE(x)", "a user's features: the derivative without the gradient", gradients("functions")),
 )
 
@@ -64,8 +70,8 @@ OF_STATES = (
     Fault(STATES, "phi = phi * scale[:, None]", "phi = phi * 1.0", "linear: gradients of states without the denominator", PLAIN),
     Fault(STATES, "elif not REVERSED:", "elif True:", "linear: sums of queries in the gradient of sums", SUMS),
     Fault(STATES, "for h in range(head * group, head * group + group):", "for h in range(head * group, head * group + 1):", "linear: gradients of states of one head of a group", GROUPS),
-    Fault(STATES, "state += tl.load(ptrs, mask=exist, other=0.0)", "state -= tl.load(ptrs, mask=exist, other=0.0)", "linear: the initial state is taken off", PLAIN),
-    Fault(STATES, "k_sum += tl.load(ptrs, mask=exist, other=0.0)", "k_sum += 0.0 * tl.load(ptrs, mask=exist, other=0.0)", "linear: no initial sum", PLAIN),
+    Fault(STATES, "state += tl.load(ptrs, mask=exist, other=0.0)", "state -= tl.load(ptrs, mask=exist, other=0.0)", "linear: the initial state is taken off", HIDDEN),
+    Fault(STATES, "k_sum += tl.load(ptrs, mask=exist, other=0.0)", "k_sum += 0.0 * tl.load(ptrs, mask=exist, other=0.0)", "linear: no initial sum", HIDDEN),
     Fault(STATES, "readable = rows_of_chunk(span, start, valid_ptr,", "readable = rows_of_chunk(span, start, None,", "linear: hidden keys are in the state", HIDDEN),
     Fault(STATES, "mask=exist & (block == 0))", "mask=exist)", "linear: sums of a chunk are stored by every block", MEMORY, nth=0),
     Fault(STATES, "mask=exist & (block == 0))", "mask=exist)", "linear: the last sum is stored by every block", MEMORY, nth=1),

@@ -1,7 +1,8 @@
 """``python -m tests.tools.fuzz 1000``: check 1000 new problems one by one, after those that failed before.
 
-``--of caches`` draws calls with a cache. Failures are kept in ``.hypothesis/``. The last line is a summary;
-``docs/results/fuzz.json``, for caches ``fuzz_caches.json``, or the file named by ``--out`` has the same as JSON.
+``--of caches`` draws calls with a cache, ``--of linear`` calls of linear attention. Failures are kept in
+``.hypothesis/``. The last line is a summary; ``fuzz.json``, ``fuzz_caches.json`` or ``fuzz_linear.json`` in
+``docs/results``, or the file named by ``--out``, has the same as JSON.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from hypothesis.strategies import SearchStrategy
 
 from fusedattn.cli.machine import versions
 from tests.conftest import DEVICE
-from tests.helpers import cached_contract, contract
+from tests.helpers import cached_contract, contract, linear_contract
 from tests.helpers.cached_eager import NUMBERS
 from tests.helpers.cached_problem import CachedProblem
 from tests.helpers.cached_strategies import cached_problems
 from tests.helpers.hostile import FuzzProblem, added_leaves
+from tests.helpers.linear import LinearProblem
+from tests.helpers.linear_strategies import linear_problems
 from tests.helpers.strategies import problems
 
 DATABASE = ".hypothesis/fuzz"
@@ -36,7 +39,7 @@ PROGRESS = 100
 MAX_FAILURES = 5  # finding the smallest problem that fails takes minutes
 
 
-Problem = FuzzProblem | CachedProblem
+Problem = FuzzProblem | CachedProblem | LinearProblem
 
 
 def checked(
@@ -116,7 +119,7 @@ class Tally:
 
 
 def _dtype(problem: Problem) -> torch.dtype:
-    return problem.dtype if isinstance(problem, CachedProblem) else problem.case.dtype
+    return problem.case.dtype if isinstance(problem, FuzzProblem) else problem.dtype
 
 
 def kinds_of_call(problem: FuzzProblem) -> set[str]:
@@ -186,9 +189,32 @@ def kinds_of_cached(problem: CachedProblem) -> set[str]:
     return {name for name, is_so in found.items() if is_so}
 
 
+def kinds_of_linear(problem: LinearProblem) -> set[str]:
+    """The kinds of a call of linear attention."""
+    lengths = problem.lengths or (problem.seqlen_q,)
+    found = {
+        "no token": problem.seqlen_q == 0 or problem.seqlen_k == 0,
+        "several chunks": max(lengths, default=0) > 64,
+        "causal": problem.causal,
+        "normalised": problem.normalize,
+        "hidden tokens": problem.valid is not None,
+        "NaN in hidden tokens": problem.poisoned and (problem.valid is not None or problem.lengths is not None),
+        "packed": problem.lengths is not None,
+        "initial state": problem.initial_state,
+        "gradients of the state": problem.return_state,
+        "groups of heads": problem.nheads_q > problem.nheads_kv,
+        "head_dim of values": problem.head_dim_v not in (None, problem.head_dim),
+        "functions": problem.feature_map in ("jit", "torch"),
+        "random features": problem.feature_map == "favor",
+        "strided": problem.transposed,
+    }
+    return {name for name, is_so in found.items() if is_so}
+
+
 SUBJECTS = {
     "calls": Subject(problems(), contract.check, kinds_of_call, "docs/results/fuzz.json"),
     "caches": Subject(cached_problems(), cached_contract.check, kinds_of_cached, "docs/results/fuzz_caches.json"),
+    "linear": Subject(linear_problems(), linear_contract.check, kinds_of_linear, "docs/results/fuzz_linear.json"),
 }
 
 

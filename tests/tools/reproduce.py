@@ -1,6 +1,6 @@
 """``python -m tests.tools.reproduce "FuzzProblem(...)"``: check a problem, on the GPU or, without one, interpreted.
 
-``"CachedProblem(...)"`` is a call with a cache.
+``"CachedProblem(...)"`` is a call with a cache, ``"LinearProblem(...)"`` one of linear attention.
 """
 
 from __future__ import annotations
@@ -9,24 +9,34 @@ import sys
 
 import torch
 
-from tests.helpers import cached_contract, contract  # through tests.conftest, which decides how Triton runs
+from tests.helpers import (
+    cached_contract,
+    contract,
+    linear_contract,
+)  # through tests.conftest, which decides how Triton runs
 from tests.helpers.cached_problem import CachedProblem
 from tests.helpers.hostile import FuzzProblem
+from tests.helpers.linear import LinearProblem
+
+Problem = FuzzProblem | CachedProblem | LinearProblem
 
 
-def problem_of(text: str) -> FuzzProblem | CachedProblem:
+def problem_of(text: str) -> Problem:
     """The problem that printed as `text`."""
     from fusedattn.testing import Case
 
-    named = {"FuzzProblem": FuzzProblem, "CachedProblem": CachedProblem, "Case": Case, "torch": torch}
+    kinds = (FuzzProblem, CachedProblem, LinearProblem)
+    named = {kind.__name__: kind for kind in (*kinds, Case)} | {"torch": torch}
     problem = eval(text, named)
-    if not isinstance(problem, FuzzProblem | CachedProblem):
-        raise TypeError(f"got {type(problem).__name__}, allowed are FuzzProblem and CachedProblem")
+    if not isinstance(problem, kinds):
+        raise TypeError(f"got {type(problem).__name__}, allowed are {', '.join(kind.__name__ for kind in kinds)}")
     return problem
 
 
-def check(problem: FuzzProblem | CachedProblem) -> bool:
+def check(problem: Problem) -> bool:
     """Whether the numbers of a problem that keeps the contract were compared with the truth."""
+    if isinstance(problem, LinearProblem):
+        return linear_contract.check(problem)
     return cached_contract.check(problem) if isinstance(problem, CachedProblem) else contract.check(problem)
 
 
