@@ -113,6 +113,14 @@ def test_merged_parts(kind, lengths, monkeypatch):
     assert run.called or blind.all()
 
 
+@pytest.mark.usefixtures("merging")
+def test_another_default_device():
+    q, k, v = torch.randn(3, 1, 2, 20, 4).unbind()
+    expected = attention(q, k, v, mask=masks.strided(3), backend="torch")
+    with torch.device("meta"):
+        assert torch.equal(attention(q, k, v, mask=masks.strided(3), backend="torch"), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("merging")
 def test_accuracy_of_merged_parts(dtype):

@@ -67,7 +67,9 @@ def _of_strides(pattern: Strided, mask: Mask, shape: ScoresShape) -> list[Part]:
         left = max(start + shift + max(first, 1 - stride), 0)
         right = min(stop + shift + min(last, stride - 1), m)
         if left < right:
-            found.append(Part(torch.arange(start, stop), torch.arange(int(left), int(right)), near))
+            found.append(
+                Part(torch.arange(start, stop, device="cpu"), torch.arange(int(left), int(right), device="cpu"), near)
+            )
     for is_before, band in ((True, Band(None, -stride, align)), (False, Band(-stride, None, align))):
         if (first > -stride) if is_before else (last < stride):
             continue
@@ -75,14 +77,18 @@ def _of_strides(pattern: Strided, mask: Mask, shape: ScoresShape) -> list[Part]:
         for place in range(min(stride, m)):
             start = (place - shift) % stride
             if start < n:
-                found.append(Part(torch.arange(start, n, stride), torch.arange(place, m, stride), far))
+                found.append(
+                    Part(
+                        torch.arange(start, n, stride, device="cpu"), torch.arange(place, m, stride, device="cpu"), far
+                    )
+                )
     return found
 
 
 def _of_table(pattern: KnownTable, mask: Mask, shape: ScoresShape) -> list[Part]:
     others, size = replace(mask, pattern=None), pattern.block_k
     shift = pattern.shift(whole_of(None, shape.seqlen_q, shape.seqlen_k))
-    position = torch.arange(shape.seqlen_q) + shift
+    position = torch.arange(shape.seqlen_q, device="cpu") + shift
     row = position.div(pattern.block_q, rounding_mode="floor")
     table = pattern.known[0, 0]
     exists = (row >= 0) & (row < table.shape[0])
@@ -92,10 +98,10 @@ def _of_table(pattern: KnownTable, mask: Mask, shape: ScoresShape) -> list[Part]
         seen = exists & table[:, column][row.clamp(0, table.shape[0] - 1)]
         first = column * size
         if upper is not None:  # queries before all keys of the block
-            seen = seen & (torch.arange(shape.seqlen_q) + upper >= first)
+            seen = seen & (torch.arange(shape.seqlen_q, device="cpu") + upper >= first)
         rows = seen.nonzero()[:, 0]
         if len(rows):
-            found.append(Part(rows, torch.arange(first, min(first + size, shape.seqlen_k)), others))
+            found.append(Part(rows, torch.arange(first, min(first + size, shape.seqlen_k), device="cpu"), others))
     return found
 
 
