@@ -38,7 +38,8 @@ from fusedattn.testing.budget import (
 )
 from fusedattn.testing.cached import check_cached, run_cached
 from fusedattn.testing.cases import CACHED_CASES, CASES, Case, Inputs, make_inputs, results_of
-from fusedattn.testing.linear import LINEAR_CASES, LinearCase, check_linear
+from fusedattn.testing.linear import check_linear
+from fusedattn.testing.linear_cases import LINEAR_CASES, LinearCase
 
 __all__ = [
     "ALL_TENSORS",

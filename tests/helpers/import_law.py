@@ -19,8 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.kernels_hub": {"fusedattn"},
     "distributed.example": {"fusedattn", "distributed", "cli", "transformer"},
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
-    | {"testing.linear"}
-    | {"virtual_gpu"},
+    | {"testing.linear", "testing.linear_cases", "virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "merge", "caches"}
     | {"support", "linear.attention", "linear.state", "feature_maps", *VALUES},
@@ -92,15 +91,18 @@ ALLOWED: dict[str, set[str]] = {
     },
     "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
-    "testing": {"testing.budget", "testing.cached", "testing.cases", "testing.linear"},
+    "testing": {"testing.budget", "testing.cached", "testing.cases", "testing.linear", "testing.linear_cases"},
     "testing.linear": {
         "linear.attention",
         "linear.reference",
         "testing.budget",
-        "testing.triton_functions",
+        "testing.linear_cases",
+        "testing.linear_terms",
         "support",
         *OF_LINEAR,
     },
+    "testing.linear_terms": {"testing.budget", "testing.linear_cases", "feature_maps"},
+    "testing.linear_cases": {"testing.triton_functions", "feature_maps"},
     "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
     "linear.attention": {
@@ -221,7 +223,7 @@ LAYERS = (
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
     Layer("error budget", "test cases, and the error that a function may have",
           ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.linear",
-           "testing.peers", "testing.triton_functions")),
+           "testing.linear_cases", "testing.linear_terms", "testing.peers", "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning",
           ("attention", "varlen", "weights", "merge", "caches", "linear.attention")),

@@ -49,7 +49,7 @@ def _check_backend(problem: LinearProblem, backend: str) -> None:
     assert not bad, f"beyond the budget: {', '.join(bad)}"
 
 
-def _without_gradient(problem: LinearProblem, inputs: linear.Inputs) -> dict[str, Tensor]:
+def _without_gradient(problem: LinearProblem, inputs: linear.LinearInputs) -> dict[str, Tensor]:
     """The tokens whose gradient must be 0."""
     valid, k = inputs.options["valid"], inputs.leaves["k"]
     hidden = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if valid is None else ~valid

@@ -75,7 +75,7 @@ def test_faults_are_noticed(monkeypatch, fault):
 def test_an_argument_that_is_overwritten_is_noticed(monkeypatch):
     original = linear.on_backend
 
-    def overwriting(backend: str) -> linear.Function:
+    def overwriting(backend: str) -> linear.LinearFunction:
         def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             found = original(backend)(q, k, v, **options)
             v.detach()[0, 0, 0, 0] = 9.0

@@ -88,7 +88,7 @@ def test_second_derivatives_are_those_of_the_recurrence(backend):
     problem = replace(TINY, valid="some")
     inputs = linear.inputs_of(problem, "cpu")
 
-    def second(function: linear.Function) -> tuple[Tensor, ...]:
+    def second(function: linear.LinearFunction) -> tuple[Tensor, ...]:
         x = {name: y.detach().requires_grad_() for name, y in inputs.leaves.items()}
         back = [y.detach().requires_grad_() for y in inputs.back]
         state = LinearState(x["kv"], x["k_sum"])

@@ -28,11 +28,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def results(problem: LinearProblem, inputs: linear.Inputs, backend: str) -> linear.Results:
+def results(problem: LinearProblem, inputs: linear.LinearInputs, backend: str) -> linear.Results:
     return linear.run(linear.on_backend(backend), problem, inputs)
 
 
-def with_rows(inputs: linear.Inputs, rows: Tensor, value: float, names: str = "kv") -> linear.Inputs:
+def with_rows(inputs: linear.LinearInputs, rows: Tensor, value: float, names: str = "kv") -> linear.LinearInputs:
     """Keys and values, or others of q, k and v, with `value` in the tokens that `rows` names, ``(batch, seqlen)``."""
     changed = {name: inputs.leaves[name].masked_fill(rows[:, None, :, None], value) for name in names}
     return inputs._replace(leaves=inputs.leaves | changed)

@@ -46,7 +46,7 @@ def test_memory(form, dtype):
     others = {name: embed(x) for name, x in inputs.options.items() if isinstance(x, Tensor) and x.dim() > 0}
     guards = [*leaves.values(), *back, *others.values()]
     before = [x.bits.clone() for x in guards]
-    among_nan = linear.Inputs(
+    among_nan = linear.LinearInputs(
         {name: x.tensor for name, x in leaves.items()},
         tuple(x.tensor for x in back),
         inputs.options | {name: x.tensor for name, x in others.items()},

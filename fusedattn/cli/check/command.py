@@ -24,7 +24,8 @@ from fusedattn.cli.columns import line
 from fusedattn.cli.errors import CommandError
 from fusedattn.support import Backend
 from fusedattn.testing import Case, Inputs, LinearCase, Ratios, Results
-from fusedattn.testing.linear import LinearInputs, linear_baseline
+from fusedattn.testing.linear import linear_baseline
+from fusedattn.testing.linear_cases import LinearInputs
 from fusedattn.testing.peers import Peer
 
 EXPLANATION = f"""\
