@@ -156,7 +156,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "readable",
     },
-    "testing.triton_functions": VALUES,
+    "testing.triton_functions": {"feature_maps", *VALUES},
     "testing.peers": VALUES,
     "support": {"kernels", *VALUES},
     "reference": VALUES,
