@@ -93,7 +93,7 @@ def test_no_queries_and_no_keys(seqlen_q, seqlen_k, backend):
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU has no float64 kernels")
-@quick.every(4)
+@quick.every(9)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_float64_is_nearly_exact(feature, backend):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedattn import LinearState, linear_attention
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING
+from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 
 pytestmark = pytest.mark.usefixtures("_seed")
@@ -114,6 +115,7 @@ def test_the_size_of_a_state_does_not_depend_on_the_length(backend):
         assert sum(x.untyped_storage().nbytes() for x in state) <= 2 * 2 * 16 * 17 * 4
 
 
+@quick.only(normalize=True)
 @backends
 @pytest.mark.parametrize("normalize", [True, False])
 def test_tokens_one_by_one_are_one_call(normalize, backend):

@@ -55,6 +55,7 @@ def test_hidden_keys_and_values_reach_nothing(form, value, feature_map, backend)
         assert found[name].masked_select(hidden[:, None, :, None]).eq(0.0).all()
 
 
+@quick.only(feature_map="elu+1")
 @backends
 @pytest.mark.parametrize("feature_map", ["elu+1", "jit"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -197,6 +198,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@quick.only(layout="gaps")
 @backends
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout, backend):
@@ -291,6 +293,7 @@ def test_weights_beyond_float16(backend):
     torch.testing.assert_close(dv[0, 0, 0], expected)
 
 
+@quick.only(form="causal")
 @backends
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_of_the_callers_is_overwritten(form, backend):

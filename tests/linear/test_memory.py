@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 KERNELS = {"linear_states", "linear_outputs", "linear_features"}
 
 
-@quick.covering()
+@quick.every(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_memory(form, dtype):
