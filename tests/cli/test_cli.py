@@ -270,7 +270,7 @@ import sys
 from fusedattn import testing
 from fusedattn.kernels import attention_fwd as kernel
 
-testing.CACHED_CASES = ()
+testing.CACHED_CASES = testing.LINEAR_CASES = ()
 testing.CASES = (testing.Case("tiny", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=8, seqlen_k=8, head_dim=16),)
 launch = kernel.launch
 
