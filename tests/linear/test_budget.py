@@ -31,7 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed": {"lengths": (3, 0, 65, 0, 60), "seqlen_q": 130},
     "packed, hidden keys, after states": {"lengths": (64, 1, 0), "seqlen_q": 70, "valid": "some", "initial_state": True,
                                           "nheads_kv": 1},
-    "packed, not causal": {"lengths": (40, 25), "causal": False, "valid": "some", "nheads_kv": 1,
+    "packed, not causal": {"lengths": (70, 25), "seqlen_q": 95, "causal": False, "valid": "some", "nheads_kv": 1,
                            "initial_state": True},
     "relu": {"feature_map": "relu", "seqlen_q": 130},
     "softmax": {"feature_map": "softmax", "head_dim": 20},
