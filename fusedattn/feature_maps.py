@@ -155,6 +155,20 @@ class Favor:
 AnyFeatureMap = str | FeatureMap | Favor | Callable[[Tensor], Tensor]
 
 
+def check(feature_map: AnyFeatureMap) -> None:
+    """Raise TypeError or ValueError unless this is a feature map."""
+    if isinstance(feature_map, str):
+        if feature_map not in NAMED:
+            raise ValueError(
+                f"feature_map: got {feature_map!r}, allowed are {', '.join(map(repr, NAMED))}, a FeatureMap, and a "
+                "function of torch"
+            )
+    elif not isinstance(feature_map, FeatureMap | Favor) and not callable(feature_map):
+        raise TypeError(
+            f"feature_map: got {type(feature_map).__name__}, allowed are a name, a FeatureMap, and a function of torch"
+        )
+
+
 def split(feature_map: AnyFeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, str | FeatureMap]:
     """q, k and the feature map that is left to apply to them: functions of torch are applied here.
 
@@ -162,21 +176,11 @@ def split(feature_map: AnyFeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Ten
         TypeError: the feature map is none.
         ValueError: its name is unknown, or its features do not keep the other dimensions of q and k.
     """
-    if isinstance(feature_map, str):
-        if feature_map not in NAMED:
-            raise ValueError(
-                f"feature_map: got {feature_map!r}, allowed are {', '.join(map(repr, NAMED))}, a FeatureMap, and a "
-                "function of torch"
-            )
-        return q, k, feature_map
-    if isinstance(feature_map, FeatureMap):
+    check(feature_map)
+    if isinstance(feature_map, str | FeatureMap):
         return q, k, feature_map
     if isinstance(feature_map, Favor):
         return feature_map.of_queries(q), feature_map.of_keys(k), "identity"
-    if not callable(feature_map):
-        raise TypeError(
-            f"feature_map: got {type(feature_map).__name__}, allowed are a name, a FeatureMap, and a function of torch"
-        )
     found = feature_map(q), feature_map(k)
     for name, x, features in (("q", q, found[0]), ("k", k, found[1])):
         if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1]:

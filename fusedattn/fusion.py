@@ -19,13 +19,19 @@ from torch import nn
 from fusedattn.call_checks import check_backend, check_deterministic
 from fusedattn.integrations import torch_nn
 from fusedattn.integrations.modules import (
+    FusedLinearAttention,
     FusedScaledDotProductAttention,
     SplitLearnedPositionalEncoding,
     SplitPositionalEncoding,
 )
 from fusedattn.integrations.torch_nn import FusedMultiheadAttention
 from fusedattn.support import Backend
-from fusedattn.transformer import LearnedPositionalEncoding, PositionalEncoding, ScaledDotProductAttention
+from fusedattn.transformer import (
+    LearnedPositionalEncoding,
+    LinearAttention,
+    PositionalEncoding,
+    ScaledDotProductAttention,
+)
 
 if TYPE_CHECKING:
     from fusedattn.distributed import Context
@@ -37,6 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Subclasses of these are refused: they may compute something else.
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
     ScaledDotProductAttention: FusedScaledDotProductAttention,
+    LinearAttention: FusedLinearAttention,
     nn.MultiheadAttention: FusedMultiheadAttention,
 }
 

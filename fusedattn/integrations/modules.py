@@ -1,7 +1,8 @@
-"""The fused twin of the reference attention, for :func:`fusedattn.fuse`."""
+"""The fused twins of the reference attention, for :func:`fusedattn.fuse`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from fusedattn.attention import attention
 from fusedattn.caches import append
 from fusedattn.kv_cache import KVCache
-from fusedattn.masks import Mask
+from fusedattn.linear.attention import linear_attention
+from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.support import Backend
-from fusedattn.transformer import ScaledDotProductAttention
+from fusedattn.transformer import LinearAttention, ScaledDotProductAttention
 from fusedattn.transformer.positions import LearnedPositionalEncoding, PositionalEncoding, rows_at
 
 if TYPE_CHECKING:
@@ -93,6 +95,54 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             backend=self.backend,
         )
         return out, None
+
+
+class FusedLinearAttention(LinearAttention):
+    """The fused twin of ``LinearAttention``: same arguments, same result, in time and memory linear in the length.
+
+    With ``need_weights=True`` or a cache the reference runs instead: the weights are the quadratic matrix, and a cache
+    holds keys where linear attention would keep a state.
+    """
+
+    backend: Backend | None = None
+    deterministic: bool = True  # in any case
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | Tensor | None = None,
+        *,
+        rope: Rope | None = None,
+        cache: KVCache | None = None,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``(output, weights)``, or ``(output, None)`` without ``need_weights``.
+
+        Raises:
+            NotImplementedError: without weights and cache, a mask that is neither causal nor padding nor both.
+        """
+        if need_weights or cache is not None:
+            return super().forward(q, k, v, mask, rope=rope, cache=cache, need_weights=need_weights)
+        causal, valid = _causal_and_valid(as_mask(mask), q.shape[2], k.shape[2])
+        if rope is not None:
+            rope.check(q.shape[0], q.shape[2], k.shape[2], q.shape[3])
+            q, k = rope.rotate(q, k)
+        out = linear_attention(q, k, v, feature_map=self.feature_map, causal=causal, valid=valid, backend=self.backend)
+        return out, None
+
+
+def _causal_and_valid(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[bool, Tensor | None]:
+    """The arguments of linear attention for a mask."""
+    band = mask.band(seqlen_q, seqlen_k)
+    is_causal = band == (None, 0) and seqlen_q == seqlen_k
+    if not replace(mask, bands=frozenset(), valid=None).is_full or not (is_causal or band == (None, None)):
+        raise NotImplementedError(
+            "mask: got another mask than linear attention can have, allowed are causal() with as many queries as keys, "
+            "padding(valid), both, and none"
+        )
+    return is_causal, mask.valid
 
 
 class SplitPositionalEncoding(PositionalEncoding):

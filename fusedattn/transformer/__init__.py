@@ -1,7 +1,7 @@
 """The reference Transformer: textbook models in eager PyTorch.
 
-Every attention layer here computes its attention in a :class:`ScaledDotProductAttention` only;
-``fusedattn.fuse(model)`` replaces exactly these modules.
+Every attention layer here computes its attention in a :class:`ScaledDotProductAttention` or a
+:class:`LinearAttention` only; ``fusedattn.fuse(model)`` replaces exactly these modules.
 """
 
 from fusedattn.transformer.attention import (
@@ -21,6 +21,7 @@ from fusedattn.transformer.encoder_decoder import (
 )
 from fusedattn.transformer.feed_forward import FeedForward, SwiGLU
 from fusedattn.transformer.gpt import GPTModel
+from fusedattn.transformer.linear_attention import LinearAttention
 from fusedattn.transformer.positions import (
     LearnedPositionalEncoding,
     PositionalEncoding,
@@ -35,6 +36,7 @@ __all__ = [
     "FeedForward",
     "GPTModel",
     "LearnedPositionalEncoding",
+    "LinearAttention",
     "ModelCache",
     "MultiHeadAttention",
     "PositionalEncoding",

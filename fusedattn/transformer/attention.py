@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
         )
         return output.squeeze(1), weights.squeeze(1)
 
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     mask = as_mask(mask)
@@ -158,25 +158,12 @@ class ScaledDotProductAttention(nn.Module):
             TypeError: the dtype is not that of the cache, which does not hold codes.
             NotImplementedError: k or v would need a gradient.
         """
-        _check_cached(q, k, v, cache)
-        n, rope = q.shape[2], cache.rope
-        cache.check_values([n] * cache.batch)
-        cache.write(k, v, positions=None if rope is None else rope.positions_k)
-        if rope is not None:
-            positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)
-            positions = positions if rope.positions_q is None else rope.positions_q
-            q = apply_rope(q, rope.cos, rope.sin, positions, interleaved=rope.interleaved)
-        keys, values, exists = cache.dense()
-        mask = as_mask(mask)
-        mask.check(cache.batch, q.shape[1], n, cache.capacity)
-        lengths = torch.full_like(cache.lengths, n), cache.kept()
-        seen = mask.dense(n, cache.capacity, batch=cache.batch, nheads=q.shape[1], lengths=lengths, device=q.device)
-        wide = torch.promote_types(q.dtype, keys.dtype)
+        q_rotated, keys, values, seen = stored(q, k, v, cache, mask)
         output, weights = scaled_dot_product_attention(
-            q.to(wide),
-            keys.to(wide),
-            values.to(wide),
-            seen & exists[:, None, None],
+            q_rotated,
+            keys,
+            values,
+            seen,
             scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
@@ -184,6 +171,31 @@ class ScaledDotProductAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout_p}, scale={self.scale}"
+
+
+def stored(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, mask: Mask | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Store the newest keys and values; returns rotated queries, all keys and values, and which keys each query sees.
+
+    Arguments and errors are those of :meth:`ScaledDotProductAttention.cached`. The first three results have one dtype;
+    the last is bool, broadcastable to ``(batch, heads, n, capacity)``.
+    """
+    _check_cached(q, k, v, cache)
+    n, rope = q.shape[2], cache.rope
+    cache.check_values([n] * cache.batch)
+    cache.write(k, v, positions=None if rope is None else rope.positions_k)
+    if rope is not None:
+        positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)
+        positions = positions if rope.positions_q is None else rope.positions_q
+        q = apply_rope(q, rope.cos, rope.sin, positions, interleaved=rope.interleaved)
+    keys, values, exists = cache.dense()
+    mask = as_mask(mask)
+    mask.check(cache.batch, q.shape[1], n, cache.capacity)
+    lengths = torch.full_like(cache.lengths, n), cache.kept()
+    seen = mask.dense(n, cache.capacity, batch=cache.batch, nheads=q.shape[1], lengths=lengths, device=q.device)
+    wide = torch.promote_types(q.dtype, keys.dtype)
+    return q.to(wide), keys.to(wide), values.to(wide), seen & exists[:, None, None]
 
 
 class MultiHeadAttention(nn.Module):
@@ -200,6 +212,8 @@ class MultiHeadAttention(nn.Module):
             with 1 multi-query attention (Shazeer, 2019). By default ``n_heads``.
         rope: rotates queries and keys; one module may serve many layers.
         bias: whether the four projections have a bias.
+        attention: computes the heads from q, k and v, such as a ``LinearAttention``; by default
+            ``ScaledDotProductAttention(dropout)``.
 
     Raises:
         ValueError: ``n_heads`` does not divide ``d_model``, ``n_kv_heads`` does not divide
@@ -215,6 +229,7 @@ class MultiHeadAttention(nn.Module):
         n_kv_heads: int | None = None,
         rope: RotaryPositionalEmbedding | None = None,
         bias: bool = True,
+        attention: nn.Module | None = None,
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -234,7 +249,7 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
         self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=bias)
         self.rope = rope
-        self.attention = ScaledDotProductAttention(dropout)
+        self.attention = ScaledDotProductAttention(dropout) if attention is None else attention
 
     def forward(
         self,
@@ -360,7 +375,7 @@ def checked_head_dim(d_model: int, heads: int, name: str) -> int:
     return d_model // heads
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     got = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(
@@ -377,7 +392,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> None:
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     sizes = (cache.batch, cache.k.shape[1], q.shape[2])
     allowed = (*sizes, cache.head_dim), (*sizes, cache.head_dim_v)
     if (tuple(k.shape), tuple(v.shape)) != allowed:

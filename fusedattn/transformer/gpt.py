@@ -17,6 +17,7 @@ from fusedattn.transformer.attention import MultiHeadAttention, checked_head_dim
 from fusedattn.transformer.blocks import TransformerBlock
 from fusedattn.transformer.cache import ModelCache
 from fusedattn.transformer.embedding import TokenEmbedding, token_mask
+from fusedattn.transformer.linear_attention import LinearAttention
 from fusedattn.transformer.positions import (
     LearnedPositionalEncoding,
     PositionalEncoding,
@@ -38,8 +39,12 @@ class GPTModel(nn.Module):
         max_len: the longest sequence.
         positions: ``"sinusoidal"`` (with embeddings scaled by ``sqrt(d_model)``), ``"learned"``
             (GPT-2) or ``"rotary"`` (all features of each head, in every block).
+        attention: ``"softmax"``; ``"linear"``, a :class:`LinearAttention` in every block; or a
+            Mask, such as ``masks.strided(64)``: what tokens see besides the causal mask. Sparse
+            patterns take no cache: generate with ``use_cache=False``.
 
     Raises:
+        TypeError: ``attention`` is neither a string nor a Mask.
         ValueError: an argument has none of these values, or head_dim is odd with ``"rotary"``.
     """
 
@@ -56,8 +61,14 @@ class GPTModel(nn.Module):
         n_kv_heads: int | None = None,
         norm: str = "pre",
         activation: str = "gelu",
+        attention: str | Mask = "softmax",
     ) -> None:
         super().__init__()
+        if not isinstance(attention, str | Mask):
+            raise TypeError(f"attention: got {type(attention).__name__}, allowed are 'softmax', 'linear' and a Mask")
+        if isinstance(attention, str) and attention not in ("softmax", "linear"):
+            raise ValueError(f"attention: got {attention!r}, allowed are 'softmax', 'linear' and a Mask")
+        self.pattern = attention if isinstance(attention, Mask) else masks.full()
         head_dim = checked_head_dim(d_model, n_heads, "n_heads")
         rope = None
         self.positions: PositionalEncoding | LearnedPositionalEncoding | None = None
@@ -83,6 +94,7 @@ class GPTModel(nn.Module):
                 activation=activation,
                 n_kv_heads=n_kv_heads,
                 rope=rope,
+                attention=LinearAttention() if attention == "linear" else None,
             )
             for _ in range(n_layers)
         )
@@ -113,6 +125,8 @@ class GPTModel(nn.Module):
         if past is not None and past + seqlen > self.max_len:
             raise ValueError(f"ids: got {seqlen} tokens after {past}, allowed are max_len = {self.max_len}")
         if cache is not None:
+            if self.pattern.pattern is not None:
+                raise NotImplementedError("cache: got one with a sparse pattern, allowed is None (use_cache=False)")
             self._check_cache(cache, batch)
             cache.check_room(seqlen)
         if self.positions is not None:
@@ -243,7 +257,7 @@ class GPTModel(nn.Module):
         return tokens
 
     def _hidden(self, x: Tensor, mask: Mask, caches: tuple[KVCache, ...] | None = None) -> Tensor:
-        visible = masks.causal() & mask
+        visible = masks.causal() & self.pattern & mask
         for i, block in enumerate(self.blocks):
             x = block(x, visible, cache=None if caches is None else caches[i])
         return x
