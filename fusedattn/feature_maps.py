@@ -35,6 +35,9 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_MADE: dict[str, FeatureMap] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class FeatureMap:
     """A function of each number of q and k, with its derivative: kernels apply both to tiles in registers.
@@ -44,7 +47,7 @@ class FeatureMap:
         derivative: ``@triton.jit``, ``derivative(x)`` -> d(features) / dx, at x.
         eager: ``function`` in torch, differentiable. None if no eager code needs it: the ``torch`` backend, and
             derivatives of gradients.
-        function_key, derivative_key: the keys of the two for :func:`fusedattn.functions.registered`.
+        key: the keys of the two for :func:`fusedattn.functions.registered`, of which operators make the map again.
 
     Raises:
         TypeError: ``function`` or ``derivative`` is not a ``@triton.jit`` function, or ``eager`` not a function.
@@ -53,13 +56,13 @@ class FeatureMap:
     function: Any
     derivative: Any
     eager: Callable[[Tensor], Tensor] | None = None
-    function_key: str = field(init=False)
-    derivative_key: str = field(init=False)
+    key: str = field(init=False)
 
     def __post_init__(self) -> None:
         functions.check_eager(self.eager)
-        object.__setattr__(self, "function_key", functions.register(self.function, "function"))
-        object.__setattr__(self, "derivative_key", functions.register(self.derivative, "derivative"))
+        of_function = functions.register(self.function, "function")
+        object.__setattr__(self, "key", f"{of_function} {functions.register(self.derivative, 'derivative')}")
+        _MADE[self.key] = self  # here, and not in a call, which a compiler may trace
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = functions.Importable(self.function), functions.Importable(self.derivative)
@@ -191,6 +194,20 @@ def split(feature_map: AnyFeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Ten
             )
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in found)
     return q, k, "identity"
+
+
+def key_of(feature_map: str | FeatureMap) -> str:
+    """A feature map as a string, as operators take it."""
+    return feature_map if isinstance(feature_map, str) else feature_map.key
+
+
+def of_key(key: str) -> str | FeatureMap:
+    """The inverse of :func:`key_of`; KeyError if this process has no such functions."""
+    if key in NAMED:
+        return key
+    if key not in _MADE:
+        return FeatureMap(*map(functions.registered, key.split(" ")))
+    return _MADE[key]
 
 
 def eager(feature_map: str | FeatureMap) -> Callable[[Tensor], Tensor]:

@@ -1,6 +1,6 @@
 """Linear attention by the Triton kernels, as PyTorch operators with gradients of any order.
 
-Kernels compute first derivatives; those of gradients come from kernels/ no more, but from the chunks of torch.
+Kernels compute first derivatives; those of gradients are derived from the torch backend.
 """
 
 from __future__ import annotations
@@ -10,34 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn.feature_maps import FeatureMap
-from fusedattn.functions import registered
+from fusedattn import feature_maps
 from fusedattn.linear import chunked
 from fusedattn.linear.options import LinearOptions
 from fusedattn.linear.state import LinearState
 
 N_DIFFERENTIABLE = 5  # q, k, v, kv, k_sum
-
-# A FeatureMap by the keys of its functions: an operator takes a string.
-_MAPS: dict[str, FeatureMap] = {}
-
-
-def _key_of(feature_map: str | FeatureMap) -> str:
-    if isinstance(feature_map, str):
-        return feature_map
-    key = f"{feature_map.function_key} {feature_map.derivative_key}"
-    _MAPS[key] = feature_map
-    return key
-
-
-def map_of(key: str) -> str | FeatureMap:
-    """The inverse of the key of a feature map."""
-    if " " not in key:
-        return key
-    if key not in _MAPS:
-        function, derivative = map(registered, key.split(" "))
-        return FeatureMap(function, derivative)
-    return _MAPS[key]
 
 
 @torch.library.custom_op("fusedattn::linear_attention_fwd", mutates_args=())
@@ -110,7 +88,7 @@ def _options(
     normalize: bool,
 ) -> LinearOptions:
     state = None if kv is None or k_sum is None else LinearState(kv, k_sum)
-    return LinearOptions(map_of(feature_map), causal, normalize, valid, state, cu_seqlens)
+    return LinearOptions(feature_maps.of_key(feature_map), causal, normalize, valid, state, cu_seqlens)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -166,7 +144,7 @@ linear_attention_bwd.register_autograd(_second, setup_context=_keep_for_second)
 def attention(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Tensor, LinearState]:
     """``(out, state)`` by the Triton kernels, differentiable."""
     kv, k_sum = options.initial_state or (None, None)
-    key = _key_of(options.feature_map)
+    key = feature_maps.key_of(options.feature_map)
     out, _, kv, k_sum = linear_attention_fwd(
         q, k, v, kv, k_sum, options.valid, options.cu_seqlens, key, options.causal, options.normalize
     )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, export
 
-from fusedattn import LinearState, linear_attention
+from fusedattn import LinearState, feature_maps, linear_attention
 from fusedattn.feature_maps import AnyFeatureMap, Favor, FeatureMap
-from fusedattn.linear import triton_backend
 from fusedattn.linear.triton_backend import linear_attention_bwd, linear_attention_fwd
 from fusedattn.testing import triton_functions
 from tests.conftest import BACKENDS, DEVICE
@@ -57,7 +56,7 @@ def arguments(problem: LinearProblem, *, strided: bool = False) -> tuple[Any, ..
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     state = [inputs.leaves.get(name) for name in ("kv", "k_sum")]
     options = inputs.options
-    key = triton_backend._key_of(options["feature_map"])
+    key = feature_maps.key_of(options["feature_map"])
     return q, k, v, *state, options["valid"], options["cu_seqlens"], key, options["causal"], options["normalize"]
 
 
@@ -174,8 +173,8 @@ def test_copies_of_a_feature_map():
     for other in (copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
         assert isinstance(other, FeatureMap)
         assert (other.function, other.derivative, other.eager) == (given.function, given.derivative, given.eager)
-        assert (other.function_key, other.derivative_key) == (given.function_key, given.derivative_key)
-        assert triton_backend.map_of(triton_backend._key_of(other)).function is given.function
+        assert other.key == given.key
+        assert feature_maps.of_key(feature_maps.key_of(other)).function is given.function
 
 
 def test_copies_of_random_features():
@@ -195,8 +194,8 @@ def test_copies_of_a_state():
 def test_a_feature_map_by_the_key_that_another_process_saved(monkeypatch):
     """It is found by its functions, if these are registered."""
     given = triton_functions.feature_map()
-    monkeypatch.setattr(triton_backend, "_MAPS", {})
-    found = triton_backend.map_of(f"{given.function_key} {given.derivative_key}")
+    monkeypatch.setattr(feature_maps, "_MADE", {})
+    found = feature_maps.of_key(given.key)
     assert (found.function, found.derivative) == (given.function, given.derivative)
     with pytest.raises(KeyError, match=r"function: got 'nowhere\.f#0'"):
-        triton_backend.map_of("nowhere.f#0 nowhere.g#0")
+        feature_maps.of_key("nowhere.f#0 nowhere.g#0")
