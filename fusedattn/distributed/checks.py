@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedattn import call_checks
+from fusedattn.distributed.cutting import reasons_of_pattern
 from fusedattn.distributed.placement import Placement
 from fusedattn.distributed.split import Split
 from fusedattn.masks import Mask
@@ -70,10 +71,7 @@ def of_own(
         call_checks.check_dropout_seed(options.dropout_seed, q)
     chosen = backend or default_backend(q.device)
     reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks)
-    if mask.pattern is not None and mask.pattern.tensors():
-        reasons.append(
-            f"mask: got {', '.join(mask.pattern.tensors())} with a context, allowed are sparse patterns without tensors"
-        )
+    reasons += reasons_of_pattern(mask)
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     return q, k, v

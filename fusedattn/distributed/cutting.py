@@ -41,6 +41,14 @@ def cut(options: Options, part: Rectangle) -> Options:
     )
 
 
+def reasons_of_pattern(mask: Mask) -> list[str]:
+    """Why the sparse pattern of a mask cannot be cut: its tensors have the batches and heads of the whole."""
+    if mask.pattern is None or not mask.pattern.tensors():
+        return []
+    named = ", ".join(mask.pattern.tensors())
+    return [f"mask: got {named} and tensors of many processes, allowed are sparse patterns without tensors"]
+
+
 def _mask(mask: Mask, part: Rectangle) -> Mask:
     documents, layout = mask.documents, mask.layout
     if documents is not None:

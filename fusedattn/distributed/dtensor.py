@@ -13,7 +13,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fusedattn import backends, call_checks
-from fusedattn.distributed.cutting import Rectangle, cut
+from fusedattn.distributed.cutting import Rectangle, cut, reasons_of_pattern
 from fusedattn.distributed.kv_heads import heads_of, kv_heads
 from fusedattn.distributed.partial import learned_of, with_learned
 from fusedattn.dropout import draw_seed
@@ -93,9 +93,12 @@ def _check(q: DTensor, k: DTensor, v: DTensor, options: Options) -> None:
 
     Raises:
         TypeError, ValueError: as :func:`fusedattn.attention`.
+        NotImplementedError: the mask cannot be cut.
     """
     call_checks.check_qkv(q, k, v)
     call_checks.check_mask(options.mask, q, k.shape[2])
+    if reasons := reasons_of_pattern(options.mask):
+        raise NotImplementedError("attention cannot run on DTensors: " + "; ".join(reasons))
     if options.rope is not None:
         call_checks.check_rope(options.rope, q, k.shape[2])
     if options.bias is not None:

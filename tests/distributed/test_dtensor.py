@@ -225,6 +225,7 @@ def refusals() -> dict[str, str]:
     def split(placement: Placement, x: Tensor = whole) -> DTensor:
         return distribute_tensor(x, mesh, [placement])
 
+    blocks = torch.zeros(1, 4, 1, 1, dtype=torch.int64)
     by_heads, odd = split(Shard(1)), split(Replicate(), whole[:, :3])
     calls: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
         "sequence": ((split(Shard(2)), by_heads, by_heads), {}),
@@ -234,6 +235,7 @@ def refusals() -> dict[str, str]:
         "groups": ((by_heads, odd, odd), {}),
         "mask of a part": ((by_heads, by_heads, by_heads), {"mask": masks.padding(torch.ones(1, 6, dtype=torch.bool))}),
         "bias of a part": ((by_heads, by_heads, by_heads), {"bias": torch.zeros(2, 2, 6, 6)}),
+        "lists of blocks": ((by_heads, by_heads, by_heads), {"mask": masks.selected_blocks(blocks, 6)}),
     }
     found = {}
     for name, (qkv, options) in calls.items():
@@ -256,6 +258,7 @@ def test_what_cannot_be_split_is_refused_and_nothing_is_copied(tmp_path: Path) -
         "groups": ("ValueError: ", "nheads"),
         "mask of a part": ("ValueError: mask: padding(valid)", "(2, 6)"),
         "bias of a part": ("ValueError: bias", "(2, 4, 6, 6)"),
+        "lists of blocks": ("NotImplementedError: attention cannot run on DTensors: mask: got selected", "without"),
         "collectives": ("0", ""),
     }
     for found in in_processes(2, tmp_path, refusals):

@@ -218,6 +218,21 @@ def models() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@step
+def lists_of_blocks() -> Any:
+    """A sparse mask with a tensor of the whole attention."""
+    context = context_of("ring")
+    mask = masks.selected_blocks(torch.zeros(1, 1, 1, 1, dtype=torch.int64), 16)
+    q = torch.randn(1, 4, 8, HEAD_DIM)
+    return caught(lambda: attention(q, q, q, mask=mask, context=context, backend="torch"))
+
+
+def test_sparse_masks_with_tensors_are_refused(found: dict[str, list[Any]]) -> None:
+    assert_all_raised(
+        found["lists_of_blocks"], "NotImplementedError", r"mask: got selected_blocks\(indices\) and tensors"
+    )
+
+
 MODELS = {
     "need_weights": ("NotImplementedError", "need_weights: got True with a context"),
     "cache": ("NotImplementedError", "cache"),

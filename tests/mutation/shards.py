@@ -51,6 +51,7 @@ FAULTS = (
     Fault(DTENSOR, "into_kv = [Partial() if x != y else y", "into_kv = [y", "DTensor: gradient of shared KV heads is not added up", DTENSORS),
     Fault(DTENSOR, "gradient = [Replicate() if placement.is_replicate() else Partial()", "gradient = [Replicate()", "DTensor: gradient of a bias is not added up", DTENSORS),
     Fault(DTENSOR, "    if own_k.shape[1] * group != n_heads:", "    if False:", "DTensor: all KV heads for some query heads", DTENSORS),
+    Fault(CUTTING, "if mask.pattern is None or not mask.pattern.tensors():", "if True:", "sparse: lists of blocks of the whole attention for a part", "tests/distributed/test_dtensor.py -k refused"),
     Fault("fusedattn/parts.py", "into_lse = (dout * (out.to(weight.dtype) - whole_out)).sum(dim=-1)", "into_lse = (dout * out.to(weight.dtype)).sum(dim=-1)", "gradients of a part: of its lse without the whole's out", BACKWARD_OF_A_PART),
     Fault("fusedattn/parts.py", "weight, rest = torch.sigmoid(difference), torch.sigmoid(-difference)", "weight, rest = torch.sigmoid(difference), torch.ones_like(difference)", "ring: earlier keys keep their weight", PROCESSES),
     Fault("fusedattn/integrations/torch_flash.py", "gradients_of_part((out, lse), whole, (dout, None))", "(dout, None)", "torch's flash: the backward ignores lse of more keys", BACKWARD_OF_A_PART),
