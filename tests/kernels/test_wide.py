@@ -41,7 +41,7 @@ def test_budget(case, dtype):
 @pytest.mark.skipif(not INTERPRETING, reason="a GPU computes TF32 in fewer bits")
 def test_pieces_of_fewer_features(monkeypatch):
     """If TF32 is allowed, more than 128 features are too many."""
-    monkeypatch.setattr(launching, "_precision", lambda dtype: "tf32")
+    monkeypatch.setattr(launching, "precision_of", lambda dtype: "tf32")
     case = Case("tf32", **SHAPE, head_dim=132, causal="bottom_right", padding="right")
     assert_accurate(triton_attention, inputs_of(case), case)
 

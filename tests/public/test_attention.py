@@ -516,12 +516,12 @@ def test_float32_matmul_precision_may_be_set_either_way():
 @pytest.mark.parametrize(("setting", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
 def test_float32_precision_is_that_of_torch(setting, expected):
     """TF32 only if the user allowed it, and only for float32; the interpreter ignores both."""
-    from fusedattn.backends.triton.launching import _precision
+    from fusedattn.backends.triton.launching import precision_of
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        assert _precision(torch.float32) == expected
-        assert _precision(torch.bfloat16) == _precision(torch.float64) == "ieee"
+        assert precision_of(torch.float32) == expected
+        assert precision_of(torch.bfloat16) == precision_of(torch.float64) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
