@@ -338,7 +338,7 @@ def test_operators_are_named_by_the_prefix(exported: Path) -> None:
                 count += 1
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert "fusedattn::" not in node.value, path
-    sources = (path.read_text() for path in (Path(fusedattn.__file__).parent / "backends/triton").glob("*.py"))
+    sources = (path.read_text() for path in Path(fusedattn.__file__).parent.rglob("*.py"))
     assert count == sum(source.count('custom_op("fusedattn::') for source in sources) > 0
 
 
