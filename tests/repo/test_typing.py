@@ -44,7 +44,7 @@ masks.causal(align="left")
 """
 
 REVEALED = (
-    "fusedattn.masks.Mask",
+    "fusedattn.mask.Mask",
     "torch._tensor.Tensor",
     "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
     "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
