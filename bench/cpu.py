@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.measuring.timing import HostStopwatch, Rounds, SetUp, medians
 from bench.report.page import table_of, write_block
 from fusedattn import attention, biases, masks
 from fusedattn.cli.machine import versions
@@ -128,10 +128,7 @@ def measure() -> Iterator[dict[str, Any]]:
                     runs = dict(contestants(work, q, k, v, dout if direction != "forward" else None))
                     for run in runs.values():
                         run()()  # warms up
-                    samples, failures = interleaved(runs, stopwatch, ROUNDS, Budget())
-                    if failures:
-                        raise next(iter(failures.values()))
-                    times = {contestant: spread(found).median for contestant, found in samples.items()}
+                    times = medians(runs, stopwatch, ROUNDS)
                     row[direction] = {x: times["fusedattn"] / times[x] for x in times if x != "fusedattn"}
                 print(json.dumps(row), flush=True)
                 yield row

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.measuring.timing import HostStopwatch, Rounds, medians, without_set_up
 from bench.report.page import table_of, write_block
 from fusedattn import KVCache, attention
 from fusedattn.cli.machine import versions
@@ -87,11 +87,7 @@ def measure() -> Iterator[dict[str, Any]]:
                     runs[GATHERED] = functools.partial(gathered, q, cache)
             for run in runs.values():
                 run()  # warms up
-            set_ups: dict[str, SetUp] = {name: lambda run=run: run for name, run in runs.items()}  # type: ignore[misc]
-            samples, failures = interleaved(set_ups, stopwatch, ROUNDS, Budget())
-            if failures:
-                raise next(iter(failures.values()))
-            times = {name: spread(found).median for name, found in samples.items()}
+            times = medians(without_set_up(runs), stopwatch, ROUNDS)
             for name in runs:
                 if name not in (GATHERED, VIEWS):
                     ratios = {other: times[name] / times[other] for other in (GATHERED, VIEWS)}

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.measuring.timing import HostStopwatch, Rounds, medians, without_set_up
 from bench.report.page import table_of, write_block
 from fusedattn import linear_attention
 from fusedattn.cli.machine import versions
@@ -58,11 +58,7 @@ def measure() -> Iterator[dict[str, Any]]:
             inputs = list(torch.randn(4, 1, NHEADS, n, HEAD_DIM))
             for name, function in FUNCTIONS.items():
                 runs[name, n] = functools.partial(call, function, inputs, backward)
-        set_ups: dict[Any, SetUp] = {name: lambda run=run: run for name, run in runs.items()}  # type: ignore[misc]
-        samples, failures = interleaved(set_ups, stopwatch, ROUNDS, Budget())
-        if failures:
-            raise next(iter(failures.values()))
-        times: dict[Any, float] = {name: spread(found).median for name, found in samples.items()}
+        times = medians(without_set_up(runs), stopwatch, ROUNDS)
         for n in LENGTHS:
             of_token = times[LINEAR, n] / n / (times[LINEAR, LENGTHS[0]] / LENGTHS[0])
             row = {"direction": direction, "n": n, "of token": of_token, "ratio": times[LINEAR, n] / times[SOFTMAX, n]}

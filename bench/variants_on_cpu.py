@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.measuring.timing import Budget, HostStopwatch, Rounds, SetUp, interleaved, spread
+from bench.measuring.timing import HostStopwatch, Rounds, medians, without_set_up
 from bench.report.page import table_of, write_block
 from fusedattn import fuse, masks
 from fusedattn.cli.demo import corpus, settings, training
@@ -83,11 +83,7 @@ def costs(text: corpus.Corpus) -> list[dict[str, Any]]:
     stopwatch, rows = HostStopwatch(torch.device("cpu"), clock=time.thread_time), []
     for seqlen in SETTINGS.lengths:
         steps = {variant: step_of(variant, text, seqlen) for variant in VARIANTS}
-        set_ups: dict[str, SetUp] = {name: lambda step=step: step for name, step in steps.items()}  # type: ignore[misc]
-        samples, failures = interleaved(set_ups, stopwatch, ROUNDS, Budget())
-        if failures:
-            raise next(iter(failures.values()))
-        times = {name: spread(found).median for name, found in samples.items()}
+        times = medians(without_set_up(steps), stopwatch, ROUNDS)
         for variant, step in steps.items():
             with peak_memory(torch.device("cpu")) as peak:
                 step()

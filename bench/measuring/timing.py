@@ -6,11 +6,13 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+Name = TypeVar("Name", bound=Hashable)
 
 Timed = Callable[[], object]
 SetUp = Callable[[], Timed]  # runs the untimed preparation; returns the function to time
@@ -130,9 +132,22 @@ def spread(samples: list[float]) -> Spread:
     return Spread(median, q1, q3, len(samples))
 
 
+def without_set_up(runs: Mapping[Name, Timed]) -> dict[Name, SetUp]:
+    """Functions to time that need no preparation."""
+    return {name: lambda run=run: run for name, run in runs.items()}  # type: ignore[misc]
+
+
+def medians(runs: Mapping[Name, SetUp], stopwatch: Stopwatch, rounds: Rounds) -> dict[Name, float]:
+    """The median of each of :func:`interleaved` runs, in milliseconds; raises what one of them raised."""
+    samples, failures = interleaved(runs, stopwatch, rounds, Budget())
+    if failures:
+        raise next(iter(failures.values()))
+    return {name: spread(found).median for name, found in samples.items()}
+
+
 def interleaved(
-    runs: Mapping[str, SetUp], stopwatch: Stopwatch, rounds: Rounds, budget: Budget
-) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    runs: Mapping[Name, SetUp], stopwatch: Stopwatch, rounds: Rounds, budget: Budget
+) -> tuple[dict[Name, list[float]], dict[Name, Exception]]:
     """Samples of each run, in milliseconds, and exceptions by run; a run that raised takes no further turn.
 
     In every round each run has one turn, in a new random order, so that drifting clocks and the effects of the previous
@@ -141,8 +156,8 @@ def interleaved(
     Raises:
         OutOfTimeError: the budget is spent before the least number of rounds.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    failures: dict[str, Exception] = {}
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    failures: dict[Name, Exception] = {}
     began = budget.clock()
     for done in range(rounds.most):
         if done >= rounds.least and (budget.is_spent or budget.clock() - began >= rounds.seconds):
