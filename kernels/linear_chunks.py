@@ -6,12 +6,14 @@ chunk, products are those of attention without a softmax. (Katharopoulos et al.,
 chunks: Hua et al., "Transformer Quality in Linear Time", 2022, section 3.3.)
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import exp2_of_product
 from fusedattn.kernels.primitives import (
     INTERPRETED,
@@ -259,6 +261,19 @@ def sizes_of(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     if dtype.itemsize == 2:
         return (64, 64) if head_dim <= 128 else (16, 32)
     return (32, 32) if head_dim <= 64 else (16, 32)
+
+
+@lru_cache(maxsize=1024)
+def constants_of(kernel: Any, tile: LinearTile, feature_map: FeatureMap, **switches: bool) -> launcher.KernelConstants:
+    """The constants of a launch; `switches` are the constexpr parameters of a kernel besides the two."""
+    return launcher.KernelConstants(
+        kernel,
+        tile=tile,
+        feature_map=feature_map,
+        **switches,
+        num_warps=NUM_WARPS,
+        num_stages=1,  # copies ahead would touch registers of products in flight (docs/decisions/0021)
+    )
 
 
 def linear_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype, precision: str) -> LinearTile:

@@ -19,8 +19,6 @@ den_i.
     grid      (heads of x * chunks of x,)
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -28,11 +26,11 @@ import triton.language as tl
 from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import divide
 from fusedattn.kernels.linear_chunks import (
-    NUM_WARPS,
     ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
+    constants_of,
     features_of,
     load_numbers,
     load_rows,
@@ -187,23 +185,8 @@ def launch(
 ) -> None:
     """Fill `dx` and, if `den` is given, the tensors of `numbers`; `counts` are those of the rows of `dx`."""
     launcher.launch(
-        _constants(tile, feature_map, is_causal, transposed),
+        constants_of(linear_features, tile, feature_map, CAUSAL=is_causal, TRANSPOSED=transposed),
         x.shape[1] * counts.all,
         (strided(x), strided(w), strided(y), strided(z), valid, numbers, chunks, state, strided(dx), den),
         (x.shape[1], w.shape[1], x.shape[2], *counts),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _constants(
-    tile: LinearTile, feature_map: FeatureMap, is_causal: bool, transposed: bool
-) -> launcher.KernelConstants:
-    return launcher.KernelConstants(
-        linear_features,
-        tile=tile,
-        feature_map=feature_map,
-        CAUSAL=is_causal,
-        TRANSPOSED=transposed,
-        num_warps=NUM_WARPS,
-        num_stages=1,
     )

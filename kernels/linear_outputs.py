@@ -14,8 +14,6 @@ The sums are over the pairs j <= i of one chunk, if CAUSAL, and empty otherwise.
     grid      (blocks of head_dim_v * heads of x * chunks of x,)
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +21,11 @@ import triton.language as tl
 from fusedattn.kernels import launcher
 from fusedattn.kernels.accurate_math import quotient
 from fusedattn.kernels.linear_chunks import (
-    NUM_WARPS,
     ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
+    constants_of,
     features_of,
     load_numbers,
     load_rows,
@@ -147,23 +145,8 @@ def launch(
 ) -> None:
     """Fill `out` and, if given, `den`; `counts` are those of its rows."""
     launcher.launch(
-        _constants(tile, feature_map, is_causal, transposed),
+        constants_of(linear_outputs, tile, feature_map, CAUSAL=is_causal, TRANSPOSED=transposed),
         triton.cdiv(y.shape[3], tile.BLOCK_DV.value) * x.shape[1] * counts.all,
         (strided(x), strided(w), strided(y), valid, numbers, chunks, state, strided(out), den),
         (x.shape[1], w.shape[1], x.shape[2], *counts),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _constants(
-    tile: LinearTile, feature_map: FeatureMap, is_causal: bool, transposed: bool
-) -> launcher.KernelConstants:
-    return launcher.KernelConstants(
-        linear_outputs,
-        tile=tile,
-        feature_map=feature_map,
-        CAUSAL=is_causal,
-        TRANSPOSED=transposed,
-        num_warps=NUM_WARPS,
-        num_stages=1,
     )

@@ -13,7 +13,6 @@ it has; of all queries, that of S_0. Query heads of one KV head are summed.
     grid      (blocks of head_dim_v * nheads_kv * sequences,); a program goes through all chunks of a sequence
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,11 @@ import triton.language as tl
 
 from fusedattn.kernels import launcher
 from fusedattn.kernels.linear_chunks import (
-    NUM_WARPS,
     ChunkCounts,
     Chunks,
     FeatureMap,
     LinearTile,
+    constants_of,
     features_of,
     load_numbers,
     load_rows,
@@ -134,20 +133,8 @@ def launch(
     """Fill `states` and `final`, or only `final`; layouts as in the module docstring."""
     n_sequences, nheads = final.kv.shape[:2]
     launcher.launch(
-        _constants(tile, feature_map, is_reversed),
+        constants_of(linear_states, tile, feature_map, REVERSED=is_reversed),
         triton.cdiv(y.shape[3], tile.BLOCK_DV.value) * nheads * n_sequences,
         (strided(x), strided(y), valid, numbers, chunks, initial, states, final),
         (nheads, x.shape[1] // nheads, x.shape[2], counts.each, n_sequences),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _constants(tile: LinearTile, feature_map: FeatureMap, is_reversed: bool) -> launcher.KernelConstants:
-    return launcher.KernelConstants(
-        linear_states,
-        tile=tile,
-        feature_map=feature_map,
-        REVERSED=is_reversed,
-        num_warps=NUM_WARPS,
-        num_stages=1,  # copies ahead would touch registers of products in flight (docs/decisions/0021)
     )

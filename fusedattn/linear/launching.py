@@ -125,9 +125,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> tuple[Te
     """The results of :func:`fusedattn.linear.triton_backend.linear_attention_fwd`."""
     problem = _problem(q, k, v, options)
     out = _new_rows(q, v.shape[3], options)
-    den = problem.new_state(0)[0].new_empty(q.shape[:3] if options.normalize else 0)
-    if options.cu_seqlens is not None:
-        den.zero_()  # a result of the operator, also for tokens of no sequence
+    # A result of the operator, also for tokens of no sequence.
+    new: Any = q.new_empty if options.cu_seqlens is None else q.new_zeros
+    den = new(q.shape[:3] if options.normalize else 0, dtype=torch.promote_types(q.dtype, torch.float32))
     with on_device_of(q):
         state, final = problem.states(problem.k, problem.v, NO_NUMBERS, problem.initial, is_reversed=False)
         linear_outputs.launch(

@@ -15,8 +15,6 @@ from fusedattn.linear import chunked
 from fusedattn.linear.options import LinearOptions
 from fusedattn.linear.state import LinearState
 
-N_DIFFERENTIABLE = 5  # q, k, v, kv, k_sum
-
 
 @torch.library.custom_op("fusedattn::linear_attention_fwd", mutates_args=())
 def linear_attention_fwd(

@@ -9,11 +9,8 @@ import sys
 
 import torch
 
-from tests.helpers import (
-    cached_contract,
-    contract,
-    linear_contract,
-)  # through tests.conftest, which decides how Triton runs
+# Through tests.conftest, which decides how Triton runs.
+from tests.helpers import cached_contract, contract, linear_contract
 from tests.helpers.cached_problem import CachedProblem
 from tests.helpers.hostile import FuzzProblem
 from tests.helpers.linear import LinearProblem
