@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -18,8 +19,9 @@ from fusedattn import attention, testing
 from fusedattn.cli.check import command
 from fusedattn.kernels import devices
 from fusedattn.kernels.configs import Style, TileConfig
-from fusedattn.testing import Ratios, Results
+from fusedattn.testing import LinearCase, Ratios, Results, linear
 from fusedattn.testing.cases import Case, Inputs, make_inputs
+from fusedattn.testing.linear_cases import make_linear_inputs
 
 STYLES: tuple[Style, ...] = ("pipelined", "descriptors")
 
@@ -62,14 +64,23 @@ class Smoke(Job):
     CALLS: ClassVar[int] = 3  # the second may be recorded, the third replayed
 
     def run(self, device: torch.device) -> Answer:
-        inputs = make_inputs(self.case, device)
-        first, *others = (self._results(inputs) for _ in range(self.CALLS))
-        truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
-        answer = within_budget(testing.compare_results(first, truth, eager, inputs.q.dtype, terms))
+        call, compare = self._prepare(device)
+        first, *others = (call() for _ in range(self.CALLS))
+        answer = within_budget(compare(first))
         # Sums in any order differ from run to run.
         repeated = [{name: x for name, x in found.items() if self.deterministic or name != "dq"} for found in others]
         wrong = [text for found in repeated for text in _differences(found, first, "the first call")]
         return replace(answer, ok=answer.ok and not wrong, text="; ".join([*filter(None, [answer.text]), *wrong]))
+
+    def _prepare(self, device: torch.device) -> tuple[Callable[[], Results], Callable[[Results], dict[str, Ratios]]]:
+        """The call, and the comparison of its results with the truth."""
+        inputs = make_inputs(self.case, device)
+
+        def compare(found: Results) -> dict[str, Ratios]:
+            truth, eager, terms = testing.golden(inputs), testing.baseline(inputs), testing.bias_terms(inputs)
+            return testing.compare_results(found, truth, eager, inputs.q.dtype, terms)
+
+        return functools.partial(self._results, inputs), compare
 
     def _results(self, inputs: Inputs) -> Results:
         if inputs.cache is not None:
@@ -77,6 +88,18 @@ class Smoke(Job):
         call: Any = functools.partial(attention, backend="triton", deterministic=self.deterministic)
         with nullcontext() if self.deterministic else holding_one_pass():
             return testing.run(call, inputs)
+
+
+@dataclass(frozen=True)
+class LinearSmoke(Smoke):
+    """A call of linear attention."""
+
+    case: LinearCase  # type: ignore[assignment]  # another kind of call
+
+    def _prepare(self, device: torch.device) -> tuple[Callable[[], Results], Callable[[Results], dict[str, Ratios]]]:
+        inputs = make_linear_inputs(self.case, device)
+        call = functools.partial(linear.run_linear, linear.linear_on("triton"), self.case, inputs)
+        return call, functools.partial(linear.compare_linear, self.case, inputs)
 
 
 @dataclass(frozen=True)
@@ -132,7 +155,7 @@ def _differences(found: Results, first: Results, of: str) -> list[str]:
 class Check(Job):
     """The error budget of one feature in one dtype."""
 
-    case: Case
+    case: Case | LinearCase
 
     @property
     def part(self) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from bench import goals
-from bench.first.jobs import Before, Check, Job, Smoke, Styles
+from bench.first.jobs import Before, Check, Job, LinearSmoke, Smoke, Styles
 from bench.work import suites
 from bench.work.work import Work
+from fusedattn.testing import LINEAR_CASES, LinearCase
 from fusedattn.testing.cases import CACHED_CASES, CASES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +34,11 @@ _CALLS: dict[str, dict[str, Any]] = {
     "attention_bwd_dq_sum": {"case": Case(**_CAUSAL), "deterministic": False},
     "cache_append": {"case": Case(**_CAUSAL, cache="paged", rope="half")},
 }
-SMOKE = [Smoke(name, **fields) for name, fields in _CALLS.items()]
+_LINEAR = LinearCase(nheads_q=8, nheads_kv=4, seqlen_q=200, head_dim=64, dtype=torch.bfloat16, initial_state=True)
+SMOKE = [
+    *(Smoke(name, **fields) for name, fields in _CALLS.items()),
+    LinearSmoke("linear_states, linear_outputs, linear_features", _LINEAR),
+]
 
 _STYLED: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "dtype": torch.bfloat16}
 STYLES = [
@@ -50,7 +55,7 @@ def jobs(device_type: str) -> list[Job]:
     small = device_type == "cpu"
     found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
     for dtype in DTYPES:
-        cases = CASES[:1] if small else (*CASES, *CACHED_CASES)
+        cases = CASES[:1] if small else (*CASES, *CACHED_CASES, *LINEAR_CASES)
         found += [Check(case.name, replace(case, dtype=dtype)) for case in cases]
     return found + [Before(work.name, work) for work in works(device_type)]
 
@@ -66,5 +71,6 @@ def works(device_type: str) -> list[Work]:
 def smaller(job: Any) -> Any:
     """The job with a few small tiles, for the interpreter."""
     case = job.case
-    lengths = {name: min(getattr(case, name), 37 if name == "seqlen_q" else 70) for name in ("seqlen_q", "seqlen_k")}
+    most = {"seqlen_q": 37, "seqlen_k": 70}
+    lengths = {name: min(getattr(case, name), n) for name, n in most.items() if getattr(case, name) is not None}
     return replace(job, case=replace(case, batch=1, nheads_q=2, nheads_kv=1, head_dim=16, **lengths))

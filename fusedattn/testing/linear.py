@@ -114,7 +114,16 @@ def check_linear(
 ) -> dict[str, Ratios]:
     """Measure out, the state and every gradient of a case against the error budget."""
     inputs = make_linear_inputs(case, device)
-    actual = run_linear(linear_on(backend), case, inputs)
+    return compare_linear(case, inputs, run_linear(linear_on(backend), case, inputs), eager)
+
+
+def compare_linear(
+    case: LinearCase,
+    inputs: LinearInputs,
+    actual: Results,
+    eager: Callable[[LinearCase, LinearInputs], Results] = linear_baseline,
+) -> dict[str, Ratios]:
+    """The share of its budget that each of the results uses."""
     golden, baseline = linear_golden(case, inputs), eager(case, inputs)
     # The quadratic formula subtracts delta from a product of values before it adds up keys; with a state, sums are
     # subtracted. In 16 bits other errors are larger.

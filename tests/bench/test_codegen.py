@@ -29,15 +29,11 @@ def kernels() -> set[str]:
     Those in Gluon are no part of it yet.
     """
     sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    calls = (
-        node
-        for source in sources
-        if "@gluon.jit" not in source
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and node.args
-    )
-    made = (x for x in calls if ast.unparse(x.func) in ("constants_of", "launcher.KernelConstants"))
-    return {ast.unparse(x.args[0]) for x in made}
+    nodes = [x for source in sources if "@gluon.jit" not in source for x in ast.walk(ast.parse(source))]
+    compiled = {x.name for x in nodes if isinstance(x, ast.FunctionDef) and x.decorator_list}
+    calls = (x for x in nodes if isinstance(x, ast.Call) and x.args)
+    makers = ("constants_of", "launcher.KernelConstants")
+    return compiled & {ast.unparse(x.args[0]) for x in calls if ast.unparse(x.func) in makers}
 
 
 def tiles_of(target: configs.Arch) -> set[tuple[str, str]]:
