@@ -11,6 +11,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.linear.attention import linear_attention
 from fusedattn.linear.state import LinearState
 from fusedattn.merge import merge
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.score_mod import ArgGradient, ScoreMod
 from fusedattn.support import not_supported_reasons
@@ -23,6 +24,7 @@ __all__ = [
     "ArgGradient",
     "KVCache",
     "LinearState",
+    "QKNorm",
     "Replacement",
     "Rope",
     "ScoreMod",

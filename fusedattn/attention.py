@@ -14,6 +14,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options
 from fusedattn.prepare import prepared, scale_of
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend, are_dtensors
@@ -90,6 +91,7 @@ def attention(
     context: Context | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -109,7 +111,7 @@ def attention(
     Vaswani et al., "Attention Is All You Need" (2017), eq. 1, with the rotation of Su et al. (2021), computed
     tile by tile as Dao (2023) does: nothing of size ``seqlen_q x seqlen_k`` is stored. The scores are, in this order::
 
-        s = scale * rope(q) rope(k)^T
+        s = scale * rope(norm(q)) rope(norm(k))^T
         s = softcap * tanh(s / softcap)
         s = score_mod(s)
         s = s + bias
@@ -134,6 +136,8 @@ def attention(
             ``(batch, nheads_q, seqlen_q, seqlen_k)``; True = attend. ``masks.causal()`` aligns the last query
             with the last key.
         rope: rotary tables and positions, applied to q and k inside the kernels; :class:`fusedattn.Rope`.
+        qk_norm: normalises each query and key before the rotation; :class:`fusedattn.QKNorm`. Keys of a cache are not
+            normalised here: append :meth:`fusedattn.QKNorm.of_keys` of them.
         bias: a :class:`fusedattn.biases.Bias`, or a floating-point tensor broadcastable to
             ``(batch, nheads_q, seqlen_q, seqlen_k)``; its gradient is summed over the broadcast dimensions.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
@@ -196,7 +200,7 @@ def attention(
             context.refuse(error)  # the other processes wait for this one
         raise error
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
-    plainly = plainly and cache is None and score_mod is None and sinks is None and context is None
+    plainly = plainly and qk_norm is None and cache is None and score_mod is None and sinks is None and context is None
     plainly = plainly and not return_lse and not return_max
     plainly = plainly and type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
     if plainly and dropout_seed is None and k is not None and v is not None:
@@ -207,7 +211,7 @@ def attention(
         is_nested = are_nested(q, k, v)
         options = Options(
             as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-            deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
+            deterministic, return_lse, return_max, cache=cache, num_splits=num_splits, qk_norm=qk_norm,
         )  # fmt: skip
     except Exception as error:
         if context is not None:

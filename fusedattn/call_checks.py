@@ -15,6 +15,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed, lengths_of
 from fusedattn.readable import can_read
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.shard import WHOLE, Shard
@@ -404,6 +405,13 @@ def check_score_mod(score_mod: ScoreMod, q: Tensor) -> None:
     if not isinstance(score_mod, ScoreMod):
         raise TypeError(f"score_mod: got {type(score_mod).__name__}, allowed are fusedattn.ScoreMod and None")
     _check_device("score_mod", score_mod.tensors(), q)
+
+
+def check_qk_norm(qk_norm: QKNorm, q: Tensor, nheads_kv: int) -> None:
+    """Raise TypeError or ValueError unless the weights of the norm fit the heads and lie on the device of q."""
+    if not isinstance(qk_norm, QKNorm):
+        raise TypeError(f"qk_norm: got {type(qk_norm).__name__}, allowed are fusedattn.QKNorm and None")
+    qk_norm.check(q, nheads_kv)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedattn.biases import Bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.shard import WHOLE, Shard
@@ -22,6 +23,7 @@ class Keywords(TypedDict, total=False):
 
     mask: Mask | Tensor | None
     rope: Rope | None
+    qk_norm: QKNorm | None
     bias: Bias | Tensor | None
     scale: float | None
     softcap: float | None
@@ -87,6 +89,7 @@ class Options:
     shard: Shard = WHOLE
     cache: KVCache | None = None
     num_splits: int | None = None
+    qk_norm: QKNorm | None = None
 
     def of_numbers(self) -> dict[str, Any]:
         """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""

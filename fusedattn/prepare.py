@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ def prepared(
     call_checks.check_mask(mask, q, seqlen_k, packed, options.shard)
     if options.rope is not None:
         call_checks.check_rope(options.rope, q, seqlen_k, packed, cache)
+    if options.qk_norm is not None:
+        call_checks.check_qk_norm(options.qk_norm, q, k.shape[1])
     if options.bias is not None:
         call_checks.check_bias(options.bias, q, seqlen_k, packed)
     if score_mod is not None:
@@ -74,8 +77,8 @@ def prepared(
     if options.softcap is not None:
         options.softcap = float(options.softcap)
     chosen = known or backend or default_backend(q.device)
-    if known is None or mask.function is not None or score_mod is not None:
-        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache, options.bias, options.sinks)
+    if known is None or mask.function is not None or score_mod is not None or options.qk_norm is not None:
+        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache, options.bias, options.sinks, options.qk_norm)
         if reasons:
             raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     if known is None and kind is not None:
@@ -134,8 +137,13 @@ def _with_positive_scale(q: Tensor, options: Options) -> Tensor:
     if scale <= -SMALLEST_SCALE:
         options.scale = -scale
         return -q
-    options.scale = SMALLEST_SCALE
-    return q * (scale / SMALLEST_SCALE)
+    options.scale, factor = SMALLEST_SCALE, scale / SMALLEST_SCALE
+    norm = options.qk_norm
+    if norm is None:
+        return q * factor
+    weight = q.new_ones(()) if norm.q_weight is None else norm.q_weight
+    options.qk_norm = replace(norm, q_weight=weight * factor)  # the norm of q does not depend on a factor of q
+    return q
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ On float64 copies of the inputs it gives the golden results of the tests; on the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,12 @@ from torch import Tensor
 from fusedattn import dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.readable import is_readable
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.shard import WHOLE, Shard
+from fusedattn.zeroed import zeroed
 
 
 def attention(
@@ -29,6 +30,7 @@ def attention(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -47,7 +49,7 @@ def attention(
         q: ``(batch, nheads_q, seqlen_q, head_dim)``.
         k: ``(batch, nheads_kv, seqlen_k, head_dim)`` with ``nheads_q % nheads_kv == 0``.
         v: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
-        mask, rope, bias, scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for
+        mask, rope, qk_norm, bias, scale, softcap, score_mod, sinks, dropout_p, dropout_seed: as for
             :func:`fusedattn.attention`.
         shard: the part of a larger attention that this is.
 
@@ -67,6 +69,8 @@ def attention(
     visible = mask.dense(seqlen_q, seqlen_k, batch=batch, nheads=nheads, shard=shard, device=q.device)
     visible = visible.expand(batch, nheads, -1, -1)
 
+    if qk_norm is not None:
+        q, k = qk_norm.apply(q, k)
     if rope is not None:
         q, k = rope.rotate(q, k)
     blind = ~visible.any(dim=-1, keepdim=True)
@@ -81,7 +85,7 @@ def attention(
     scores = scores.masked_fill(~visible, -math.inf)
     if _products_leak(v) and not ((scores < math.inf).all() and v.isfinite().all()):
         out, lse, weights = attention(
-            *(x.float() for x in given), mask=mask, rope=rope, bias=bias, scale=scale, softcap=softcap,
+            *(x.float() for x in given), mask=mask, rope=rope, qk_norm=qk_norm, bias=bias, scale=scale, softcap=softcap,
             score_mod=score_mod, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed, shard=shard,
         )  # fmt: skip
         return out.to(v.dtype), lse, weights.to(v.dtype)
@@ -105,6 +109,7 @@ def largest_scores(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -115,7 +120,7 @@ def largest_scores(
     """The largest score of each query, as the softmax sees it: scaled, and after the other steps before the mask.
 
     Args:
-        q, k, mask, rope, bias, scale, softcap, score_mod, shard: as for :func:`attention`.
+        q, k, mask, rope, qk_norm, bias, scale, softcap, score_mod, shard: as for :func:`attention`.
         rows: which queries; all by default.
 
     Returns:
@@ -125,6 +130,8 @@ def largest_scores(
     mask, bias = as_mask(mask), as_bias(bias)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
+    if qk_norm is not None:
+        q, k = qk_norm.apply(q, k)
     if rope is not None:
         q, k = rope.rotate(q, k)
     chosen = indices.select(seqlen_q, rows, q.device)
@@ -209,7 +216,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     # The gradient of q is ds @ k, in which 0 * NaN is NaN: take the poisoned keys out of the product and put them
     # back as NaN scores, by a sum, so that their own gradients are NaN if a query sees them.
     poisoned = ~k.isfinite().all(dim=-1)  # (batch, nheads_q, seqlen_k)
-    scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT  # type: ignore[no-untyped-call]
+    scores = q @ zeroed(k, poisoned[..., None]).mT
     return scores + torch.zeros_like(scores[..., :1, :]).masked_fill(poisoned[..., None, :], math.nan)
 
 
@@ -218,25 +225,7 @@ def _weighted_sum(weights: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     if is_readable(v) and v.isfinite().all():
         return weights @ v
     poisoned = ~v.isfinite()  # (batch, nheads_q, seqlen_k, head_dim)
-    out = weights @ _Zeroed.apply(v, poisoned)  # type: ignore[no-untyped-call]
+    out = weights @ zeroed(v, poisoned)
     pairs = visible & poisoned.any(dim=-1)[..., None, :]
     nan = (weights * torch.zeros_like(weights).masked_fill(pairs, math.nan)).sum(dim=-1, keepdim=True)
     return torch.where(visible.to(v.dtype) @ poisoned.to(v.dtype) > 0, out + nan, out)
-
-
-class _Zeroed(torch.autograd.Function):
-    """``x`` with 0 where `poisoned`; the gradient passes to ``x`` as if nothing had been replaced."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, poisoned: Tensor) -> Tensor:
-        return x.masked_fill(poisoned, 0.0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

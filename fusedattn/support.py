@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedattn.biases import Bias, as_bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -66,6 +67,7 @@ FEATURES = (
     Feature("ALiBi, with gradients of learned slopes", "`biases.alibi(slopes)`"),
     Feature("T5's bucketed bias, with its gradient, without a tensor of all pairs", "`biases.t5(weight)`"),
     Feature("relative positions (Shaw et al.), with gradients", "`biases.shaw(q, table)`"),
+    Feature("QK-norm: root mean square or length, of each head or of a token, learned weights with gradients", "`qk_norm=`"),
     Feature("RoPE: half-split, interleaved, partial, per-batch and scaled tables, explicit positions", "`rope=`"),
     Feature("soft-cap", "`softcap=`"),
     Feature("score functions, with their derivatives", "`score_mod=ScoreMod(...)`", torch="with `eager=`"),
@@ -117,6 +119,7 @@ def not_supported_reasons(
     cache: KVCache | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -139,7 +142,7 @@ def not_supported_reasons(
     assert k is not None
     assert v is not None
     chosen = backend or default_backend(q.device)
-    return reasons_of(q, k, v, as_mask(mask), score_mod, chosen, cache, as_bias(bias), sinks)
+    return reasons_of(q, k, v, as_mask(mask), score_mod, chosen, cache, as_bias(bias), sinks, qk_norm)
 
 
 def reasons_of(
@@ -152,12 +155,14 @@ def reasons_of(
     cache: KVCache | None = None,
     bias: Bias | None = None,
     sinks: Tensor | None = None,
+    qk_norm: QKNorm | None = None,
 ) -> list[str]:
     """:func:`not_supported_reasons`, from the arguments that decide; with a cache, k and v are its memory."""
     reasons: list[str] = []
     if cache is not None and torch.is_grad_enabled():
         parts = (x for part in (bias, score_mod) if part is not None for x in part.tensors().values())
-        if _require_grad((q, k, v, sinks, *parts)):
+        of_norm = () if qk_norm is None else qk_norm.weights().values()
+        if _require_grad((q, k, v, sinks, *parts, *of_norm)):
             reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
     if cache is not None and mask.pattern is not None:
         reasons.append("mask: got a sparse pattern with a cache, allowed are all other masks")
@@ -181,6 +186,8 @@ def reasons_of(
         needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         head_dim_v = v.shape[-1] if cache is None else cache.head_dim_v
         reasons += triton_reasons(q, q.shape[-1], head_dim_v, needs_gradient)
+        if qk_norm is not None and q.shape[-1] > MAX_HEAD_DIM:
+            reasons.append(f"qk_norm: got a norm with head_dim {q.shape[-1]}, allowed are 1 .. {MAX_HEAD_DIM}")
     return reasons
 
 

@@ -13,6 +13,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options, Packed
 from fusedattn.prepare import prepared, scale_of
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.support import Backend
@@ -101,6 +102,7 @@ def attention_varlen(
     cache: KVCache | None = None,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -136,7 +138,7 @@ def attention_varlen(
             with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
             the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
-        scale, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, return_max, backend: as
+        scale, qk_norm, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, return_max, backend: as
             for ``attention``.
 
     Returns:
@@ -151,7 +153,7 @@ def attention_varlen(
         raise call_checks.unknown_argument("attention_varlen", others)
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
-        deterministic, return_lse, return_max, cache=cache, num_splits=num_splits,
+        deterministic, return_lse, return_max, cache=cache, num_splits=num_splits, qk_norm=qk_norm,
     )  # fmt: skip
     cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return options.returned(*_packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend))

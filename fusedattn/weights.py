@@ -11,6 +11,7 @@ from fusedattn import call_checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
 from fusedattn.reference import large_rows, logsumexp, modified, products
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -22,6 +23,7 @@ def attention_weights(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -42,8 +44,8 @@ def attention_weights(
     Args:
         q, k: ``(batch, nheads_q, seqlen_q, head_dim)`` and ``(batch, nheads_kv, seqlen_k, head_dim)``, not rotated.
         lse: ``(batch, nheads_q, seqlen_q)``, as :func:`fusedattn.attention` returned it with ``return_lse=True`` for
-            the same q, k, mask, rope, bias, scale, softcap and score_mod (and any sinks).
-        mask, rope, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
+            the same q, k, mask, rope, qk_norm, bias, scale, softcap and score_mod (and any sinks).
+        mask, rope, qk_norm, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
         dropout_p, dropout_seed: likewise, for the weights after dropout; dropout needs a seed here.
         rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only this part of the
             ``seqlen_q x seqlen_k`` weights is written.
@@ -63,6 +65,9 @@ def attention_weights(
     call_checks.check_mask(mask, q, k.shape[2])
     if rope is not None:
         call_checks.check_rope(rope, q, k.shape[2])
+    if qk_norm is not None:
+        call_checks.check_qk_norm(qk_norm, q, k.shape[1])
+        q, k = qk_norm.apply(q, k)
     if bias is not None:
         call_checks.check_bias(bias, q, k.shape[2])
     if score_mod is not None:

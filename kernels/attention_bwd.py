@@ -9,7 +9,7 @@ The weights ``p`` are recomputed tile by tile from the maximum and the sum of ea
     dq = scale * R_q^T (ds k)                              attention_bwd_dq, one program per tile of queries
 
 (Dao, "FlashAttention-2", 2023, algorithm 2; two kernels take seven products rather than five, and no atomics.) In
-nondeterministic calls attention_bwd_dkdv may accumulate dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive rotated;
+nondeterministic calls attention_bwd_dkdv may accumulate dq too: kernels/dq_sum.py. ``q`` and ``k`` arrive prepared;
 ``R^T`` is the transposed rotation. Layouts as in attention_fwd; row_max, row_sum and delta are contiguous
 ``(batch, nheads_q, seqlen_q)``. One program sums the gradient of a KV head over its query heads.
 """
@@ -495,7 +495,7 @@ def launch(
     dkdv: tuple[torch.Tensor, torch.Tensor] | None,
     problem: Problem,
 ) -> None:
-    """Fill `dq` and `dkdv`, if given. `q` and `k` arrive rotated; no tensor is empty.
+    """Fill `dq` and `dkdv`, if given. `q` and `k` arrive prepared; no tensor is empty.
 
     If a nondeterministic call asks for both and there is a config for it, one kernel computes both.
     """
@@ -554,7 +554,7 @@ def _launch_dkdv(
             *map(strided, dkdv),
             *sums,
             problem.call,
-            rotation_arguments(problem.rotation_k),
+            rotation_arguments(problem.prologue_k.rotation),
         ),
         (*sizes_of(q, v, problem, n_tiles, of_keys=True), problem.scale, problem.qk_scale),
         problem.known_call,
@@ -586,7 +586,7 @@ def _launch_dq(
             strided(dq),
             None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
-            rotation_arguments(problem.rotation_q),
+            rotation_arguments(problem.prologue_q.rotation),
         ),
         (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
         problem.known_call,

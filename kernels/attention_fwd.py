@@ -8,7 +8,7 @@ kernels/scores.py modifies the scores.
 
     q       (batch, nheads_q, seqlen_q, head_dim)     any strides, last dimension contiguous
     out     (batch, nheads_q, seqlen_q, head_dim_v)   likewise
-    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; rotated, unless queries are few: then rotated here
+    k       (batch, nheads_kv, seqlen_k, head_dim)    likewise; prepared, unless queries are few: then rotated here
     v       (batch, nheads_kv, seqlen_k, head_dim_v)  likewise
     sinks   (nheads_q,)                               float32, or None: a logit whose weight multiplies no value
     lse     (batch, nheads_q, seqlen_q)               contiguous, natural logarithm
@@ -73,7 +73,8 @@ from fusedattn.kernels.primitives import (
     strided,
 )
 from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
-from fusedattn.kernels.rope import rotate_tile, rotated, rotation_arguments
+from fusedattn.kernels.qk_norm import normalize_tile
+from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.softmax import exp_scaled
@@ -354,7 +355,7 @@ def _bounds(call, place, numbers):
 
 @triton.jit
 def _attend(
-    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, rotation_q, rotation_k, numbers,
+    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, norm_q, rotation_q, rotation_k, numbers,
     PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
 ):  # fmt: skip
     """The :class:`Sums` of a tile of queries over all of its keys, or over one split of them."""
@@ -368,6 +369,11 @@ def _attend(
         k = head_of(inputs.k, place.batch, head_kv, place.first_k)
         v = head_of(inputs.v, place.batch, head_kv, place.first_k)
     q_tile = load_rows(inputs.q, place, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
+    if norm_q.NORMALIZES:
+        q_tile = normalize_tile(
+            q_tile, norm_q, rows.head, place.first_q, rows.queries, rows.exist, place.batch, tile.HEAD_DIM,
+            tile.BLOCK_D, dtype_of(tile.ACC),
+        )  # fmt: skip
     if rotation_q.ROTARY_DIM > 0:
         q_tile = rotate_tile(
             q_tile, rotation_q, place, rows.start, numbers.n_positions, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC),
@@ -420,6 +426,7 @@ def attention_fwd(
     partials,
     nan_rows,
     call,
+    norm_q,
     rotation_q,
     rotation_k,
     nheads_q,
@@ -474,7 +481,7 @@ def attention_fwd(
                 store_nothing(partials, place, rows, number, n_tiles, tile)
                 return
         sums = _attend(
-            place, rows, head_kv, number, split_keys, IS_SPLIT, inputs, call, rotation_q, rotation_k, numbers,
+            place, rows, head_kv, number, split_keys, IS_SPLIT, inputs, call, norm_q, rotation_q, rotation_k, numbers,
             PIPELINED, HAS_RESIDUAL, tile,
         )  # fmt: skip
         if IS_SPLIT:
@@ -493,8 +500,8 @@ def attention_fwd(
                 rows = rows_of(place, number * tile.BLOCK_M, head, nheads_q, tile.BLOCK_M, tile.HEADS)
                 head_kv = head // (nheads_q // nheads_kv)
                 sums = _attend(
-                    place, rows, head_kv, 0, 0, IS_SPLIT, inputs, call, rotation_q, rotation_k, numbers, PIPELINED,
-                    HAS_RESIDUAL, tile,
+                    place, rows, head_kv, 0, 0, IS_SPLIT, inputs, call, norm_q, rotation_q, rotation_k, numbers,
+                    PIPELINED, HAS_RESIDUAL, tile,
                 )  # fmt: skip
                 store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
@@ -504,10 +511,9 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
 
     There is at least one query. The scale is positive, because the kernel takes maxima before it scales.
     """
-    rotation_q, nan_rows = problem.rotation_q, None
+    prologue_q, nan_rows = problem.prologue_q, None
     if hopper.chosen and hopper.takes(q, k, v, results, problem):
-        if rotation_q is not None:
-            q, rotation_q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True), None
+        q, prologue_q = prologue_q.prepared(q), prologue_q.done
         from fusedattn.kernels import hopper_fwd  # Gluon is loaded only where it runs
 
         nan_rows = hopper_fwd.launch(q, k, v, results, problem)
@@ -524,11 +530,11 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
         partials = combine.empty_partials(results, tiling.n_tiles, dropped=dropped)
     else:
         filled = results.strided()
-    if config.prerotate_q and rotation_q is not None:
-        q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)
-        rotation_q = None
+    # In a tile with queries of several heads, these have the same weights.
+    if config.prerotate_q or (tiling.heads > 1 and prologue_q.norm is not None and prologue_q.norm.has_head_weights):
+        q, prologue_q = prologue_q.prepared(q), prologue_q.done
     n_programs, n_tile_ids = programs_of(config.persistent, tiling.n_programs, q.device)
-    rotation_k = problem.rotation_k if problem.rotates_in_place else None
+    rotation_k = problem.prologue_k.rotation if problem.rotates_in_place else None
     # Values that are the first features of the keys are read once, unless keys are rotated after they are read.
     shares_v = q.shape[3] > results.out.shape[3] == MAX_HEAD_DIM and rotation_k is None
     shares_v = shares_v and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
@@ -555,7 +561,8 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             partials,
             None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
-            rotation_arguments(rotation_q),
+            prologue_q.norm_arguments(q),
+            rotation_arguments(prologue_q.rotation),
             rotation_arguments(rotation_k),
         ),
         (

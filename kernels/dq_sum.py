@@ -115,12 +115,12 @@ def launch(dq_total: torch.Tensor, shift: torch.Tensor, dq: torch.Tensor, proble
     shape, head_dim = problem.shape, dq.shape[3]
     block = rope_rows(head_dim)
     n_tiles = triton.cdiv(shape.max_seqlen_q, block)
-    rotation, n_positions = problem.rotation_q, 0 if problem.rotation_q is None else problem.rotation_q.cos.shape[1]
+    prologue = problem.prologue_q
     launcher.launch(
         _constants(head_dim, dq.dtype),
         n_tiles * shape.nheads_q * shape.n_sequences,
-        (strided(dq_total), shift, strided(dq), problem.call.sequences, rotation_arguments(rotation)),
-        (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, n_positions, n_tiles, problem.scale),
+        (strided(dq_total), shift, strided(dq), problem.call.sequences, rotation_arguments(prologue.rotation)),
+        (shape.nheads_q, shape.seqlen_q, shape.seqlen_k, prologue.n_positions, n_tiles, problem.scale),
     )
 
 

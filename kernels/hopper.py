@@ -70,7 +70,7 @@ def takes_backward(
     if not _is_hopper():
         return False
     against = reasons_against(q, k, v, None, problem)
-    rotates = problem.rotation_q is not None or problem.rotation_k is not None
+    rotates = problem.prologue_q.rotation is not None or problem.prologue_k.rotation is not None
     odd = dout.data_ptr() % ALIGNMENT or strides_of(dout) is None or problem.call.sequences.cu_q_ptr is not None
     if of_keys:
         # Rows of dout that see nothing must be 0, and those of other sequences.

@@ -15,7 +15,7 @@ from fusedattn.kernels.launcher import KernelConstants
 from fusedattn.kernels.mask_arguments import BandBounds
 from fusedattn.kernels.parameters import Call, Tile
 from fusedattn.kernels.primitives import LOG2E, accumulator, block_d
-from fusedattn.kernels.rope import Rotation
+from fusedattn.kernels.prologue import Prologue
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.sequences import Shape
 from fusedattn.kernels.softmax import exactness
@@ -41,8 +41,8 @@ class Problem:
     call: Call
     call_kind: Hashable
     band: BandBounds
-    rotation_q: Rotation | None
-    rotation_k: Rotation | None
+    prologue_q: Prologue
+    prologue_k: Prologue
     sinks: torch.Tensor | None
     scale: float
     precision: str
@@ -109,7 +109,7 @@ def sizes_of(
         n_tiles,
         _heads_in_l2(problem, (q.shape[3] + v.shape[3]) * q.itemsize, of_keys),
         *problem.band.in_order,
-        0 if problem.rotation_q is None else problem.rotation_q.cos.shape[1],
+        problem.prologue_q.n_positions,
     )
 
 

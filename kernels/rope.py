@@ -1,4 +1,4 @@
-"""Rotary position embedding: the rotation of a tile in registers, and a kernel that rotates a whole tensor.
+"""Rotary position embedding: the rotation of a tile in registers.
 
 For the feature pair ``(a, b)`` at one position, with table entries ``c`` and ``s``::
 
@@ -10,28 +10,14 @@ scaled tables (YaRN, LongRoPE) do not keep that.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import launcher, replay
-from fusedattn.kernels.configs import rope_rows
-from fusedattn.kernels.primitives import (
-    accumulator,
-    block_d,
-    halves,
-    head_of,
-    joined,
-    load_tile,
-    program_tile,
-    store_tile,
-    strided,
-    widen,
-)
-from fusedattn.kernels.sequences import Sequences, Shape, place_of
+from fusedattn.kernels.primitives import halves, joined, widen
 
 
 class RotationArguments(NamedTuple):
@@ -169,36 +155,6 @@ def rotate_tile(
         return x * cos + swapped * sin
 
 
-@triton.jit(do_not_specialize=["nheads", "seqlen_q", "seqlen_k", "n_positions", "n_tiles"])
-def _rope(
-    x,
-    out,
-    sequences,
-    rotation,
-    nheads,
-    seqlen_q,
-    seqlen_k,
-    n_positions,
-    n_tiles,
-    OF_QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """One program rotates BLOCK rows of one head, of queries or of keys."""
-    tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
-    place = place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k)
-    first = place.first_q if OF_QUERIES else place.first_k
-    seqlen = place.seqlen_q if OF_QUERIES else place.seqlen_k
-    start = tile * BLOCK
-    row_exists = start + tl.arange(0, BLOCK) < seqlen
-    tile_x = load_tile(head_of(x, place.batch, head, first), start, row_exists, HEAD_DIM, BLOCK, BLOCK_D)
-    tile_x = rotate_tile(tile_x, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE=False)
-    out_head = head_of(out, place.batch, head, first)
-    store_tile(out_head, start, seqlen, tile_x, HEAD_DIM, BLOCK, BLOCK_D)
-
-
 @dataclass(frozen=True)
 class Rotation:
     """The rotation of the rows of one tensor, q or k.
@@ -236,40 +192,6 @@ class Rotation:
 def rotation_arguments(rotation: Rotation | None) -> RotationArguments:
     """The rotation, or none, as kernels take it."""
     return NO_ROTATION if rotation is None else rotation.arguments
-
-
-def rotated(
-    x: torch.Tensor, rotation: Rotation, sequences: Sequences, shape: Shape, *, of_queries: bool
-) -> torch.Tensor:
-    """A rotated copy of ``x``, ``(batch, nheads, seqlen, head_dim)`` with a contiguous last dimension.
-
-    The copy is contiguous, computed in float32 (float64 for float64) and rounded once. ``x`` has the queries or the
-    keys of an attention of this `shape`.
-    """
-    nheads, head_dim = x.shape[1], x.shape[3]
-    out = replay.scratch(x, x.shape, x.dtype)
-    block = rope_rows(head_dim)
-    n_tiles = -(-(shape.max_seqlen_q if of_queries else shape.max_seqlen_k) // block)
-    launcher.launch(
-        _constants(head_dim, x.dtype, of_queries),
-        n_tiles * nheads * shape.n_sequences,
-        (strided(x), strided(out), sequences, rotation.arguments),
-        (nheads, shape.seqlen_q, shape.seqlen_k, rotation.cos.shape[1], n_tiles),
-    )
-    return out
-
-
-@lru_cache(maxsize=1024)
-def _constants(head_dim: int, dtype: torch.dtype, of_queries: bool) -> launcher.KernelConstants:
-    return launcher.KernelConstants(
-        _rope,
-        OF_QUERIES=of_queries,
-        HEAD_DIM=head_dim,
-        BLOCK=rope_rows(head_dim),
-        BLOCK_D=block_d(head_dim),
-        ACC=accumulator(dtype),
-        num_warps=4,
-    )
 
 
 def _batch_stride(x: torch.Tensor | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from fusedattn import reference_cached, reference_varlen
@@ -45,6 +47,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backen
     """
     if backend == "triton":
         return autograd.attention(q, k, v, options)
+    if options.qk_norm is not None:
+        q = options.qk_norm.of_queries(q)
+        k = k if options.cache is not None else options.qk_norm.of_keys(k)
+        options = replace(options, qk_norm=None)
     if options.cache is not None:
         return cached.attention(q, options)
     if options.packed is not None:

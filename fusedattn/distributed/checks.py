@@ -69,12 +69,14 @@ def of_own(
         call_checks.check_sinks(options.sinks, q)
     if options.dropout_seed is not None:
         call_checks.check_dropout_seed(options.dropout_seed, q)
+    if options.qk_norm is not None:
+        call_checks.check_qk_norm(options.qk_norm, q, k.shape[1])
     chosen = backend or default_backend(q.device)
-    reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks)
+    reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks, options.qk_norm)
     reasons += reasons_of_pattern(mask)
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
-    return q, k, v
+    return (q, k, v) if options.qk_norm is None else (*options.qk_norm.apply(q, k), v)
 
 
 def of_all(
@@ -130,7 +132,9 @@ def description(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         of_rope = rope.rotary_dim, rope.interleaved, positions
     seed = options.dropout_seed is None
     numbers = options.scale, options.softcap, options.dropout_p, options.return_lse, options.return_max
-    return shapes, _structure(mask), tensors, of_bias, of_rope, score_mod is None, options.sinks is None, seed, numbers
+    norm = options.qk_norm
+    of_norm = None if norm is None else (norm.kind, norm.eps, norm.across_heads, list(norm.weights()))
+    return shapes, _structure(mask), tensors, of_bias, of_rope, score_mod is None, options.sinks is None, seed, numbers, of_norm
 
 
 def number_of_shapes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, NoReturn
 
@@ -183,7 +184,7 @@ class Context:
                 error = failure
             self._agree([], rows.other_sizes(options), error)
             self._checked.add(kind)
-        options = with_all_keys(options, queries, keys, for_each_query, q.device)
+        options = with_all_keys(replace(options, qk_norm=None), queries, keys, for_each_query, q.device)  # done
         return q, k, v, options, queries, keys
 
 

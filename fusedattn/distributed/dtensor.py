@@ -59,6 +59,12 @@ def attention(
     if own_k.shape[1] * group != n_heads:  # all KV heads are here
         own_k, own_v = (heads_of(x, kv_heads(heads, group)) for x in (own_k, own_v))
     options = _with_local_tensors(options, mesh, split)
+    if options.qk_norm is not None:
+        if options.qk_norm.across_heads and n_shares > 1:
+            raise NotImplementedError(
+                "qk_norm: got across_heads=True and heads that are split among processes, allowed is False"
+            )
+        options.qk_norm = options.qk_norm.of_heads(heads, kv_heads(heads, group))
     if options.dropout_p and options.dropout_seed is None:
         options.dropout_seed = _drawn(mesh, q.device)
     part = Rectangle(
@@ -101,6 +107,8 @@ def _check(q: DTensor, k: DTensor, v: DTensor, options: Options) -> None:
         raise NotImplementedError("attention cannot run on DTensors: " + "; ".join(reasons))
     if options.rope is not None:
         call_checks.check_rope(options.rope, q, k.shape[2])
+    if options.qk_norm is not None:
+        call_checks.check_qk_norm(options.qk_norm, q, k.shape[1])
     if options.bias is not None:
         call_checks.check_bias(options.bias, q, k.shape[2])
     if options.sinks is not None:
@@ -174,7 +182,8 @@ def _with_local_tensors(options: Options, mesh: DeviceMesh, split: Sequence[Plac
         mask = mask.mapped(plain)
     if rope is not None:
         rope = rope.mapped(plain)
-    options = replace(options, mask=mask, rope=rope)
+    qk_norm = None if options.qk_norm is None else options.qk_norm.mapped(shared)
+    options = replace(options, mask=mask, rope=rope, qk_norm=qk_norm)
     return with_learned(options, [shared(x) for x in learned_of(options)])
 
 

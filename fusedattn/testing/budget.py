@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fusedattn import dropout, reference
+from fusedattn.qk_norm import two_dimensional
 from fusedattn.testing.cases import OF_BIAS, Inputs, results_of
 
 MAX_FACTOR = 1.5
 MEAN_FACTOR = 1.1
 GRADIENTS = ("dq", "dk", "dv")
 TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
-ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned")  # of a problem that has everything
+ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned", "dq_weight", "dk_weight")  # of a problem that has everything
 
 FEW = 64  # results with fewer numbers are also judged by the size of their terms
 
@@ -296,7 +297,7 @@ def _rows(name: str, x: Tensor) -> Tensor:
 
 
 def bias_terms(inputs: Inputs) -> Results:
-    """Sums of the absolute terms of the gradients of bias, relative, sinks, slopes and learned; float64.
+    """Sums of the absolute terms of the gradients of all leaves but q, k and v; float64.
 
     The gradient of a score is ``p (dp - delta + dlse)``, that of a sink ``p_sink (dlse - delta)``.
     """
@@ -306,13 +307,34 @@ def bias_terms(inputs: Inputs) -> Results:
     _, lse, weights = reference.attention(x.q, x.k, x.v, **x.options)
     dp = (x.dout @ x.v.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1).mT).abs() * keep_factor(x)
     others = (weights * dp).sum(-1, keepdim=True) + x.dlse.abs()[..., None]
-    q, k = (x.q, x.k) if x.rope is None else x.rope.rotate(x.q, x.k)
+    q, k = (x.q, x.k) if x.qk_norm is None else x.qk_norm.apply(x.q, x.k)
+    q, k = (q, k) if x.rope is None else x.rope.rotate(q, k)
     scale = x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
     products = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
     found = terms_of_added(x, weights * (dp + others), products)
     if x.sinks is not None:
         found["dsinks"] = ((x.sinks[:, None] - lse).exp() * others[..., 0]).nan_to_num(0.0).sum((0, 2))
-    return found
+    return found | _norm_terms(x)
+
+
+def _norm_terms(inputs: Inputs) -> Results:
+    """Sums of the absolute terms of the gradients of the weights of a norm: one for each row."""
+    norm = inputs.qk_norm
+    if norm is None:
+        return {}
+    given, normalized = norm.weights(), replace(norm, q_weight=None, k_weight=None).apply(inputs.q, inputs.k)
+    of_rows = [
+        two_dimensional(weight)[:, None].expand(x.shape).detach().requires_grad_()
+        for weight, x in zip(given.values(), normalized, strict=True)
+    ]
+    q, k = (x * weight for x, weight in zip(normalized, of_rows, strict=True))
+    out, lse, _ = reference.attention(q, k, inputs.v, **inputs.options | {"qk_norm": None})
+    dlse = inputs.dlse.to(lse.dtype).masked_fill(lse == -math.inf, 0.0)
+    found = torch.autograd.grad([out, lse], of_rows, [inputs.dout, dlse])
+    return {
+        f"d{name}": x.abs().sum((0, 2)).sum_to_size(two_dimensional(weight).shape).view(weight.shape)
+        for (name, weight), x in zip(given.items(), found, strict=True)
+    }
 
 
 def keep_factor(inputs: Inputs) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedattn import biases, masks
 from fusedattn.biases import Bias
 from fusedattn.masks import CausalAlign, Mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.quantization import FORMATS, dequantised, quantised
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -43,6 +44,7 @@ class Case:
     rotary_dim: int | None = None  # default: head_dim
     rope_tables: Literal["shared", "per_batch"] = "shared"
     rope_positions: bool = False  # random positions per batch instead of the default
+    qk_norm: Literal["shared", "per_head", "scale", "across_heads"] | None = None
     scale: float | None = None
     offset: float = 0.0  # size of a part that all keys, and all values, of a head share; lse then gets no gradient
     head_dim_v: int | None = None  # default: head_dim
@@ -94,13 +96,14 @@ class Inputs:
     cache: Literal["contiguous", "paged"] | None = None
     codes: str | None = None
     latent: bool = False
+    qk_norm: QKNorm | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments: mask, rope and scale, and the others that differ from their defaults."""
         others = {
             name: getattr(self, name)
-            for name in ("bias", "softcap", "score_mod", "sinks")
+            for name in ("qk_norm", "bias", "softcap", "score_mod", "sinks")
             if getattr(self, name) is not None
         }
         if self.dropout_p:
@@ -109,12 +112,14 @@ class Inputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that get a gradient: q, k, v and, if present, bias, relative, sinks, slopes and learned."""
+        """The tensors that get a gradient: q, k, v and those that are present of the others."""
         found = {"q": self.q, "k": self.k, "v": self.v, "sinks": self.sinks}
         if self.bias is not None:
             found |= {name: getattr(self.bias, part) for name, part in OF_BIAS.items()}
         if self.score_mod is not None:
             found["learned"] = self.score_mod.learned
+        if self.qk_norm is not None:
+            found |= self.qk_norm.weights()
         return {name: x for name in _LEAVES if (x := found.get(name)) is not None}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -134,6 +139,8 @@ class Inputs:
             fields["bias"] = replace(self.bias, **parts)
         if self.score_mod is not None and "learned" in leaves:
             fields["score_mod"] = self.score_mod.with_learned(leaves["learned"])
+        if self.qk_norm is not None:
+            fields["qk_norm"] = replace(self.qk_norm, **{name: fields.pop(name) for name in OF_NORM if name in fields})
         return replace(self, **fields)
 
     def visible(self) -> Tensor:
@@ -149,8 +156,9 @@ class Inputs:
         return replace(other, dout=self.dout.to(dtype), dlse=self.dlse.to(wide))
 
 
-_LEAVES = ("q", "k", "v", "bias", "relative", "sinks", "slopes", "learned")
+_LEAVES = ("q", "k", "v", "bias", "relative", "sinks", "slopes", "learned", "q_weight", "k_weight")
 _WIDE = ("slopes", "learned")  # float32 at least
+OF_NORM = ("q_weight", "k_weight")
 OF_BIAS = {"bias": "tensor", "relative": "relative", "slopes": "slopes"}
 
 
@@ -193,6 +201,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
         v = k[..., :head_dim_v]
     bias = _make_bias(case, large)
     score_mod = _make_score_mod(case, generator)
+    qk_norm = _make_qk_norm(case, generator)
     sinks = torch.randn(case.nheads_q, generator=generator).to(case.bias_dtype or case.dtype) if case.sinks else None
     dropout_seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator) if case.dropout_p else None
     return Inputs(
@@ -213,6 +222,26 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, drawn_there: 
         case.cache,
         case.codes,
         case.latent,
+        None if qk_norm is None else qk_norm.to(device),
+    )
+
+
+def _make_qk_norm(case: Case, generator: torch.Generator) -> QKNorm | None:
+    """Weights between 0.5 and 1.5, or such numbers times 4 for a length, in the dtype of the case."""
+    if case.qk_norm is None:
+        return None
+
+    def weight(nheads: int) -> Tensor:
+        shapes = {"shared": (case.head_dim,), "scale": (nheads, 1)}
+        shape = shapes.get(case.qk_norm or "", (nheads, case.head_dim))
+        size = 4.0 if case.qk_norm == "scale" else 1.0
+        return (size * (0.5 + torch.rand(shape, generator=generator))).to(case.dtype)
+
+    return QKNorm(
+        weight(case.nheads_q),
+        weight(case.nheads_kv),
+        kind="l2" if case.qk_norm == "scale" else "rms",
+        across_heads=case.qk_norm == "across_heads",
     )
 
 
@@ -387,6 +416,10 @@ CASES = (
     Case("RoPE, interleaved", rope="interleaved", causal="bottom_right"),
     Case("RoPE, partial, 24 of 40", rope="half", head_dim=40, rotary_dim=24),
     Case("RoPE, tables and positions per batch", rope="interleaved", rope_tables="per_batch", rope_positions=True),
+    Case("QK-norm, RoPE", qk_norm="shared", rope="half", causal="bottom_right"),
+    Case("QK-norm, weights per head, GQA 6:2", qk_norm="per_head", nheads_q=6, seqlen_q=37),
+    Case("QK-norm of length, learned scale", **_SMALL, qk_norm="scale", scale=1.0),
+    Case("QK-norm across heads, RoPE", qk_norm="across_heads", rope="interleaved", rotary_dim=24, seqlen_k=75),
     Case("scale", scale=0.37),
     Case("negative scale", scale=-0.2, causal="bottom_right"),
     Case("keys and values with a common part", offset=1.0, causal="bottom_right"),

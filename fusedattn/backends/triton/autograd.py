@@ -18,15 +18,16 @@ from fusedattn.backends.triton.operands import Constants, constants_of
 from fusedattn.indices import four_dimensional
 from fusedattn.options import Options
 from fusedattn.pattern_blocks import blocks_and_rule
+from fusedattn.qk_norm import two_dimensional
 from fusedattn.shard import WHOLE
 
 Eager = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _Differentiable(torch.autograd.Function):
-    """The kernels with gradients for q, k, v, bias, relative, sinks, slopes and learned.
+    """The kernels with gradients for the differentiable inputs of the operator.
 
-    `eager` computes (out, lse) of these eight in PyTorch. It runs only for other derivatives, forward-mode ones and
+    `eager` computes (out, lse) of these in PyTorch. It runs only for other derivatives, forward-mode ones and
     those of gradients, and may then store quadratic tensors.
     """
 
@@ -179,6 +180,10 @@ def _or_zeros(x: Tensor | None, like: Any) -> Tensor:
     return torch.zeros_like(like) if x is None else x
 
 
+def _two_dimensional(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else two_dimensional(weight)
+
+
 def _vmap_by_loop(function: Callable[..., Any], n: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """The results that torch.vmap needs: one call per index, stacked."""
     calls = [
@@ -200,7 +205,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
     slopes = None if bias is None or bias.slopes is None else torch.atleast_2d(bias.slopes)
     learned = None if options.score_mod is None else options.score_mod.learned
-    inputs = (q, k, v, added, relative, sinks, slopes, learned)
+    norm = options.qk_norm
+    weights = (None, None) if norm is None else tuple(map(_two_dimensional, (norm.q_weight, norm.k_weight)))
+    inputs = (q, k, v, added, relative, sinks, slopes, learned, *weights)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
     shard = None
     if options.shard != WHOLE:
@@ -224,12 +231,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         return out, lse, largest if options.return_max else None
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-        added, relative, sinks, slopes, learned = others
+        added, relative, sinks, slopes, learned, *of_norm = others
         parts = None if bias is None else replace(bias, tensor=added, relative=relative, slopes=slopes)
         score_mod = options.score_mod
         if score_mod is not None and learned is not None:
             score_mod = score_mod.with_learned(learned)
-        changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks)
+        qk_norm = None if norm is None else replace(norm, q_weight=of_norm[0], k_weight=of_norm[1])
+        changed = replace(options, bias=parts, score_mod=score_mod, sinks=sinks, qk_norm=qk_norm)
         changed.return_max = False  # it has no derivative
         if changed.packed is None:
             return reference_varlen.by_reference(q, k, v, changed)[:2]

@@ -23,7 +23,6 @@ from fusedattn.kernels import (
     configs,
     devices,
     hopper,
-    rope,
     sparse_rules,
 )
 from fusedattn.kernels.cached import NO_CACHE, CacheArguments, as_bytes, cache_arguments
@@ -35,7 +34,9 @@ from fusedattn.kernels.parameters import Call
 from fusedattn.kernels.pipelining import ASYNC_PRODUCTS
 from fusedattn.kernels.primitives import INTERPRETED
 from fusedattn.kernels.problem import Problem
-from fusedattn.kernels.replay import recorded
+from fusedattn.kernels.prologue import Prologue
+from fusedattn.kernels.qk_norm import Norm
+from fusedattn.kernels.replay import recorded, scratch
 from fusedattn.kernels.rope import Rotation
 from fusedattn.kernels.scores import UNMODIFIED, ScoreArguments, score_arguments
 from fusedattn.kernels.sequences import NOT_PACKED, Sequences, Shape
@@ -89,6 +90,14 @@ def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
     return of_queries, None if rotated else of_keys
 
 
+def _norm(weight: Tensor | None, constants: Constants) -> Norm | None:
+    """The norm of queries or keys with this weight."""
+    sizes = constants.sizes
+    if not sizes.normalizes:
+        return None
+    return Norm(weight, constants.norm_eps, bool(sizes.norm_of_mean), bool(sizes.norm_across_heads))
+
+
 def contiguous_with(x: Tensor, dim: int) -> Tensor:
     """A contiguous ``x`` with `dim` dimensions; an ``x`` with one less becomes a batch of 1."""
     return (x if x.dim() == dim else x[None]).contiguous()
@@ -109,6 +118,8 @@ def problem_of(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
 ) -> Problem:
     """The attention as launchers take it. Runs on the current device: a padding mask launches a kernel here."""
     tensors, sizes = constants.tensors, constants.sizes
@@ -155,14 +166,16 @@ def problem_of(
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
     rotation_q, rotation_k = _rotations(constants)
+    sequences = call.sequences
+    norm_k = None if is_cached else _norm(k_weight, constants)  # keys in a cache are normalised
     precision = precision_of(q.dtype)
     return Problem(
         shape=shape,
         call=call,
         call_kind=call_kind,
         band=band,
-        rotation_q=rotation_q,
-        rotation_k=rotation_k,
+        prologue_q=Prologue(_norm(q_weight, constants), rotation_q, True, sequences, shape),
+        prologue_k=Prologue(norm_k, rotation_k, False, sequences, shape),
         sinks=None if sinks is None else sinks.contiguous(),
         scale=constants.scale,
         precision=precision,
@@ -170,6 +183,7 @@ def problem_of(
         exact_rows=exact_rows,
         few_queries=few_queries,
         rotates_in_place=rotation_k is not None
+        and norm_k is None
         and (is_cached or shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv),
         nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
@@ -245,8 +259,8 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
     problem = problem_of(q, k, v, constants, *others)
     if problem.call.cache is not NO_CACHE:
         k, v = as_bytes(k), as_bytes(v)
-    if problem.rotation_k is not None and not problem.rotates_in_place and k.numel() > 0:
-        k = rope.rotated(k, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)
+    if not problem.rotates_in_place and k.numel() > 0:
+        k = problem.prologue_k.prepared(k)
     out, lse, row_max, row_sum, rounding_residual, largest = found
     attention_fwd.launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual, largest), problem)
 
@@ -259,7 +273,7 @@ def backward(
     needed: Sequence[bool],
     constants: Constants,
 ) -> Sequence[Tensor | None]:
-    """The gradients of q, k, v, bias, relative, sinks, slopes and learned; None if not `needed`.
+    """The gradients of all inputs of the operator, in order; None if not `needed`.
 
     `needed` has one element for k and v together. `kept` are the results of :func:`forward` without lse.
     """
@@ -267,26 +281,35 @@ def backward(
     assert q is not None
     assert k is not None
     assert v is not None
-    dq, dk, dv = results.of_backward(q, k, v, needed, packed=constants.tensors.cu_seqlens_q is not None)
+    # The gradient of a weight of a norm is computed along with that of the tensor.
+    needs_dq, needs_dk = needed[0] or needed[7], needed[1] or needed[8]
+    packed = constants.tensors.cu_seqlens_q is not None
+    dq, dk, dv = results.of_backward(q, k, v, (needs_dq, needs_dk), packed=packed)
+    others: Sequence[Tensor | None] = (None,) * (len(needed) - 2)
     if dout.numel() == 0 or k.numel() == 0:
-        return _zero_gradients(dlse, inputs, (dq, dk, dv), needed)
-    with on_device_of(q):
-        if any(needed[2:]):
-            others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
-            return dq, dk, dv, *others
-        _run_or_replay(_backward, (dout, dlse, *inputs, *kept), constants, (dq, dk, dv))
-    return dq, dk, dv, None, None, None, None, None
+        dq, dk, dv, *others = _zero_gradients(dlse, inputs, (dq, dk, dv), needed)
+    else:
+        with on_device_of(q):
+            if any(needed[2:]):
+                others = _backward((dout, dlse, *inputs, *kept), constants, (dq, dk, dv), needed)
+            else:
+                _run_or_replay(_backward, (dout, dlse, *inputs, *kept), constants, (dq, dk, dv))
+    if not needed[0]:
+        dq = None
+    if not needed[1]:
+        dk = dv = None
+    return dq, dk, dv, *others
 
 
 def _backward(
     tensors: Sequence[Any],
     constants: Constants,
     found: Sequence[Tensor | None],
-    needed: Sequence[bool] = (False,) * 7,
+    needed: Sequence[bool] = (False,) * 9,
 ) -> tuple[Tensor | None, ...]:
     """Fill those of dq, dk and dv that are in `found`, and return the other gradients that are `needed`."""
-    dout, dlse, q, k, v, bias, relative, sinks, slopes, learned, out, row_max, row_sum, rounding_residual = tensors
-    dq, dk, dv = found
+    dout, dlse, q, k, v, *others, out, row_max, row_sum, rounding_residual = tensors
+    bias, relative, sinks, slopes, learned, *_ = others
     packed = constants.tensors.cu_seqlens_q
     if packed is not None and dlse is not None and needed[4]:  # lse after the last sequence comes from no sink
         dlse = dlse.masked_fill(torch.arange(dlse.shape[2], device=q.device) >= packed[-1], 0.0)
@@ -296,13 +319,24 @@ def _backward(
     forward_rows = attention_bwd_rows.ForwardRows(row_max.contiguous(), row_sum.contiguous(), dlse)
     if rounding_residual is not None and rounding_residual.stride() != out.stride():
         rounding_residual = torch.empty_like(out, dtype=torch.int8).copy_(rounding_residual)
-    problem = problem_of(q, k, v, constants, bias, relative, sinks, slopes, learned)
-    sequences, shape = problem.call.sequences, problem.shape
-    if problem.rotation_q is not None and problem.rotation_k is not None:
-        q = rope.rotated(q, problem.rotation_q, sequences, shape, of_queries=True)
-        k = rope.rotated(k, problem.rotation_k, sequences, shape, of_queries=False)
+    problem = problem_of(q, k, v, constants, *others)
+    prologues, given, results_of_given = (problem.prologue_q, problem.prologue_k), (q, k), found
+    q, k = (prologue.prepared(x) for prologue, x in zip(prologues, given, strict=True))
+    normalizes = prologues[0].norm is not None
+    if normalizes:
+        problem = replace(problem, prologue_q=prologues[0].done, prologue_k=prologues[1].done)
+        of_prepared = (None if dx is None else scratch(x, x.shape, x.dtype) for dx, x in zip(found, (q, k), strict=False))
+        found = *of_prepared, found[2]
+    dq, dk, dv = found
     rows = attention_bwd_rows.launch(q, k, v, out, rounding_residual, dout, forward_rows, problem)
     attention_bwd.launch(q, k, v, dout, rows, dq, None if dk is None or dv is None else (dk, dv), problem)
+    dweights: list[Tensor | None] = [None, None]
+    if normalizes:
+        of_each = zip(prologues, given, found, results_of_given, needed[7:], strict=False)
+        dweights = [
+            None if dy is None else prologue.backward(x, dy, dx, needs_weight=needs)
+            for prologue, x, dy, dx, needs in of_each
+        ]
     dbias = drelative = dsinks = dslopes = dlearned = None
     if needed[2]:
         dbias = attention_bwd_bias.launch_dbias(q, k, v, dout, rows, bias, problem)
@@ -316,7 +350,7 @@ def _backward(
     if needed[6]:
         readers = readers_of(constants.functions.readers, constants.score_args)
         dlearned = attention_bwd_learned.launch(q, k, v, dout, rows, learned, readers, problem)
-    return dbias, drelative, dsinks, dslopes, dlearned
+    return dbias, drelative, dsinks, dslopes, dlearned, *dweights
 
 
 MOST_REPLAYS = 256  # one for each call that differs in anything, even a length; 0 for none

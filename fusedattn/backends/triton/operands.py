@@ -19,7 +19,7 @@ from fusedattn.pattern_blocks import BlocksAndRule
 NO_BOUND = 2**62
 
 # All that gets no gradient, as arguments of the operators.
-Flat = tuple[list[Tensor | None], list[int], str, float, float, float, bool]
+Flat = tuple[list[Tensor | None], list[int], str, float, float, float, float, bool]
 
 
 class ConstantTensors(NamedTuple):
@@ -64,6 +64,7 @@ class ConstantSizes(NamedTuple):
     `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
     -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already. `return_max` is 1 if the
     forward returns largest scores, `return_lse` 0 if it need not return lse, which only attention to a cache can omit.
+    `normalizes` is 1 if q and k are normalised, and the next two say how: :class:`fusedattn.kernels.qk_norm.Norm`.
     """
 
     lower_start: int = -NO_BOUND
@@ -82,6 +83,9 @@ class ConstantSizes(NamedTuple):
     rotated: int = 0
     return_max: int = 0
     return_lse: int = 1
+    normalizes: int = 0
+    norm_of_mean: int = 0
+    norm_across_heads: int = 0
 
 
 class AppendTensors(NamedTuple):
@@ -120,7 +124,7 @@ class Constants:
     Attributes:
         mask_args, score_args: tensors and numbers for the user's functions.
         scale: positive.
-        softcap, dropout_p: 0 for none.
+        softcap, dropout_p, norm_eps: 0 for none.
         keep_residual: keep the rounding residual of 16-bit outputs; gradients are less precise without it.
     """
 
@@ -132,6 +136,7 @@ class Constants:
     scale: float
     softcap: float
     dropout_p: float
+    norm_eps: float
     keep_residual: bool
 
     @property
@@ -146,7 +151,7 @@ class Constants:
         """The part that launches depend on besides the tensors, if no function has arguments."""
         if self.tensors is NO_TENSORS:  # made by `_of_numbers`
             return self
-        return self.sizes, self.functions, self.scale, self.softcap, self.dropout_p
+        return self.sizes, self.functions, self.scale, self.softcap, self.dropout_p, self.norm_eps
 
     @property
     def changes_scores(self) -> bool:
@@ -163,6 +168,7 @@ class Constants:
             self.scale,
             self.softcap,
             self.dropout_p,
+            self.norm_eps,
             self.keep_residual,
         )
 
@@ -202,11 +208,12 @@ def constants_of(
     `pattern` is that of the mask and holds its layout; it says everything if the mask has a pattern.
     """
     mask, rope, score_mod, packed, cache = options.mask, options.rope, options.score_mod, options.packed, options.cache
+    norm = options.qk_norm
     if cache is not None:
         rope = rope or cache.rope
     # torch.compile would trace through the cache, and make an input of everything that is read.
     has_tensors = not mask.only_bands or score_mod is not None or packed is not None or cache is not None
-    has_tensors = has_tensors or options.num_splits is not None or shard is not None
+    has_tensors = has_tensors or options.num_splits is not None or shard is not None or norm is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
@@ -216,7 +223,9 @@ def constants_of(
         if rope is None:
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
-        return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, keep_residual)
+        return Constants(
+            tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, 0.0, keep_residual
+        )
     layout = mask.layout if pattern is None else pattern
     mask_args, mask_key, mask_numbers = _mask_function(mask, pattern)
     tensors = ConstantTensors(
@@ -248,6 +257,9 @@ def constants_of(
         n_sinks=cache.n_sinks if cache is not None and cache.overwrites else -1,
         rotated=int(cache is not None and cache.rope is not None),
         return_lse=int(cache is None or options.return_lse),
+        normalizes=int(norm is not None),
+        norm_of_mean=int(norm is not None and norm.kind == "rms"),
+        norm_across_heads=int(norm is not None and norm.across_heads),
     )
     return Constants(
         tensors=tensors,
@@ -265,6 +277,7 @@ def constants_of(
         scale=options.scale,
         softcap=options.softcap or 0.0,
         dropout_p=options.dropout_p,
+        norm_eps=0.0 if norm is None else float(norm.eps),
         keep_residual=keep_residual,
     )
 
@@ -295,7 +308,7 @@ def _of_numbers(
 ) -> Constants:
     """The constants of a call without constant tensors: the same object for the same numbers."""
     sizes = _sizes_of(bands, deterministic, return_max)._replace(interleaved=int(interleaved))
-    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, keep_residual)
+    return Constants(NO_TENSORS, sizes, (), (), NO_FUNCTIONS, scale, softcap, 0.0, 0.0, keep_residual)
 
 
 def _sizes_of(bands: frozenset[Band], deterministic: bool, return_max: bool) -> ConstantSizes:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from fusedattn.backends.triton import results
 from fusedattn.backends.triton.operands import Constants
 
-N_DIFFERENTIABLE = 8  # q, k, v, bias, relative, sinks, slopes, learned
+N_DIFFERENTIABLE = 10  # q, k, v, bias, relative, sinks, slopes, learned, q_weight, k_weight
 N_KEPT = 4  # of the forward, for the backward: out, row_max, row_sum, rounding_residual
 
 
@@ -27,12 +27,15 @@ def attention_fwd(
     sinks: Tensor | None,
     slopes: Tensor | None,
     learned: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     tensors: list[Tensor | None],
     sizes: list[int],
     functions: str,
     scale: float,
     softcap: float,
     dropout_p: float,
+    norm_eps: float,
     keep_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(out, lse, row_max, row_sum, rounding_residual, largest)`` by the Triton kernels.
@@ -40,15 +43,17 @@ def attention_fwd(
     row_max, row_sum and rounding_residual are for the backward. rounding_residual is empty unless `keep_residual` is
     True and the inputs have 16 bits; largest is empty unless it is asked for in `sizes`. With a cache, row_max and
     row_sum are empty, and lse unless it is asked for in `sizes`. `bias` and `relative` have four dimensions, `slopes`
-    two, and `learned`, the args of the score function with a gradient, one; `sinks` are float32 or float64.
+    two, and `learned`, the args of the score function with a gradient, one; `sinks` are float32 or float64. The weights
+    of a norm are ``(nheads or 1, head_dim or 1)``.
     :meth:`Constants.flat` makes the arguments from `tensors` on.
     """
     if not scale > 0:
         raise ValueError(f"scale: got {scale}, allowed are positive numbers")
     from fusedattn.backends.triton import launching
 
-    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_residual)
-    return _or_empty(launching.forward((q, k, v, bias, relative, sinks, slopes, learned), constants))
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, norm_eps, keep_residual)
+    inputs = (q, k, v, bias, relative, sinks, slopes, learned, q_weight, k_weight)
+    return _or_empty(launching.forward(inputs, constants))
 
 
 @attention_fwd.register_fake
@@ -78,6 +83,8 @@ def attention_bwd(
     sinks: Tensor | None,
     slopes: Tensor | None,
     learned: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
@@ -89,16 +96,17 @@ def attention_bwd(
     scale: float,
     softcap: float,
     dropout_p: float,
+    norm_eps: float,
     keep_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned)`` by the Triton kernels.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dbias, drelative, dsinks, dslopes, dlearned, dq_weight, dk_weight)`` by the Triton kernels.
 
     A gradient that is not `needed` comes back empty; `needed` has one entry for dq, dk and dv, and one for each other.
     """
     from fusedattn.backends.triton import launching
 
-    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, keep_residual)
-    inputs = (q, k, v, bias, relative, sinks, slopes, learned)
+    constants = Constants.of(tensors, sizes, functions, scale, softcap, dropout_p, norm_eps, keep_residual)
+    inputs = (q, k, v, bias, relative, sinks, slopes, learned, q_weight, k_weight)
     kept = (out, row_max, row_sum, rounding_residual if rounding_residual.numel() else None)
     found = launching.backward(dout, dlse, inputs, kept, needed, constants)
     return tuple(q.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
@@ -173,7 +181,7 @@ def gradients(
     needed: Sequence[bool],
     constants: Constants,
 ) -> Sequence[Tensor | None]:
-    """The gradients of q, k, v, bias, relative, sinks, slopes and learned; None if not needed.
+    """The gradients of all inputs of the operator, in order; None if not needed.
 
     Calls `attention_bwd` only if something observes it; `kept` are (out, row_max, row_sum, rounding_residual).
     """
