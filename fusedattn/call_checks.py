@@ -14,8 +14,8 @@ from fusedattn.biases import Bias
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed, lengths_of
-from fusedattn.readable import can_read
 from fusedattn.qk_norm import QKNorm
+from fusedattn.readable import can_read
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.shard import WHOLE, Shard

@@ -37,8 +37,7 @@ class QKNorm:
         kind: "rms" for the mean of squares, "l2" for their sum.
         across_heads: the mean or sum is that of all heads of a token, as in OLMo 2, rather than of each head.
 
-    Computed in float32 (float64 for float64 inputs), together with the rotation, and rounded once. Numbers above
-    1e19 overflow when they are squared, as in ``torch.nn.RMSNorm``.
+    Computed in float32 (float64 for float64 inputs), together with the rotation, and rounded once.
 
     Raises:
         TypeError: a weight is no floating-point tensor, or `eps` no number.
@@ -75,7 +74,8 @@ class QKNorm:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QKNorm:
         """The same norm with ``change(weight)`` in place of each weight."""
-        return replace(self, **{name: change(weight) for name, weight in self.weights().items()})
+        q_weight, k_weight = (None if x is None else change(x) for x in (self.q_weight, self.k_weight))
+        return replace(self, q_weight=q_weight, k_weight=k_weight)
 
     def to(self, device: torch.device | str) -> QKNorm:
         """The same norm with its weights on ``device``."""
@@ -124,9 +124,13 @@ class QKNorm:
             if self.across_heads:
                 poisoned = poisoned.any(dim=1, keepdim=True)
             wide = zeroed(wide, poisoned)
+        # Squares of large numbers would overflow.
+        largest = wide.detach().abs().amax(dims, keepdim=True) if wide.numel() else wide.new_zeros(())
+        factor = torch.where(largest > 2.0**60, 2.0**-100, 1.0).to(wide.dtype)
+        wide = wide * factor
         squares = wide.square()
         size = squares.mean(dims, keepdim=True) if self.kind == "rms" else squares.sum(dims, keepdim=True)
-        y = wide * torch.rsqrt(size + self.eps)
+        y = wide * torch.rsqrt(size + self.eps * factor.square())
         if weight is not None:
             y = y * two_dimensional(weight).to(wide.dtype)[:, None]
         if poisoned is not None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from fusedattn import call_checks, dropout, indices
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask
-from fusedattn.reference import large_rows, logsumexp, modified, products
 from fusedattn.qk_norm import QKNorm
+from fusedattn.reference import large_rows, logsumexp, modified, products
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -45,7 +45,8 @@ def attention_weights(
         q, k: ``(batch, nheads_q, seqlen_q, head_dim)`` and ``(batch, nheads_kv, seqlen_k, head_dim)``, not rotated.
         lse: ``(batch, nheads_q, seqlen_q)``, as :func:`fusedattn.attention` returned it with ``return_lse=True`` for
             the same q, k, mask, rope, qk_norm, bias, scale, softcap and score_mod (and any sinks).
-        mask, rope, qk_norm, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their ``eager``.
+        mask, rope, qk_norm, bias, scale, softcap, score_mod: as for :func:`fusedattn.attention`; functions need their
+            ``eager``.
         dropout_p, dropout_seed: likewise, for the weights after dropout; dropout needs a seed here.
         rows, keys: which queries and keys, int64 ``(n,)`` or a slice; all by default. Only this part of the
             ``seqlen_q x seqlen_k`` weights is written.

@@ -28,4 +28,4 @@ class Zeroed(torch.autograd.Function):
 
 def zeroed(x: Tensor, poisoned: Tensor) -> Tensor:
     """``x`` with 0 where `poisoned`, bool, broadcastable to ``x``."""
-    return Zeroed.apply(x, poisoned)  # type: ignore[no-untyped-call,no-any-return]
+    return Zeroed.apply(x, poisoned)  # type: ignore[no-untyped-call]

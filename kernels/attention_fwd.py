@@ -355,8 +355,8 @@ def _bounds(call, place, numbers):
 
 @triton.jit
 def _attend(
-    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, norm_q, rotation_q, rotation_k, numbers,
-    PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
+    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, norm_q, rotation_q, rotation_k,
+    numbers, PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
 ):  # fmt: skip
     """The :class:`Sums` of a tile of queries over all of its keys, or over one split of them."""
     offs_n = tl.arange(0, tile.BLOCK_N)

@@ -27,7 +27,6 @@ from fusedattn.kernels.primitives import (
     head_of,
     load_tile,
     program_tile,
-    row_dot,
     store_tile,
     strided,
     widen,
@@ -36,10 +35,11 @@ from fusedattn.kernels.qk_norm import (
     NO_NORM,
     Norm,
     NormArguments,
+    factors_from,
     factors_of,
     load_weights,
     normalize_tile,
-    reciprocal_root,
+    squares_of,
     unnormalized,
     weight_terms,
 )
@@ -180,10 +180,13 @@ def qk_norm_rows(
     rows = start + tl.arange(0, BLOCK)
     exist = rows < seqlen
     total = tl.zeros([BLOCK], ACC)
+    small = tl.zeros([BLOCK], ACC)
     for head in tl.range(0, nheads, num_stages=1):
         x_tile = load_tile(head_of(x, place.batch, head, first), start, exist, HEAD_DIM, BLOCK, BLOCK_D)
         if dy is None:
-            total += row_dot(x_tile, x_tile, ACC)
+            squares, small_squares = squares_of(x_tile, ACC)
+            total += squares
+            small += small_squares
         else:
             g = _load_gradient(
                 dy, rotation, place, head, first, start, exist, n_positions, OF_QUERIES, HEAD_DIM, BLOCK, BLOCK_D, ACC
@@ -192,9 +195,10 @@ def qk_norm_rows(
             if norm.weight_ptr is not None:
                 terms = terms * load_weights(norm, head, HEAD_DIM, BLOCK_D, ACC)[None, :]
             total += tl.sum(terms, 1)
-    total *= norm.share
     if dy is None:
-        total = reciprocal_root(total, norm)
+        total = factors_from(total, small, norm)
+    else:
+        total *= norm.share
     tl.store(out_ptr + tl.cast(place.batch, tl.int64) * norm.stride_rb + first + rows, total, mask=exist)
 
 
@@ -257,7 +261,9 @@ class Prologue:
         )  # fmt: skip
         return out
 
-    def backward(self, x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, *, needs_weight: bool) -> Any:
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, *, needs_weight: bool
+    ) -> torch.Tensor | None:
         """Fill `dx`, the gradient of ``x``, from that of the prepared copy; the gradient of the weight, or None."""
         norm = self.norm_arguments(x)
         c = None

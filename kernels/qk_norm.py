@@ -41,14 +41,27 @@ class NormArguments(NamedTuple):
 NO_NORM = NormArguments(None, None, None, None, None, None, None, tl.constexpr(False))
 
 
+# Squares of numbers above 2^64 overflow: these are summed once more, times this factor.
+SMALL = tl.constexpr(2.0**-100)
+
+
 @triton.jit
-def reciprocal_root(mean, norm):
-    """``1 / sqrt(mean + eps)``, to half a unit in the last place."""
-    shifted = mean + norm.eps
-    if mean.dtype == tl.float32:
-        return divide(1.0, tl.math.sqrt_rn(shifted))
+def squares_of(x, ACC: tl.constexpr):
+    """(sums of the squares of rows, of the same numbers times SMALL), ``(BLOCK,)`` each."""
+    small = widen(x, ACC) * SMALL
+    return row_dot(x, x, ACC), row_dot(small, small, ACC)
+
+
+@triton.jit
+def factors_from(squares, small_squares, norm):
+    """``1 / sqrt(share * squares + eps)``, to a unit in the last place."""
+    overflow = ~(squares < float("inf"))
+    radicand = tl.where(overflow, small_squares * norm.share, squares * norm.share + norm.eps)
+    above = tl.where(overflow, SMALL, 1.0)
+    if squares.dtype == tl.float32:
+        return divide(above, tl.math.sqrt_rn(radicand))
     else:
-        return 1.0 / tl.sqrt(shifted)
+        return above / tl.sqrt(radicand)
 
 
 @triton.jit
@@ -58,7 +71,8 @@ def factors_of(x, norm, first, rows, exist, batch, ACC: tl.constexpr):
         of_batch = norm.r_ptr + tl.cast(batch, tl.int64) * norm.stride_rb + first
         return tl.load(of_batch + rows, mask=exist, other=0.0)
     else:
-        return reciprocal_root(row_dot(x, x, ACC) * norm.share, norm)
+        squares, small_squares = squares_of(x, ACC)
+        return factors_from(squares, small_squares, norm)
 
 
 @triton.jit
@@ -88,9 +102,7 @@ def weight_terms(g, x, r, ACC: tl.constexpr):
 
 
 @triton.jit
-def unnormalized(
-    g, x, terms, r, c, norm, head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr
-):
+def unnormalized(g, x, terms, r, c, norm, head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
     """The gradient of x, ``(BLOCK, BLOCK_D)``; `c` is None unless it was summed across heads."""
     if norm.weight_ptr is not None:
         weight = load_weights(norm, head, HEAD_DIM, BLOCK_D, ACC)[None, :]

@@ -30,7 +30,7 @@ from fusedattn import attention, prepare, reference, testing
 from fusedattn.cli.interpreter import speed_up
 from fusedattn.support import interpreting
 from fusedattn.testing import CASES, Case
-from tests.helpers import deadline, quick
+from tests.helpers import deadline, norm_terms, quick
 
 INTERPRETING = interpreting()
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -371,6 +371,7 @@ def sum_of_terms(inputs: testing.Inputs, least_scale: float = 0.0) -> dict[str, 
         "dv": grouped((factor * weights * kept).mT @ dout),
         **testing.terms_of_added(x, dscores, products),
     }
+    found |= norm_terms.of_gradients(x, found["dq"], found["dk"])
     if x.sinks is not None:
         of_sink = (x.sinks[:, None] - lse).exp()[..., None] * average * factor
         found["dsinks"] = of_sink.nan_to_num(0.0).sum((0, 2, 3))
@@ -381,6 +382,8 @@ def _terms_of_scores(x: testing.Inputs) -> tuple[Tensor, Tensor, Tensor, float, 
     """Return the sums of absolute terms of the scores, |q| and |k| as multiplied, the largest stretch by a rotation, a
     bound on the derivatives by the product of q and k, and that product, scaled."""
     q, k, stretch, steepness = x.q, x.k, 1.0, 1.0
+    if x.qk_norm is not None:
+        q, k = x.qk_norm.apply(q, k)
     if x.rope is not None:
         q, k = x.rope.rotate(q, k)
         stretch = 2.0 * max(1.0, float(x.rope.cos.abs().max()), float(x.rope.sin.abs().max()))

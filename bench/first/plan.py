@@ -24,7 +24,9 @@ _USUAL: dict[str, Any] = {"nheads_q": 8, "seqlen_q": 200, "seqlen_k": 200, "head
 _CAUSAL: dict[str, Any] = {**_USUAL, "causal": "bottom_right"}
 _CALLS: dict[str, dict[str, Any]] = {
     "attention_fwd, attention_bwd_rows, attention_bwd_dkdv, attention_bwd_dq": {"case": Case(**_CAUSAL)},
-    "_rope": {"case": Case(**_CAUSAL, rope="half")},
+    "qk_prologue": {"case": Case(**_CAUSAL, rope="half")},
+    "qk_prologue_bwd": {"case": Case(**_CAUSAL, rope="half", qk_norm="per_head")},
+    "qk_norm_rows": {"case": Case(**_CAUSAL, qk_norm="across_heads")},
     "_key_range": {"case": Case(**_CAUSAL, padding="right")},
     "attention_combine": {"case": Case(**{**_USUAL, "seqlen_q": 1, "seqlen_k": 1100})},
     "attention_bwd_exact_rows": {"case": Case(**{**_CAUSAL, "dtype": torch.float32})},

@@ -130,11 +130,11 @@ def description(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
     if rope is not None:
         positions = [None if x is None else (x.dtype, x.dim()) for x in (rope.positions_q, rope.positions_k)]
         of_rope = rope.rotary_dim, rope.interleaved, positions
-    seed = options.dropout_seed is None
+    absent = score_mod is None, options.sinks is None, options.dropout_seed is None
     numbers = options.scale, options.softcap, options.dropout_p, options.return_lse, options.return_max
     norm = options.qk_norm
     of_norm = None if norm is None else (norm.kind, norm.eps, norm.across_heads, list(norm.weights()))
-    return shapes, _structure(mask), tensors, of_bias, of_rope, score_mod is None, options.sinks is None, seed, numbers, of_norm
+    return shapes, _structure(mask), tensors, of_bias, of_rope, of_norm, absent, numbers
 
 
 def number_of_shapes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:

@@ -182,8 +182,10 @@ def _with_local_tensors(options: Options, mesh: DeviceMesh, split: Sequence[Plac
         mask = mask.mapped(plain)
     if rope is not None:
         rope = rope.mapped(plain)
-    qk_norm = None if options.qk_norm is None else options.qk_norm.mapped(shared)
-    options = replace(options, mask=mask, rope=rope, qk_norm=qk_norm)
+    norm = options.qk_norm
+    if norm is not None:
+        norm = replace(norm, q_weight=shared(norm.q_weight), k_weight=shared(norm.k_weight))
+    options = replace(options, mask=mask, rope=rope, qk_norm=norm)
     return with_learned(options, [shared(x) for x in learned_of(options)])
 
 

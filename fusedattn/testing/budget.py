@@ -20,7 +20,16 @@ MAX_FACTOR = 1.5
 MEAN_FACTOR = 1.1
 GRADIENTS = ("dq", "dk", "dv")
 TENSORS = ("out", "lse", *GRADIENTS)  # of every problem
-ALL_TENSORS = (*TENSORS, "dbias", "drelative", "dsinks", "dslopes", "dlearned", "dq_weight", "dk_weight")  # of a problem that has everything
+ALL_TENSORS = (
+    *TENSORS,
+    "dbias",
+    "drelative",
+    "dsinks",
+    "dslopes",
+    "dlearned",
+    "dq_weight",
+    "dk_weight",
+)  # of a problem that has everything
 
 FEW = 64  # results with fewer numbers are also judged by the size of their terms
 

@@ -477,7 +477,7 @@ CASES = (
         padding="uneven", empty_batch=True, boolean="full", rope="interleaved", rotary_dim=20, rope_tables="per_batch",
         rope_positions=True, scale=0.3, head_dim_v=24, window=(60, 20), prefix=True, documents="packed", layout=16,
         tree=True, mask_function=True, bias="per_head", bias_inf=True, alibi="per_batch", relative="per_query",
-        softcap=3.0, score_mod=True, sinks=True, dropout_p=0.2, seed=33,
+        softcap=3.0, score_mod=True, sinks=True, dropout_p=0.2, qk_norm="per_head", seed=33,
     ),
 )  # fmt: skip
 

@@ -472,7 +472,7 @@ def test_a_kernel_that_is_gone_must_leave_the_baseline() -> None:
 def test_a_baseline_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line per entry, and the same figures when read again."""
     monkeypatch.setattr(baseline, "FOLDER", tmp_path)
-    bad = replace(REPORT, kernel="_rope", spill_bytes=8, loop_instructions=())
+    bad = replace(REPORT, kernel="qk_prologue", spill_bytes=8, loop_instructions=())
     before = baseline.updated([bad, REPORT], None, "3.7.1", set(), accept_faults=True)
     path = baseline.save(before)
     assert baseline.load("3.7.1") == before

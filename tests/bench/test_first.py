@@ -230,13 +230,13 @@ def test_calls_that_are_killed_at_any_moment_add_up(tmp_path: Path) -> None:
 
     # A wrong result is kept, shown again, and repeated only on request.
     keys = {(job.part, job.name) for job in plan.jobs("cpu")} | {(plan.TIMINGS, w.name) for w in plan.works("cpu")}
-    wrong = ("smoke", "_rope")
+    wrong = ("smoke", "qk_prologue")
     Records(tmp_path / "results.jsonl").add(Record(*wrong, ok=False, text="it hangs"))
     for again, status in (((), 1), (("--again",), 0)):
         call = start(tmp_path, *again)
         out, _ = call.communicate(timeout=600)
         assert call.returncode == status, out
-        assert ("WRONG smoke: _rope: it hangs" in out) == bool(status)
+        assert ("WRONG smoke: qk_prologue: it hangs" in out) == bool(status)
         found = done()
         assert found.keys() == keys
         assert all(found[key] == record for key, record in before.items() if key != wrong)

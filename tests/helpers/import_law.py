@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "qk_norm", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
-VALUES |= {"kv_cache", "quantization", "readable", "zeroed", "shard", "pattern_blocks", "patterns", "block_tables", "mask_parts"}
+VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks", "patterns", "block_tables", "mask_parts"}
+VALUES |= {"zeroed"}
 
 # What the modules of linear attention share.
 OF_LINEAR = {"linear.options", "linear.packed", "linear.state", "feature_maps"}
@@ -258,8 +259,8 @@ LAYERS = (
     Layer("reference Transformer", "textbook eager PyTorch, without fused kernels",
           ("transformer",)),
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
-          ("masks", "sparse_masks", "pattern_blocks", "mask", "block_tables", "patterns", "mask_parts", "rope", "qk_norm",
-           "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
+          ("masks", "sparse_masks", "pattern_blocks", "mask", "block_tables", "patterns", "mask_parts", "rope",
+           "qk_norm", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
            "indices", "shard", "strides", "readable", "zeroed", "feature_maps", "linear.state")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip

@@ -287,6 +287,6 @@ if __name__ == "__main__":
     with hopper() as launches:
         replayed, total = of_one_kind(launches)
         of_other_kinds(launches)
-        for kernel in ("_rope", "attention_fwd", "attention_bwd_rows", "attention_bwd_dq"):
+        for kernel in ("qk_prologue", "attention_fwd", "attention_bwd_rows", "attention_bwd_dq"):
             partly_compiled(launches, kernel)
     print(f"{replayed} of {total} calls replayed")

@@ -16,7 +16,7 @@ FEATURES: dict[str, object] = {
     name: getattr(Case(), name)
     for name in (
         "head_dim_v", "window", "prefix", "documents", "layout", "tree", "mask_function", "sparse", "bias", "bias_inf",
-        "alibi", "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p",
+        "alibi", "relative", "bias_dtype", "softcap", "score_mod", "sinks", "dropout_p", "qk_norm",
     )
 }  # fmt: skip
 # Features that depend on the position of a query or key, or on its batch or head.
@@ -66,6 +66,7 @@ def features(draw: st.DrawFn) -> dict[str, object]:
     reach = st.sampled_from([None, 0, 1, 5, 16, 40])
     bias = draw(st.sampled_from([None] * 4 + ["full", "per_head", "per_batch", "per_key", "per_query", "scalar"]))
     return {
+        "qk_norm": draw(st.sampled_from([None] * 4 + ["shared", "per_head", "scale", "across_heads"])),
         "head_dim_v": draw(st.sampled_from([None, None, None, 1, 8, 16, 40])),
         "window": draw(st.one_of(st.none(), st.none(), st.tuples(reach, reach))),
         "prefix": draw(seldom),

@@ -20,7 +20,7 @@ from fusedattn import testing
 from fusedattn.backends.triton import launching
 from fusedattn.kernels import replay, start
 from fusedattn.kernels.launcher import LAUNCH_OPTIONS, KernelConstants
-from fusedattn.kernels.rope import _rope
+from fusedattn.kernels.prologue import qk_prologue
 from tests.conftest import DEVICE, INTERPRETING, assert_equal, triton_attention
 from tests.helpers.compiling import compiling
 
@@ -49,10 +49,10 @@ def test_every_launch_goes_through_the_launcher() -> None:
 
 
 def test_constants_have_the_launch_options() -> None:
-    constants = KernelConstants(_rope, num_warps=4, BLOCK=16)
+    constants = KernelConstants(qk_prologue, num_warps=4, BLOCK=16)
     assert constants.named == {"BLOCK": 16, "num_warps": 4, **LAUNCH_OPTIONS}
     assert constants.in_order == (16,)
-    assert KernelConstants(_rope, num_warps=4, num_stages=2, BLOCK=16).named["num_stages"] == 2
+    assert KernelConstants(qk_prologue, num_warps=4, num_stages=2, BLOCK=16).named["num_stages"] == 2
 
 
 def test_a_tensor_that_nobody_knows_of_is_not_replayed() -> None:

@@ -31,6 +31,7 @@ from tests.mutation.suites import (
 
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 PRIMITIVES, PROBLEM, ROPE = "kernels/primitives.py", "kernels/problem.py", "kernels/rope.py"
+PROLOGUE = "kernels/prologue.py"
 DESCRIPTORS, GROUPED, EPILOGUE = "kernels/descriptors.py", "kernels/grouped_heads.py", "kernels/epilogue.py"
 SOFTMAX, SUMS, ACCURATE = "kernels/softmax.py", "kernels/sums.py", "kernels/accurate_math.py"
 PARAMETERS, RESIDUAL = "kernels/parameters.py", "kernels/rounding_residual.py"
@@ -58,7 +59,7 @@ FORWARD = (
     Fault(FWD, "_full_products(walk, walk.first_full, call,", "_full_products(walk, walk.stop_full - tile.BLOCK_N, call,", "forward: the last full keys first"),
     Fault(FWD, "    scores = _full_scores(products, walk, block, call, numbers.scale, tile)\n    p, alpha,", "    scores = _full_scores(\n        products, walk, Block(walk.start_m, 0, walk.queries, walk.offs_n[None, :]), call, numbers.scale, tile\n    )\n    p, alpha,", "forward: the first full scores changed as if they were of the first keys", budget("bias", "everything"), nth=0),
     Fault(FWD, "return _rotated_keys(k_tile, rotation_k, walk.place, start_n,", "return _rotated_keys(k_tile, rotation_k, walk.place, 0,", "forward: keys rotated as if they were the first", STYLES),
-    Fault(FWD, "problem.rotation_k if problem.rotates_in_place else None", "problem.rotation_k", "forward: keys rotated twice", IN_PLACE),
+    Fault(FWD, "problem.prologue_k.rotation if problem.rotates_in_place else None", "problem.prologue_k.rotation", "forward: keys rotated twice", IN_PLACE),
     Fault(PROBLEM, "return fit if of_keys else group * fit", "return fit", "side by side a part of a group of heads", ORDER),
     Fault(PROBLEM, "    fit = min(fit, shape.n_sequences * shape.nheads_kv)\n", "", "side by side more heads than there are", ORDER),
     Fault(PRIMITIVES, "side_by_side = tl.minimum(heads_in_l2, n_heads - first)", "side_by_side = heads_in_l2", "tiles of heads beyond the last", ORDER),
@@ -96,8 +97,8 @@ FORWARD = (
     Fault(EPILOGUE, "residual, FIRST, tile.HEAD_DIM_V,", "residual, FIRST, WIDTH,", "forward: rounding residual as wide as its tile", budget("values", dtype="bfloat16")),
     Fault(EPILOGUE, "rows, FIRST + HALF, HALF, tile)", "rows, FIRST, HALF, tile)", "forward: all pieces of out in the place of the first", IN_PIECES),
     Fault(PRIMITIVES, "(offs_d < HEAD_DIM - FIRST)[None, :]", "(offs_d < HEAD_DIM)[None, :]", "forward: pieces of out wider than it", IN_PIECES),
-    Fault(FWD, "        rotation_q = None\n", "", "forward: queries rotated twice", STYLES),
-    Fault(FWD, "        q = rotated(q, rotation_q, problem.call.sequences, problem.shape, of_queries=True)\n", "        q = rotated(q, problem.rotation_k, problem.call.sequences, problem.shape, of_queries=False)\n", "forward: queries rotated as keys", STYLES),
+    Fault(FWD, "prologue_q.norm.has_head_weights):\n        q, prologue_q = prologue_q.prepared(q), prologue_q.done\n", "prologue_q.norm.has_head_weights):\n        q = prologue_q.prepared(q)\n", "forward: queries rotated twice", STYLES),
+    Fault(FWD, "prologue_q.norm.has_head_weights):\n        q, prologue_q = prologue_q.prepared(q), prologue_q.done\n", "prologue_q.norm.has_head_weights):\n        q, prologue_q = problem.prologue_k.prepared(q), prologue_q.done\n", "forward: queries rotated as keys", STYLES),
     Fault(PROBLEM, "self.softmax_scale * LOG2E.value", "self.softmax_scale", "base-2 exponents without log2 e"),
     Fault(PROBLEM, '"BLOCK_DV": block_d(head_dim_v)', '"BLOCK_DV": block_d(head_dim)', "tiles of values as wide as those of keys", WIDTHS),
 )
@@ -136,7 +137,7 @@ BACKWARD = (
     Fault(BWD, "*map(strided, (q, k, v, dout)),", "strided(q), strided(k), strided(k)._replace(ptr=v), strided(dout),", "dk, dv: strides of k for v", STRIDES, nth=0),
     Fault(BWD, "*map(strided, (q, k, v, dout)),", "strided(q), strided(k), strided(v), strided(q)._replace(ptr=dout),", "dq: strides of q for dout", STRIDES, nth=1),
     Fault(BWD, "            *map(strided, dkdv),\n", "            strided(dkdv[0]),\n            strided(dkdv[0])._replace(ptr=dkdv[1]),\n", "backward: strides of dk for dv", STRIDES),
-    Fault(BWD, "rotation_arguments(problem.rotation_k)", "rotation_arguments(problem.rotation_q)", "dk: positions of q", ROTARY),
+    Fault(BWD, "rotation_arguments(problem.prologue_k.rotation)", "rotation_arguments(problem.prologue_q.rotation)", "dk: positions of q", ROTARY),
     Fault(BWD, "head_kv = head // (nheads_q // nheads_kv)", "head_kv = head % nheads_kv", "dq: wrong KV head"),
     Fault(BWD, "dv, tile.HEAD_DIM_V, tile.BLOCK_N, tile.BLOCK_DV)", "dv, tile.HEAD_DIM, tile.BLOCK_N, tile.BLOCK_DV)", "dv as wide as dk", WIDTHS),
     Fault(BWD, "load_tile(dout, start_m, seen, tile.HEAD_DIM_V,", "load_tile(dout, start_m, seen, tile.HEAD_DIM,", "dk, dv: dout as wide as q in boundary blocks", WIDTHS),
@@ -206,7 +207,7 @@ ARITHMETIC = (
 
 ROTATION = (
     Fault(FWD, "OF_QUERIES=True, TRANSPOSE=False", "OF_QUERIES=False, TRANSPOSE=False", "forward: queries count from 0", ROTARY),
-    Fault(ROPE, "ACC, OF_QUERIES, TRANSPOSE=False)", "ACC, False, TRANSPOSE=False)", "backward: queries count from 0", ROTARY),
+    Fault(PROLOGUE, "ACC, OF_QUERIES, TRANSPOSE=False)", "ACC, False, TRANSPOSE=False)", "backward: queries count from 0", ROTARY),
     Fault(ROPE, "rotation, table + HALF, entry", "rotation, table, entry", "rope: angles of the first half of the pairs for all", IN_PIECES),
     Fault(ROPE, "sign = tl.where(is_first, 1.0, -1.0)", "sign = tl.where(is_first, -1.0, 1.0)", "rope: sign of the transpose", ROTARY),
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),
@@ -225,7 +226,7 @@ ROTATION = (
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "0", "rope: tables of batch 0 for all", ROTATED),
     Fault(ROPE, "n_positions * half if self.cos.shape[0] > 1 else 0", "n_positions * half", "rope: shared tables read as one per batch", ROTATED),
     Fault(ROPE, "x.stride(0) if x is not None and x.shape[0] > 1 else 0", "0", "rope: positions of batch 0 for all", ROTATED),
-    Fault(ROPE, "(strided(x), strided(out), sequences", "(strided(out)._replace(ptr=x), strided(out), sequences", "rope: strides of the copy for those of x", "tests/public/test_strides.py -k seqlen_first"),
+    Fault(PROLOGUE, "strided(x), strided(out), self.sequences", "strided(out)._replace(ptr=x), strided(out), self.sequences", "rope: strides of the copy for those of x", "tests/public/test_strides.py -k seqlen_first"),
     Fault(ROPE, "return x * cos + swapped * sin", "return x * cos - swapped * sin", "rope: all rotations backwards", ROTATED),
 )
 

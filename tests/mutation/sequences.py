@@ -7,6 +7,7 @@ SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/
 GROUPED = "kernels/grouped_heads.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
+PROLOGUE = "kernels/prologue.py"
 GRADIENT = "kernels/score_gradient.py"
 MASKING, ARGUMENTS, PRIMITIVES = "kernels/masking.py", "kernels/mask_arguments.py", "kernels/primitives.py"
 
@@ -57,10 +58,10 @@ OFFSETS = (
     Fault(DBIAS, "triton.cdiv(shape.max_seqlen_k, config.BLOCK_N)", "triton.cdiv(shape.max_seqlen_q, config.BLOCK_N)", "dbias: as many tiles of keys as of queries", BROADCAST_BIAS),
     Fault(DBIAS, "size = (shape.n_sequences, shape.nheads_q, n_rows, n_columns)", "size = (q.shape[0], shape.nheads_q, n_rows, n_columns)", "drelative: room for the first sequence only", PACKED),
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
-    Fault(ROPE, "load_tile(head_of(x, place.batch, head, first),", "load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),
-    Fault(ROPE, "out_head = head_of(out, place.batch, head, first)", "out_head = head_of(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
-    Fault(ROPE, "shape.max_seqlen_q if of_queries else shape.max_seqlen_k", "shape.max_seqlen_q", "rope: as many tiles of keys as of queries", IN_PLACE),
-    Fault(ROPE, "first = place.first_q if OF_QUERIES else place.first_k", "first = place.first_k", "rope: queries from where the keys begin", PACKED),
+    Fault(PROLOGUE, "y = load_tile(head_of(x, place.batch, head, first),", "y = load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),
+    Fault(PROLOGUE, "store_tile(head_of(out, place.batch, head, first)", "store_tile(head_of(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
+    Fault(PROLOGUE, "self.shape.max_seqlen_q if self.of_queries else self.shape.max_seqlen_k", "self.shape.max_seqlen_q", "rope: as many tiles of keys as of queries", IN_PLACE),
+    Fault(PROLOGUE, "return place.first_q, place.seqlen_q", "return place.first_k, place.seqlen_q", "rope: queries from where the keys begin", PACKED),
 )
 
 WHAT_BELONGS_TO_A_SEQUENCE = (

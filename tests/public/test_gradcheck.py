@@ -52,6 +52,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "partial interleaved rope": {"rope": "interleaved", "rotary_dim": 2},
     "scaled tables per batch": {"rope": "half", "rope_tables": "per_batch", "batch": 2},
     "positions": {"rope": "half", "rope_positions": True},
+    "norm": {"qk_norm": "shared"},
     "scale": {"scale": 0.3},
     "negative scale": {"scale": -0.7},
     "grouped queries": {"nheads_q": 4, "nheads_kv": 2},
@@ -82,6 +83,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 # Other forms of these features, which interact with the others in the same way.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "norm with weights per head": {"qk_norm": "per_head", "nheads_q": 4, "nheads_kv": 2},
+    "norm of length": {"qk_norm": "scale", "nheads_q": 2, "rope": "half"},
+    "norm across heads": {"qk_norm": "across_heads", "nheads_q": 4, "nheads_kv": 2, "rope": "half"},
     "more features of values": {"head_dim_v": 6},
     "shuffled documents": {"documents": "shuffled"},
     "bias per batch": {"bias": "per_batch", "nheads_q": 2, "batch": 2},
@@ -100,7 +104,7 @@ EVERYTHING = replace(
     TINY, batch=2, causal="bottom_right", padding="uneven", boolean="full", rope="half", rotary_dim=2,
     rope_tables="per_batch", rope_positions=True, scale=0.3, nheads_q=2, offset=1.0, head_dim_v=5, window=(3, 2),
     prefix=True, documents="packed", layout=16, tree=True, mask_function=True, bias="full", bias_inf=True, alibi=True,
-    relative="per_query", softcap=1.5, score_mod=True, sinks=True, dropout_p=0.2, seed=11,
+    relative="per_query", softcap=1.5, score_mod=True, sinks=True, dropout_p=0.2, qk_norm="per_head", seed=11,
 )  # fmt: skip
 
 

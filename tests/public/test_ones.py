@@ -184,7 +184,7 @@ for name in {CALLS}:
     assert [line for line in lines if not line.endswith(": is read")] == []
     assert {line.partition(":")[0] for line in lines} == set(CALLS)
     assert {"attention_fwd", "attention_combine", "attention_bwd_rows", "attention_bwd_dkdv", "attention_bwd_dq"} | {
-        "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned", "_rope"
+        "attention_bwd_dbias", "attention_bwd_drelative", "attention_bwd_learned", "qk_prologue"
     } == {line.split(": ")[1] for line in lines}  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -202,13 +203,20 @@ def shape_of(x: Tensor, n_more: int = 0) -> Shape:
     return Shape(batch, nheads, nheads, seqlen, seqlen + n_more, seqlen, seqlen + n_more)
 
 
+def rotated(x: Tensor, rotation: Any, sequences: Sequences, shape: Shape, *, of_queries: bool) -> Tensor:
+    """A rotated copy of ``x`` by the kernel."""
+    from fusedattn.kernels.prologue import Prologue
+
+    return Prologue(None, rotation, of_queries, sequences, shape).prepared(x)
+
+
 @quick.covering()
 @interleavings
 @dtypes
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (40, 24), (33, 2), (80, 80)])
 def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, interleaved):
     """To the last bit in the interpreter, which rounds the same operations in the same order."""
-    from fusedattn.kernels.rope import Rotation, rotated
+    from fusedattn.kernels.rope import Rotation
 
     rope = Rope.from_theta(rotary_dim, 200, interleaved=interleaved, device=DEVICE)
     x = torch.randn(2, 70, 3, head_dim, device=DEVICE).to(dtype).transpose(1, 2)
@@ -232,7 +240,7 @@ def test_the_kernel_rotates_as_apply_rope_does(head_dim, rotary_dim, dtype, inte
 @pytest.mark.parametrize("of_queries", [False, True])
 def test_the_kernel_rotates_packed_sequences(of_queries, interleaved):
     """Each sequence counts from its own start; its queries have the positions of its last keys."""
-    from fusedattn.kernels.rope import Rotation, rotated
+    from fusedattn.kernels.rope import Rotation
 
     rope = Rope.from_theta(16, 100, interleaved=interleaved, device=DEVICE)
     lengths_q, lengths_k = (5, 0, 33, 70), (9, 3, 33, 71)
@@ -258,7 +266,7 @@ def test_the_kernel_rotates_packed_sequences(of_queries, interleaved):
 @interleavings
 def test_features_that_do_not_rotate_are_left_alone(interleaved):
     """A NaN in one of them reaches no other."""
-    from fusedattn.kernels.rope import Rotation, rotated
+    from fusedattn.kernels.rope import Rotation
 
     rope = Rope.from_theta(8, 6, device=DEVICE)
     x = torch.randn(1, 1, 6, 13, device=DEVICE)
@@ -272,7 +280,7 @@ def test_features_that_do_not_rotate_are_left_alone(interleaved):
 
 
 def test_the_kernel_marks_positions_outside_the_tables():
-    from fusedattn.kernels.rope import Rotation, rotated
+    from fusedattn.kernels.rope import Rotation
 
     rope = Rope.from_theta(8, 10, device=DEVICE)
     x = torch.randn(1, 1, 6, 12, device=DEVICE)

@@ -320,23 +320,15 @@ def _backward(
     if rounding_residual is not None and rounding_residual.stride() != out.stride():
         rounding_residual = torch.empty_like(out, dtype=torch.int8).copy_(rounding_residual)
     problem = problem_of(q, k, v, constants, *others)
-    prologues, given, results_of_given = (problem.prologue_q, problem.prologue_k), (q, k), found
+    prologues, given, of_given = (problem.prologue_q, problem.prologue_k), (q, k), found
     q, k = (prologue.prepared(x) for prologue, x in zip(prologues, given, strict=True))
-    normalizes = prologues[0].norm is not None
-    if normalizes:
-        problem = replace(problem, prologue_q=prologues[0].done, prologue_k=prologues[1].done)
-        of_prepared = (None if dx is None else scratch(x, x.shape, x.dtype) for dx, x in zip(found, (q, k), strict=False))
-        found = *of_prepared, found[2]
     dq, dk, dv = found
+    if prologues[0].norm is not None:  # the kernels rotate back, but do not undo a norm
+        problem = replace(problem, prologue_q=prologues[0].done, prologue_k=prologues[1].done)
+        dq, dk = (None if dx is None else scratch(x, x.shape, x.dtype) for dx, x in ((dq, q), (dk, k)))
     rows = attention_bwd_rows.launch(q, k, v, out, rounding_residual, dout, forward_rows, problem)
     attention_bwd.launch(q, k, v, dout, rows, dq, None if dk is None or dv is None else (dk, dv), problem)
-    dweights: list[Tensor | None] = [None, None]
-    if normalizes:
-        of_each = zip(prologues, given, found, results_of_given, needed[7:], strict=False)
-        dweights = [
-            None if dy is None else prologue.backward(x, dy, dx, needs_weight=needs)
-            for prologue, x, dy, dx, needs in of_each
-        ]
+    dweights = _through_norm(prologues, given, (dq, dk), of_given, needed[7:])
     dbias = drelative = dsinks = dslopes = dlearned = None
     if needed[2]:
         dbias = attention_bwd_bias.launch_dbias(q, k, v, dout, rows, bias, problem)
@@ -351,6 +343,22 @@ def _backward(
         readers = readers_of(constants.functions.readers, constants.score_args)
         dlearned = attention_bwd_learned.launch(q, k, v, dout, rows, learned, readers, problem)
     return dbias, drelative, dsinks, dslopes, dlearned, *dweights
+
+
+def _through_norm(
+    prologues: Sequence[Prologue],
+    given: Sequence[Tensor],
+    of_prepared: Sequence[Tensor | None],
+    of_given: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of the weights of q and k, or None; fills `of_given` from the gradients of prepared q and k."""
+    found: list[Tensor | None] = [None, None]
+    for i, prologue in enumerate(prologues):
+        dy, dx = of_prepared[i], of_given[i]
+        if prologue.norm is not None and dy is not None and dx is not None:
+            found[i] = prologue.backward(given[i], dy, dx, needs_weight=needed[i])
+    return found
 
 
 MOST_REPLAYS = 256  # one for each call that differs in anything, even a length; 0 for none

@@ -223,9 +223,7 @@ def constants_of(
         if rope is None:
             return found
         tables = ConstantTensors(cos=rope.cos, sin=rope.sin, positions_q=rope.positions_q, positions_k=rope.positions_k)
-        return Constants(
-            tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, 0.0, keep_residual
-        )
+        return Constants(tables, found.sizes, (), (), NO_FUNCTIONS, found.scale, found.softcap, 0.0, 0.0, keep_residual)
     layout = mask.layout if pattern is None else pattern
     mask_args, mask_key, mask_numbers = _mask_function(mask, pattern)
     tensors = ConstantTensors(
