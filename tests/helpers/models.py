@@ -36,6 +36,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         GROUPED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "Qwen 3, normalised q and k": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "OLMo 2, normalised across heads": ("Olmo2Config", "Olmo2ForCausalLM", GROUPED),
+    "OLMo 3, windows, normalised across heads": (
+        "Olmo3Config", "Olmo3ForCausalLM",
+        GROUPED | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "Gemma 2, soft-cap and windows": (
         "Gemma2Config", "Gemma2ForCausalLM",
         GROUPED | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fusedattn import Rope, attention, fuse, fusion_report, unfuse
+from fusedattn import QKNorm, Rope, attention, fuse, fusion_report, unfuse
 from fusedattn.integrations.transformers import NAME, attention_function, mask_function, register
 from fusedattn.integrations.transformers import TWINS as ROTARY_TWINS
 from tests.conftest import BACKENDS, DEVICE
@@ -41,7 +41,7 @@ from tests.helpers.models import (
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
-LLAMA_TYPE = [name for name, (config, *_) in MODELS.items() if config.startswith(("Ll", "M", "Q", "Ge", "Gr"))
+LLAMA_TYPE = [name for name, (config, *_) in MODELS.items() if config.startswith(("Ll", "M", "Q", "Ge", "Gr", "Ol"))
               and not config.startswith("Modern")]  # fmt: skip
 llama_type = pytest.mark.parametrize("name", LLAMA_TYPE)
 
@@ -147,6 +147,44 @@ def test_fuse_puts_the_rotation_inside(name, backend, calls):
     assert len(calls) == 2
     assert all(isinstance(c["rope"], Rope) and c["backend"] == backend for c in calls)
     assert len(fusion_report(model)) == 3
+
+
+NORMED = [name for name in MODELS if "normalised" in name or name.startswith("Gemma 3")]
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_fuse_puts_the_norm_inside(name, calls):
+    """In one step with the rotation, and rounded once: in 16 bits nearer to the truth."""
+    model = fuse(make(name), backend=QUICK)
+    given, meant = arguments(model, *padded("left"))
+    outcome(model, given | {"use_cache": False}, meant)
+    assert [type(c["qk_norm"]) for c in calls] == [QKNorm] * 2
+    assert {c["qk_norm"].across_heads for c in calls} == {"OLMo" in name}
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "subclass", "another eps"])
+@pytest.mark.parametrize("name", NORMED)
+def test_a_norm_that_was_changed_runs_itself(name, change, calls):
+    model = make(name)
+    seen = []
+    layer = next(module for module in model.modules() if hasattr(module, "q_norm"))
+    if change == "hook":
+        layer.q_norm.register_forward_hook(lambda *_: seen.append(1))
+    elif change == "forward":
+        layer.k_norm.forward = lambda x: x * 0.5
+    elif change == "subclass":
+        layer.q_norm.__class__ = type("Other", (type(layer.q_norm),), {"forward": lambda self, x: x * 2.0})
+    else:
+        (name_of_eps,) = {"eps", "variance_epsilon"} & set(layer.q_norm.__dict__)
+        setattr(layer.q_norm, name_of_eps, 1e-2)
+    given, meant = arguments(model, *padded("left"))
+    given["use_cache"] = False
+    expected = outcome(model, given, meant)
+    seen.clear()
+    fuse(model, backend=QUICK)
+    assert_same(outcome(model, given, meant), expected)
+    assert sorted(c["qk_norm"] is None for c in calls) == [False, True]
+    assert bool(seen) == (change == "hook")
 
 
 @llama_type

@@ -95,6 +95,34 @@ def test_one_program_walks_over_several_tiles(kind, head_dim, n_parts, monkeypat
 
 
 @backends
+@pytest.mark.parametrize("eps", [1e-2, 1.0])
+@pytest.mark.parametrize("kind", ["rms", "l2"])
+def test_each_eps_counts(backend, eps, kind):
+    x = tensors()
+    found = gradients(with_norm(backend, eps=eps, kind=kind), *x)
+    expected = gradients(with_norm("torch", eps=eps, kind=kind), *(t.double() for t in x))
+    for actual, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual.double(), truth, rtol=1e-3, atol=1e-5)
+
+
+@backends
+def test_a_gradient_of_one_head_alone_reaches_all_across_heads(backend):
+    """The other heads are in the norm."""
+    x = tensors()
+    weights = [w.expand(n, 16).contiguous() for w, n in zip(x[3:], (4, 2), strict=True)]
+
+    def first_head(*t: Tensor) -> Tensor:
+        return with_norm(backend, across_heads=True)(*t)[:, :1]
+
+    found = gradients(first_head, *x[:3], *weights)
+    assert found[1][:, 1:].any()
+    definition = functools.partial(with_norm("torch", across_heads=True))
+    expected = gradients(lambda *t: definition(*t)[:, :1], *(t.double() for t in (*x[:3], *weights)))
+    for actual, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual.double(), truth, rtol=1e-3, atol=1e-5)
+
+
+@backends
 def test_weights_of_any_shape(backend):
     """A shape that broadcasts gets the sum of the gradients of all elements."""
     q, k, v, *_ = tensors()
@@ -274,6 +302,18 @@ def test_packed_sequences(kind, backend):
 
     x = list(inputs.leaves.values())
     for actual, expected in zip(gradients(whole, *x), gradients(each, *x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_many_sequences(monkeypatch):
+    """More than a norm has parts: each gets a program all the same."""
+    from fusedattn.kernels import prologue
+
+    monkeypatch.setattr(prologue, "PARTS", 1)
+    q, k, v, *weights = tensors(3, 3)
+    for actual, expected in zip(
+        gradients(with_norm("triton"), q, k, v, *weights), gradients(with_norm("torch"), q, k, v, *weights), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -19,6 +19,7 @@ from fusedattn.integrations.transformers.cache import cache_of, over_capacity
 from fusedattn.integrations.transformers.masks import PreparedMask
 from fusedattn.integrations.transformers.sources import is_causal_without_mask
 from fusedattn.masks import Mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.weights import attention_weights
 
@@ -61,6 +62,7 @@ def attention_function(
     output_attentions: bool | None = None,
     deterministic: bool | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`fusedattn.attention` with the arguments and layouts of transformers.
@@ -86,7 +88,7 @@ def attention_function(
         indices: int ``(batch, seqlen_q, n)``, the only keys that each query may see (DeepSeek's sparse attention).
         output_attentions: also return the weights, which are then computed in full; implied if the model records them.
         deterministic: True forbids sums in a varying order, whatever the module allows.
-        rope: rotates query and key, for callers that have not done so.
+        rope, qk_norm: rotate and normalise query and key, for callers that have not done so.
 
     Returns:
         out ``(batch, seqlen_q, nheads_q, head_dim_v)``, and the weights ``(batch, nheads_q, seqlen_q, seqlen_k)`` after
@@ -117,8 +119,8 @@ def attention_function(
     if position_bias is not None:
         bias = tensor(position_bias) if bias is None else bias + tensor(position_bias)
 
-    options: dict[str, Any] = {"mask": mask, "rope": rope, "bias": bias, "scale": scaling, "softcap": softcap}
-    options |= {"dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
+    options: dict[str, Any] = {"mask": mask, "rope": rope, "qk_norm": qk_norm, "bias": bias, "scale": scaling}
+    options |= {"softcap": softcap, "dropout_p": dropout, "dropout_seed": draw_seed(query.device) if dropout else None}
     apart: dict[str, Any] = {"sinks": s_aux, "backend": getattr(module, "fusedattn_backend", None)}
     apart["deterministic"] = bool(deterministic) or getattr(module, "fusedattn_deterministic", True)
     attend = functools.partial(attention, query, key, value, **options)

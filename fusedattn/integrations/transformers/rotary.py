@@ -1,4 +1,4 @@
-"""Attention layers of Llama and similar models, with the rotation inside the attention."""
+"""Attention layers of Llama and similar models, with the norm of q and k and the rotation inside the attention."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.granite.modeling_granite import GraniteAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+from transformers.models.olmo3.modeling_olmo3 import Olmo3Attention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from fusedattn.integrations.transformers.attention import attention_function
+from fusedattn.integrations.transformers.norms import normalized, qk_norm_of
 from fusedattn.rope import Rope
 
 
@@ -32,8 +36,6 @@ class _RopeInside(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
 
     def forward(
         self,
@@ -51,8 +53,10 @@ class _RopeInside(nn.Module):
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))  # (batch, seqlen, nheads, head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        qk_norm = None
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
+            qk_norm = qk_norm_of(self, q, k)
+            q, k = (q, k) if qk_norm is not None else normalized(self, q, k)
         # Both halves of a table are the same: (batch or 1, seqlen, head_dim).
         cos, sin = (table[..., : self.head_dim // 2].float() for table in position_embeddings)
         out, weights = attention_function(
@@ -66,6 +70,7 @@ class _RopeInside(nn.Module):
             sliding_window=self._sliding_window(),
             softcap=getattr(self, "attn_logit_softcapping", None),
             rope=Rope(cos, sin),
+            qk_norm=qk_norm,
             **kwargs,
         )
         return self.o_proj(out.flatten(-2)), weights
@@ -97,6 +102,18 @@ class FusedQwen3Attention(_RopeInside, Qwen3Attention):
     """Qwen 3: normalised q and k."""
 
 
+class FusedQwen3MoeAttention(_RopeInside, Qwen3MoeAttention):
+    """Qwen 3, mixture of experts: normalised q and k."""
+
+
+class FusedOlmo2Attention(_RopeInside, Olmo2Attention):
+    """OLMo 2: q and k normalised across heads."""
+
+
+class FusedOlmo3Attention(_RopeInside, Olmo3Attention):
+    """OLMo 3: q and k normalised across heads, a sliding window in most layers."""
+
+
 class FusedGemma2Attention(_RopeInside, Gemma2Attention):
     """Gemma 2: capped scores, a sliding window in every other layer."""
 
@@ -111,6 +128,9 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
     MistralAttention: FusedMistralAttention,
     Qwen2Attention: FusedQwen2Attention,
     Qwen3Attention: FusedQwen3Attention,
+    Qwen3MoeAttention: FusedQwen3MoeAttention,
+    Olmo2Attention: FusedOlmo2Attention,
+    Olmo3Attention: FusedOlmo3Attention,
     Gemma2Attention: FusedGemma2Attention,
     Gemma3Attention: FusedGemma3Attention,
 }
