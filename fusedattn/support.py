@@ -68,7 +68,7 @@ FEATURES = (
     Feature("T5's bucketed bias, with its gradient, without a tensor of all pairs", "`biases.t5(weight)`"),
     Feature("relative positions (Shaw et al.), with gradients", "`biases.shaw(q, table)`"),
     Feature(
-        "QK-norm: root mean square or length, of each head or of a token, learned weights with gradients", "`qk_norm=`"
+        "QK-norm by root mean square or length, of a head or across heads, with gradients of weights", "`qk_norm=`"
     ),
     Feature("RoPE: half-split, interleaved, partial, per-batch and scaled tables, explicit positions", "`rope=`"),
     Feature("soft-cap", "`softcap=`"),

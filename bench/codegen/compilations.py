@@ -44,13 +44,13 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything", "few queries", "some queries", "decode")),
         ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
-        ((64, 256), ("linear",)),
+        ((64, 256), ("linear", "norm")),
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
         ((launches.KEYS,), ("latent",)),
     ),
     "fp16": (((128,), (*HEAVIEST, "linear")),),
-    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode", "linear")), ((512,), ("causal", "decode"))),
+    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode", "linear", "norm")), ((512,), ("causal", "decode"))),
     "tf32": ((HEAD_DIMS, (*HEAVIEST, "linear")),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
@@ -58,9 +58,10 @@ QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         (HEAD_DIMS, (*HEAVIEST, "decode")),
         ((128,), ("bias", "everything", "cache", "cache of e4m3, chunk")),
         ((64,), ("one pass, padding",)),
-        (HEAD_DIMS, ("linear",)),
+        (HEAD_DIMS, ("linear", "norm")),
+        ((128,), ("norm across heads",)),
     ),
-    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode", "linear")),),
+    "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode", "linear", "norm")),),
 }
 OF_ONES: dict[configs.Arch, tuple[str, ...]] = {"sm_90": ("bf16", "fp32"), "gfx942": ("bf16",)}
 

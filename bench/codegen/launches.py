@@ -24,7 +24,18 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import fingerprint, ones
-from fusedattn import KVCache, LinearState, Rope, attention, attention_varlen, biases, caches, linear_attention, masks
+from fusedattn import (
+    KVCache,
+    LinearState,
+    QKNorm,
+    Rope,
+    attention,
+    attention_varlen,
+    biases,
+    caches,
+    linear_attention,
+    masks,
+)
 from fusedattn.kernels import configs
 from fusedattn.linear.state import empty_state
 from fusedattn.masks import Mask
@@ -46,6 +57,8 @@ FEATURES: dict[str, frozenset[str]] = {
     "causal+rope": frozenset({"causal", "rope"}),
     "all but boolean": frozenset({"causal", "padding", "rope", "positions"}),
     "all": frozenset({"causal", "padding", "boolean", "rope", "positions"}),
+    "norm": frozenset({"causal", "rope", "norm"}),
+    "norm across heads": frozenset({"causal", "rope", "norm", "across heads"}),
     "few queries": frozenset({"causal", "rope", "few queries"}),
     "some queries": frozenset({"causal", "padding", "rope", "some queries"}),
     "decode": frozenset({"causal", "rope", "padding", "one query", "long cache"}),
@@ -152,6 +165,9 @@ NAMES = {
     "cu": "packed",
     "den": "normalized",
     "scale": "normalized",
+    "NORMALIZES": "normed",
+    "r": "across-heads",
+    "dweight": "with-weights",
     "FROM_START": "rotated",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
@@ -175,6 +191,7 @@ IMPLIED = {
     ),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
     *("first", "sequence", "k_sum"),
+    *("weight", "c"),
     *("words", "special", "PIPELINED", "FULL_FIRST", "weighted", "kept_sum"),
 }
 # Tuples of one tensor and its strides that are optional.
@@ -316,6 +333,10 @@ def call(
     if "paged" in features:
         _call_with_cache(q, k, v, features, options)
         return
+    if "norm" in features:
+        weights = [torch.zeros(n, head_dim, dtype=dtype, requires_grad=training) for n in (nheads, sizes.nheads_kv)]
+        leaves += weights
+        options["qk_norm"] = QKNorm(*weights, across_heads="across heads" in features)
     bias = []
     if "bias" in features:
         shape = (1, 1, 1, 1) if of_one_number else (1, nheads, sizes.seqlen_q, sizes.seqlen_k)

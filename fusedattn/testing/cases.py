@@ -126,6 +126,7 @@ class Inputs:
         """Every tensor of the problem, by name."""
         owners = (self.mask, self.bias, self.score_mod)
         found = {name: x for owner in owners if owner is not None for name, x in owner.tensors().items()}
+        found |= {} if self.qk_norm is None else self.qk_norm.weights()
         fields = {name: getattr(self, name) for name in ("q", "k", "v", "dout", "dlse", "sinks", "dropout_seed")}
         if self.rope is not None:
             fields |= {name: getattr(self.rope, name) for name in ("cos", "sin", "positions_q", "positions_k")}

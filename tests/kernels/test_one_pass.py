@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedattn import Rope, attention, attention_varlen, masks, testing
 from fusedattn.backends.triton.operands import constants_of
-from fusedattn.backends.triton.ops import attention_bwd, attention_fwd
+from fusedattn.backends.triton.ops import N_DIFFERENTIABLE, attention_bwd, attention_fwd
 from fusedattn.kernels import configs, dq_sum
 from fusedattn.testing import CASES, Case
 from tests.conftest import (
@@ -310,9 +310,10 @@ def test_opcheck(needs):
 
     options = Options(masks.causal(), scale=0.5, deterministic=False)
     flat = constants_of(options, keep_residual=True).flat()
-    nothing = (None,) * 5
+    nothing = (None,) * (N_DIFFERENTIABLE - 3)
     out, lse, *saved, _ = attention_fwd(q, k, v, *nothing, *flat)
-    call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *nothing, out, *saved, [*needs, *(False,) * 5])
+    needed = [*needs, *(False for _ in nothing)]
+    call = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *nothing, out, *saved, needed)
     torch.library.opcheck(attention_bwd, (*call, *flat))
 
 

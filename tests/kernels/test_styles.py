@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from fusedattn import Rope, attention_varlen, masks, testing
-from fusedattn.kernels import attention_fwd, configs
-from fusedattn.kernels import rope as rope_kernel
+from fusedattn.kernels import configs
 from fusedattn.kernels.descriptors import tiles_of
 from fusedattn.testing.cases import Case
 from tests.conftest import DEVICE, INTERPRETING, assert_accurate, assert_equal, inputs_of, triton_attention
 from tests.helpers import quick
+from tests.helpers.interpreted import seen_launches
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 
@@ -66,11 +65,10 @@ def test_queries_that_are_rotated_before_are_the_same_bit_for_bit(monkeypatch, c
     expected = testing.run(triton_attention, inputs)
     rotating = replace(configs.INTERPRETER, fwd=replace(configs.INTERPRETER.fwd, prerotate_q=True))
     monkeypatch.setattr(configs, "INTERPRETER", rotating)
-    with monkeypatch.context() as patch:
-        rotated = Mock(wraps=rope_kernel.rotated)
-        patch.setattr(attention_fwd, "rotated", rotated)
+    with seen_launches() as launches:
         found = testing.run(triton_attention, inputs)
-    assert [call.kwargs for call in rotated.call_args_list] == [{"of_queries": True}]
+    # The forward prepares keys and queries, the backward both again.
+    assert [kernel for kernel, _ in launches].count("qk_prologue") == 4
     assert_equal(found, expected)
 
 
@@ -195,20 +193,12 @@ def test_keys_rotated_in_place(monkeypatch, case):
     """The same bits as with a separate rotation kernel, which does not run."""
     inputs = inputs_of(case)
     group = case.nheads_q // case.nheads_kv
-    calls: list[dict[str, Any]] = []
-    rotated = rope_kernel.rotated
-
-    def counted(*args: Any, **named: Any) -> torch.Tensor:
-        calls.append(named)
-        return rotated(*args, **named)
-
-    monkeypatch.setattr(rope_kernel, "rotated", counted)
     found: dict[int, Any] = {}
     for limit in (group * case.seqlen_q - 1, group * case.seqlen_q):
         monkeypatch.setattr(configs, "ROTATION_IN_PLACE", limit)
-        calls.clear()
-        found[limit] = triton_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
-        assert len(calls) == (limit < group * case.seqlen_q)
+        with seen_launches() as launches:
+            found[limit] = triton_attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+        assert [kernel for kernel, _ in launches].count("qk_prologue") == (limit < group * case.seqlen_q)
     before, in_place = ({"out": out, "lse": lse} for out, lse in found.values())
     assert_equal(in_place, before)
 

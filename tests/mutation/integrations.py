@@ -14,6 +14,7 @@ HF_MODELS = "fusedattn/integrations/transformers/models.py"
 HF_SOURCES = "fusedattn/integrations/transformers/sources.py"
 HF_NAMES = "fusedattn/integrations/transformers/registration.py"
 HF_ROTARY = "fusedattn/integrations/transformers/rotary.py"
+HF_NORMS = "fusedattn/integrations/transformers/norms.py"
 FA_ARGUMENTS = "fusedattn/integrations/flash_attn/arguments.py"
 FA_CACHE = "fusedattn/integrations/flash_attn/kvcache.py"
 FA_CHECKS = "fusedattn/integrations/flash_attn/kvcache_checks.py"
@@ -180,7 +181,7 @@ TRANSFORMERS = (
     Fault(HF_ROTARY, "dropout=self.attention_dropout if self.training else 0.0", "dropout=0.0", "transformers, rotation inside: dropout dropped", models("dropout")),
     Fault(HF_ROTARY, "scaling=self.scaling", "scaling=None", "transformers, rotation inside: scale dropped", models("rotation_inside and not triton")),
     Fault(HF_ROTARY, "table[..., : self.head_dim // 2]", "table[..., ::2]", "transformers, rotation inside: tables of interleaved pairs", models("rotation_inside and not triton")),
-    Fault(HF_ROTARY, "self.q_norm(q), self.k_norm(k)", "self.k_norm(q), self.q_norm(k)", "transformers, rotation inside: norms of q and k exchanged", models("rotation_inside and not triton")),
+    Fault(HF_NORMS, "q_weight, k_weight = weights", "k_weight, q_weight = weights", "transformers, rotation inside: norms of q and k exchanged", models("rotation_inside and not triton")),
     Fault(HF_ROTARY, 'softcap=getattr(self, "attn_logit_softcapping", None)', "softcap=None", "transformers, rotation inside: soft-cap dropped", models("rotation_inside and not triton")),
     Fault(HF_ROTARY, "sliding_window=self._sliding_window()", "sliding_window=None", "transformers, rotation inside: window dropped", model_attention("without_a_mask")),
 )

@@ -6,7 +6,7 @@ NORM, PROLOGUE, FWD = "kernels/qk_norm.py", "kernels/prologue.py", "kernels/atte
 VALUE, REFERENCE, LAUNCHING = "fusedattn/qk_norm.py", "fusedattn/reference.py", "fusedattn/backends/triton/launching.py"
 OPERANDS, PREPARE, SUPPORT = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py", "fusedattn/support.py"
 AUTOGRAD, CHECKS = "fusedattn/backends/triton/autograd.py", "fusedattn/call_checks.py"
-BACKENDS, WEIGHTS, CASES = "fusedattn/backends/__init__.py", "fusedattn/weights.py", "fusedattn/testing/budget.py"
+BACKENDS, WEIGHTS = "fusedattn/backends/__init__.py", "fusedattn/weights.py"
 TRANSFORMERS = "fusedattn/integrations/transformers/norms.py"
 
 _TESTS = "tests/public/test_qk_norm.py"

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fusedattn import Rope, attention, attention_varlen, attention_weights, biases, fuse, masks, testing
+from fusedattn import QKNorm, Rope, attention, attention_varlen, attention_weights, biases, fuse, masks, testing
 from fusedattn.backends.triton.operands import constants_of
 from fusedattn.backends.triton.ops import N_DIFFERENTIABLE, attention_bwd, attention_fwd
 from fusedattn.masks import Mask
@@ -56,7 +56,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
     others: list[Tensor | None] = [None] * (N_DIFFERENTIABLE - 3)
     given: dict[str, Any] = {
         **dict.fromkeys(("rope", "bias", "softcap", "score_mod", "sinks", "dropout_seed")), "mask": masks.full(),
-        "scale": 0.25, "dropout_p": 0.0,
+        "scale": 0.25, "dropout_p": 0.0, "qk_norm": None,
     }  # fmt: skip
     if kind == "expanded":
         q, k, v = q[:1].expand_as(q), k[:, :1].expand_as(k), v[:, :, :1].expand_as(v)
@@ -75,13 +75,15 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(0)
         score_mod = triton_functions.score_function(HEADS, generator).to(DEVICE)
         others = [torch.randn(1, HEADS, SEQLEN_Q, 1), torch.randn(BATCH, 1, 1, 5), torch.randn(HEADS)]
-        others = [x.to(DEVICE) for x in (*others, torch.rand(1, HEADS), score_mod.learned) if x is not None]
+        others += [torch.rand(1, HEADS), score_mod.learned, torch.rand(HEADS, HEAD_DIM), torch.rand(KV_HEADS, 1)]
+        others = [x.to(DEVICE) for x in others if x is not None]
         given |= {
             "mask": everything_masked(generator),
             "rope": Rope.from_theta(8, 32, device=DEVICE).at(*at),
             "bias": biases.alibi(torch.rand(HEADS, device=DEVICE)),
             "softcap": 2.0,
             "score_mod": score_mod,
+            "qk_norm": QKNorm(*others[-2:], across_heads=True),
             "dropout_p": 0.2,
             "dropout_seed": torch.tensor([3], device=DEVICE),
         }
@@ -91,7 +93,7 @@ def op_arguments(kind: str) -> tuple[Any, ...]:
         score_mod = triton_functions.score_function(HEADS, torch.Generator()).to(DEVICE)
         given["score_mod"] = replace(score_mod, args=(score_mod.args[0].half(), *score_mod.args[1:]))
         bias, relative = torch.randn(1, HEADS, SEQLEN_Q, 1), torch.randn(BATCH, 1, 1, 5)
-        others = [x.half().to(DEVICE) for x in (bias, relative)] + [None, None, given["score_mod"].learned]
+        others = [x.half().to(DEVICE) for x in (bias, relative)] + [None, None, given["score_mod"].learned, None, None]
     given["sinks"] = others[2]
     constants = constants_of(Options(**given), keep_residual=kind != "half, inference")
     return (q, k, v, *others, *constants.flat())
@@ -146,9 +148,9 @@ def test_opcheck_backward(kind, dlse, needs):
 @pytest.mark.parametrize("scale", [0.0, -0.25, float("nan")])
 def test_the_op_takes_positive_scales(scale):
     """attention() takes any scale: it moves the sign into q."""
-    *arguments, _, softcap, dropout_p, keep_residual = op_arguments("plain")
+    *arguments, _, softcap, dropout_p, norm_eps, keep_residual = op_arguments("plain")
     with pytest.raises(ValueError, match="scale: got"):
-        attention_fwd(*arguments, scale, softcap, dropout_p, keep_residual)
+        attention_fwd(*arguments, scale, softcap, dropout_p, norm_eps, keep_residual)
 
 
 def test_the_op_by_itself_is_differentiable():

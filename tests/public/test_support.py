@@ -15,6 +15,7 @@ import fusedattn.support as support
 from bench import support as page
 from fusedattn import (
     KVCache,
+    QKNorm,
     Rope,
     ScoreMod,
     attention,
@@ -188,6 +189,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"bias": biases.alibi(normal(HEADS))}),
     with_options(lambda: {"bias": biases.t5(normal(32, HEADS))}),
     of_shaw,
+    with_options(lambda: {"qk_norm": QKNorm(normal(HEAD_DIM), normal(2, HEAD_DIM), across_heads=True)}),
     with_options(lambda: {"rope": Rope.from_theta(HEAD_DIM, SEQLEN_K, device=DEVICE), "mask": masks.causal()}),
     with_options(lambda: {"softcap": 3.0}),
     with_options(lambda: {"score_mod": score_function()}),

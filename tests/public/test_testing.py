@@ -240,7 +240,7 @@ def test_measure_of_the_results_there_are(function, missing, through_lse) -> Non
     assert bool(found.inputs.dlse.any()) == through_lse
 
 
-BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True, alibi=True, score_mod=True)
+BIASED = replace(SMALL, bias="per_head", relative="per_query", sinks=True, alibi=True, score_mod=True, qk_norm="shared")
 
 
 def test_measure_without_the_gradients_of_biases() -> None:
@@ -277,9 +277,8 @@ def test_a_function_without_an_argument_is_not_called() -> None:
     called: list[int] = []
     found = testing.measure(function, testing.make_inputs(replace(BIASED, softcap=2.0, dropout_p=0.1)))
     assert not called
-    assert found.missing == dict.fromkeys(
-        testing.ALL_TENSORS, "bias, softcap, score_mod, sinks, dropout_p, dropout_seed: no argument of this function"
-    )
+    unknown = "qk_norm, bias, softcap, score_mod, sinks, dropout_p, dropout_seed: no argument of this function"
+    assert found.missing == dict.fromkeys(testing.ALL_TENSORS, unknown)
     assert set(testing.measure(function, testing.make_inputs(SMALL)).ratios) == set(TENSORS)
 
 
@@ -377,15 +376,16 @@ def test_enough_is_visible_in_every_case() -> None:
 
 def test_a_problem_of_other_leaves() -> None:
     inputs = testing.make_inputs(CASES[-1])
-    assert list(inputs.leaves) == ["q", "k", "v", "bias", "relative", "sinks", "slopes", "learned"]
+    assert [f"d{name}" for name in inputs.leaves] == [name for name in testing.ALL_TENSORS if name.startswith("d")]
     other = inputs.with_leaves({name: x + 1 for name, x in inputs.leaves.items()})
     for name, x in other.leaves.items():
         assert torch.equal(x, inputs.leaves[name] + 1)
     changed = {name for name, x in other.tensors().items() if not torch.equal(x, inputs.tensors()[name])}
-    assert changed == {"q", "k", "v", "sinks", "tensor(x)", "relative(table)", "alibi(slopes)", "score_mod(args[0])"}
+    of_values = {"tensor(x)", "relative(table)", "alibi(slopes)", "score_mod(args[0])", "q_weight", "k_weight"}
+    assert changed == {"q", "k", "v", "sinks", *of_values}
     assert set(testing.make_inputs(SMALL).options) == {"mask", "rope", "scale"}
     assert set(inputs.options) == {
-        "mask", "rope", "scale", "bias", "softcap", "score_mod", "sinks", "dropout_p", "dropout_seed"
+        "mask", "rope", "scale", "bias", "softcap", "score_mod", "sinks", "dropout_p", "dropout_seed", "qk_norm"
     }  # fmt: skip
 
 
