@@ -50,7 +50,12 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((launches.KEYS,), ("latent",)),
     ),
     "fp16": (((128,), (*HEAVIEST, "linear")),),
-    "fp32": ((HEAD_DIMS, ALL), ((64,), WHOLE), ((128, 256), ("decode", "linear", "norm")), ((512,), ("causal", "decode"))),
+    "fp32": (
+        (HEAD_DIMS, ALL),
+        ((64,), WHOLE),
+        ((128, 256), ("decode", "linear", "norm")),
+        ((512,), ("causal", "decode")),
+    ),
     "tf32": ((HEAD_DIMS, (*HEAVIEST, "linear")),),
 }
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
