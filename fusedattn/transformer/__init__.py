@@ -27,6 +27,7 @@ from fusedattn.transformer.positions import (
     PositionalEncoding,
     RotaryPositionalEmbedding,
 )
+from fusedattn.transformer.state_cache import StateCache
 
 __all__ = [
     "Decoder",
@@ -44,6 +45,7 @@ __all__ = [
     "RotaryPositionalEmbedding",
     "ScaledDotProductAttention",
     "SelfAttention",
+    "StateCache",
     "SwiGLU",
     "TokenEmbedding",
     "Transformer",

@@ -43,6 +43,19 @@ def test_the_layer_is_linear_attention(valid, causal):
     torch.testing.assert_close(weights.sum(-1), seen.any(-1).double())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_products_that_add_up_to_0(fused):
+    """The query sees nothing, even if its products are not 0."""
+    layer = LinearAttention("identity")
+    if fused:
+        fuse(layer, backend="torch")
+    q, k, v = torch.ones(1, 1, 1, 2), torch.tensor([[[[1.0, 0.0], [0.0, -1.0]]]]), torch.randn(1, 1, 2, 3)
+    out, weights = layer(q, k, v)
+    assert not out.any()
+    assert not weights.any()
+    assert not layer(q, k, v, need_weights=False)[0].any()
+
+
 def test_rope_rotates_before_the_feature_map():
     q, k, v = qkv()
     rope = Rope.from_theta(16, 20)
