@@ -28,6 +28,7 @@ from fusedattn.transformer.positions import (
     RotaryPositionalEmbedding,
 )
 from fusedattn.transformer.state_cache import StateCache
+from fusedattn.transformer.top_blocks import TopBlockAttention
 
 __all__ = [
     "Decoder",
@@ -48,6 +49,7 @@ __all__ = [
     "StateCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TopBlockAttention",
     "Transformer",
     "TransformerBlock",
     "TransformerEncoder",

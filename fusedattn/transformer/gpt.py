@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -41,12 +42,14 @@ class GPTModel(nn.Module):
         max_len: the longest sequence.
         positions: ``"sinusoidal"`` (with embeddings scaled by ``sqrt(d_model)``), ``"learned"``
             (GPT-2) or ``"rotary"`` (all features of each head, in every block).
-        attention: ``"softmax"``; ``"linear"``, a :class:`LinearAttention` in every block; or a
-            Mask, such as ``masks.strided(64)``: what tokens see besides the causal mask. Sparse
-            patterns take no cache: generate with ``use_cache=False``.
+        attention: ``"softmax"``; ``"linear"``, a :class:`LinearAttention` in every block; a Mask, such
+            as ``masks.strided(64)``: what tokens see besides the causal mask; or a module, such as
+            ``TopBlockAttention(64, 8)`` or ``LinearAttention("relu")``, of which every block has a
+            copy, with dropout of its own. Sparse patterns and top blocks take no cache: generate with
+            ``use_cache=False``.
 
     Raises:
-        TypeError: ``attention`` is neither a string nor a Mask.
+        TypeError: ``attention`` is neither a string nor a Mask nor a module.
         ValueError: an argument has none of these values, or head_dim is odd with ``"rotary"``.
     """
 
@@ -63,13 +66,14 @@ class GPTModel(nn.Module):
         n_kv_heads: int | None = None,
         norm: str = "pre",
         activation: str = "gelu",
-        attention: str | Mask = "softmax",
+        attention: str | Mask | nn.Module = "softmax",
     ) -> None:
         super().__init__()
-        if not isinstance(attention, str | Mask):
-            raise TypeError(f"attention: got {type(attention).__name__}, allowed are 'softmax', 'linear' and a Mask")
+        allowed = "allowed are 'softmax', 'linear', a Mask and a module"
+        if not isinstance(attention, str | Mask | nn.Module):
+            raise TypeError(f"attention: got {type(attention).__name__}, {allowed}")
         if isinstance(attention, str) and attention not in ("softmax", "linear"):
-            raise ValueError(f"attention: got {attention!r}, allowed are 'softmax', 'linear' and a Mask")
+            raise ValueError(f"attention: got {attention!r}, {allowed}")
         self.pattern = attention if isinstance(attention, Mask) else masks.full()
         head_dim = checked_head_dim(d_model, n_heads, "n_heads")
         rope = None
@@ -82,6 +86,7 @@ class GPTModel(nn.Module):
             rope = RotaryPositionalEmbedding(head_dim, max_len)
         else:
             raise ValueError(f"positions: got {positions!r}, allowed are 'sinusoidal', 'learned', 'rotary'")
+        core = LinearAttention() if attention == "linear" else attention if isinstance(attention, nn.Module) else None
         self.vocab_size = vocab_size
         self.max_len = max_len
         self.embedding = TokenEmbedding(vocab_size, d_model, scaled=positions == "sinusoidal")
@@ -96,7 +101,7 @@ class GPTModel(nn.Module):
                 activation=activation,
                 n_kv_heads=n_kv_heads,
                 rope=rope,
-                attention=LinearAttention() if attention == "linear" else None,
+                attention=copy.deepcopy(core),
             )
             for _ in range(n_layers)
         )
@@ -120,8 +125,8 @@ class GPTModel(nn.Module):
             ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache that is
                 full or has another batch or number of layers. If lengths are on a GPU they are not
                 read: logits of a sequence that is too long are NaN.
-            NotImplementedError: a cache, and parameters that need gradients, a sparse pattern or, with
-                states, a mask that is not padding.
+            NotImplementedError: a cache, and parameters that need gradients, a sparse pattern, top blocks
+                or, with states, a mask that is not padding.
         """
         x = self.embedding(ids)
         batch, seqlen = ids.shape
