@@ -31,6 +31,7 @@ from fusedattn.transformer import (
     LinearAttention,
     PositionalEncoding,
     ScaledDotProductAttention,
+    TopBlockAttention,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def fuse(
         others += [
             f"{_called(name)}: takes no context"
             for name, module in model.named_modules()
-            if isinstance(module, tuple(_twins())) and not isinstance(module, ScaledDotProductAttention)
+            if isinstance(module, (TopBlockAttention, *_twins())) and not isinstance(module, ScaledDotProductAttention)
         ]
         reasons += others
     if reasons:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedattn.block_tables import BigBird, SelectedBlocks, SlidingTiles
 from fusedattn.mask import Mask
-from fusedattn.mask_parts import Band, CausalAlign
+from fusedattn.mask_parts import Band, CausalAlign, check_bool
 from fusedattn.patterns import BlockDiffusion, Dilated, Fixed, Neighborhood, Pattern, Strided, check_count
 
 
@@ -162,7 +163,9 @@ def top_blocks(scores: Tensor, k: int, block_size: int | tuple[int, int]) -> Mas
     return selected_blocks(best.indices.masked_fill(best.values == -math.inf, -1), block_size)
 
 
-def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = False) -> Tensor:
+def mean_pooled_scores(
+    q: Tensor, k: Tensor, block_size: int, *, causal: bool = False, valid: Tensor | None = None
+) -> Tensor:
     """The products of queries and the means of blocks of keys, by which MoBA chooses blocks.
 
     Lu et al., "MoBA: Mixture of Block Attention" (2025), section 2.2. The scores carry no gradient.
@@ -173,12 +176,14 @@ def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = 
         block_size: keys of a block; the last block may have fewer.
         causal: with the last query at the last key, a block that begins behind the query gets ``-inf``, and the
             query's own block ``inf``, so that it is always chosen.
+        valid: bool ``(batch, seqlen_k)``, True = a real token, as for :func:`fusedattn.masks.padding`: means are those
+            of real keys, and a block without one gets ``-inf``, unless it is the query's own.
 
     Returns:
         ``(batch, nheads_q, seqlen_q, ceil(seqlen_k / block_size))``, float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: ``block_size`` is not a positive int, or the shapes do not fit.
+        TypeError, ValueError: ``block_size`` is not a positive int, ``valid`` not bool, or the shapes do not fit.
     """
     check_count("block_size", block_size)
     fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -187,21 +192,37 @@ def mean_pooled_scores(q: Tensor, k: Tensor, block_size: int, *, causal: bool = 
             f"q, k: got shapes {tuple(q.shape)} and {tuple(k.shape)}, allowed are (batch, nheads_q, seqlen_q, "
             "head_dim) and (batch, nheads_kv, seqlen_k, head_dim), where nheads_kv divides nheads_q"
         )
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    real = torch.ones(1, seqlen_k, dtype=torch.bool, device=k.device) if valid is None else valid
+    check_bool(real, "valid")
+    if valid is not None and valid.shape != (k.shape[0], seqlen_k):
+        raise ValueError(
+            f"valid: got shape {tuple(valid.shape)}, allowed is (batch, seqlen_k) = {(k.shape[0], seqlen_k)}"
+        )
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.detach().to(dtype), k.detach().to(dtype)
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    n = -(-seqlen_k // block_size)
-    # Means of (batch, nheads_kv, n, block_size, head_dim); the last block is filled up with zeros.
-    filled = torch.nn.functional.pad(k, (0, 0, 0, n * block_size - seqlen_k))
-    first = torch.arange(n, device=k.device) * block_size
-    counts = (seqlen_k - first).clamp(max=block_size)
-    means = filled.unflatten(2, (n, block_size)).sum(3) / counts[:, None]
-    scores = torch.einsum("bhgid,bhnd->bhgin", q.unflatten(1, (k.shape[1], -1)), means).flatten(1, 2)
+    means, counts = _means(k, real, block_size)
+    with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
+        scores = torch.einsum("bhgid,bhnd->bhgin", q.unflatten(1, (k.shape[1], -1)), means).flatten(1, 2)
+    scores = scores.masked_fill(counts[:, :, None] == 0, -math.inf)
     if not causal:
         return scores
     position = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
-    own = position.div(block_size, rounding_mode="floor") == torch.arange(n, device=q.device)
-    return scores.masked_fill(first > position, -math.inf).masked_fill(own, math.inf)
+    block = torch.arange(scores.shape[3], device=q.device)
+    own = position.div(block_size, rounding_mode="floor") == block
+    return scores.masked_fill(block * block_size > position, -math.inf).masked_fill(own, math.inf)
+
+
+def _means(k: Tensor, real: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """The means of the real keys of n blocks, ``(batch, nheads_kv, n, head_dim)``, and how many these are.
+
+    The second result is ``(batch or 1, 1, n)``; the mean of none is 0.
+    """
+    n = -(-k.shape[2] // block_size)
+    missing = n * block_size - k.shape[2]  # the last block is filled up
+    summands = F.pad(k.masked_fill(~real[:, None, :, None], 0.0), (0, 0, 0, missing))
+    counts = F.pad(real, (0, missing)).unflatten(1, (n, block_size)).sum(2)[:, None]
+    return summands.unflatten(2, (n, block_size)).sum(3) / counts.clamp(min=1)[..., None], counts
 
 
 def neighborhood(shape: int | tuple[int, ...], window: int | tuple[int, ...]) -> Mask:

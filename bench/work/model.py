@@ -24,6 +24,7 @@ from fusedattn.rope import Rope, apply_rope
 from fusedattn.testing.cases import Case
 from fusedattn.testing.peers import Peer
 from fusedattn.transformer import GPTModel, ScaledDotProductAttention
+from fusedattn.transformer.cache import LayerCache, with_keys
 
 Form = Callable[[GPTModel], torch.nn.Module]
 
@@ -39,11 +40,11 @@ class TorchAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
-            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
+            return self.cached(q, k, v, with_keys(cache), mask, need_weights=need_weights)
         mask = as_mask(mask)
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         if need_weights or not mask.only_bands or mask.band(seqlen_q, seqlen_k) != (None, seqlen_k - seqlen_q):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,10 +10,13 @@ from fusedattn.attention import attention
 from fusedattn.caches import append
 from fusedattn.kv_cache import KVCache
 from fusedattn.linear.attention import linear_attention
+from fusedattn.linear.state import LinearState
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope
 from fusedattn.support import Backend
 from fusedattn.transformer import LinearAttention, ScaledDotProductAttention
+from fusedattn.transformer.cache import LayerCache, with_keys
+from fusedattn.transformer.linear_attention import causal_and_valid
 from fusedattn.transformer.positions import LearnedPositionalEncoding, PositionalEncoding, rows_at
 
 if TYPE_CHECKING:
@@ -39,12 +41,12 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """``(output, weights)``, or ``(output, None)`` without ``need_weights``; with a cache, :meth:`cached`."""
         if cache is not None:
-            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
+            return self.cached(q, k, v, with_keys(cache), mask, need_weights=need_weights)
         if need_weights:
             if self.context is not None:
                 self.context.refuse(NotImplementedError("need_weights: got True with a context, allowed is False"))
@@ -100,8 +102,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
 class FusedLinearAttention(LinearAttention):
     """The fused twin of ``LinearAttention``: same arguments, same result, in time and memory linear in the length.
 
-    With ``need_weights=True`` or a cache the reference runs instead: the weights are the quadratic matrix, and a cache
-    holds keys where linear attention would keep a state.
+    With ``need_weights=True`` the reference runs instead: the weights are the quadratic matrix.
     """
 
     backend: Backend | None = None
@@ -115,34 +116,38 @@ class FusedLinearAttention(LinearAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(output, weights)``, or ``(output, None)`` without ``need_weights``.
+        """``(output, weights)``, or ``(output, None)`` without ``need_weights``; with a cache, :meth:`cached`.
 
         Raises:
-            NotImplementedError: without weights and cache, a mask that is neither causal nor padding nor both.
+            NotImplementedError: without weights, a mask that is neither causal nor padding nor both.
         """
         if need_weights or cache is not None:
             return super().forward(q, k, v, mask, rope=rope, cache=cache, need_weights=need_weights)
-        causal, valid = _causal_and_valid(as_mask(mask), q.shape[2], k.shape[2])
+        causal, valid = causal_and_valid(as_mask(mask), q.shape[2], k.shape[2], "linear")
         if rope is not None:
             rope.check(q.shape[0], q.shape[2], k.shape[2], q.shape[3])
             q, k = rope.rotate(q, k)
         out = linear_attention(q, k, v, feature_map=self.feature_map, causal=causal, valid=valid, backend=self.backend)
         return out, None
 
-
-def _causal_and_valid(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[bool, Tensor | None]:
-    """The arguments of linear attention for a mask."""
-    band = mask.band(seqlen_q, seqlen_k)
-    is_causal = band == (None, 0) and seqlen_q == seqlen_k
-    if not replace(mask, bands=frozenset(), valid=None).is_full or not (is_causal or band == (None, None)):
-        raise NotImplementedError(
-            "mask: got another mask than linear attention can have, allowed are causal() with as many queries as keys, "
-            "padding(valid), both, and none"
+    def continued(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, causal: bool, valid: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """As the reference does: a prompt in chunks, and one more token from the state alone."""
+        return linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            causal=causal,
+            valid=valid,
+            initial_state=state,
+            return_state=True,
+            backend=self.backend,
         )
-    return is_causal, mask.valid
 
 
 class SplitPositionalEncoding(PositionalEncoding):

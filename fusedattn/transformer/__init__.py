@@ -27,6 +27,8 @@ from fusedattn.transformer.positions import (
     PositionalEncoding,
     RotaryPositionalEmbedding,
 )
+from fusedattn.transformer.state_cache import StateCache
+from fusedattn.transformer.top_blocks import TopBlockAttention
 
 __all__ = [
     "Decoder",
@@ -44,8 +46,10 @@ __all__ = [
     "RotaryPositionalEmbedding",
     "ScaledDotProductAttention",
     "SelfAttention",
+    "StateCache",
     "SwiGLU",
     "TokenEmbedding",
+    "TopBlockAttention",
     "Transformer",
     "TransformerBlock",
     "TransformerEncoder",

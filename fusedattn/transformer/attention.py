@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.rope import Rope, apply_rope
+from fusedattn.transformer.cache import LayerCache, with_keys
 from fusedattn.transformer.positions import RotaryPositionalEmbedding
 
 
@@ -115,12 +116,12 @@ class ScaledDotProductAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """``(output, weights)``, or ``(output, None)`` without ``need_weights``; with a cache, :meth:`cached`."""
         if cache is not None:
-            return self.cached(q, k, v, cache, mask, need_weights=need_weights)
+            return self.cached(q, k, v, with_keys(cache), mask, need_weights=need_weights)
         output, weights = scaled_dot_product_attention(
             q,
             k,
@@ -158,7 +159,7 @@ class ScaledDotProductAttention(nn.Module):
             TypeError: the dtype is not that of the cache, which does not hold codes.
             NotImplementedError: k or v would need a gradient.
         """
-        q_rotated, keys, values, seen = stored(q, k, v, cache, mask)
+        q_rotated, keys, values, seen = _stored(q, k, v, cache, mask)
         output, weights = scaled_dot_product_attention(
             q_rotated,
             keys,
@@ -171,31 +172,6 @@ class ScaledDotProductAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout_p}, scale={self.scale}"
-
-
-def stored(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, mask: Mask | Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Store the newest keys and values; returns rotated queries, all keys and values, and which keys each query sees.
-
-    Arguments and errors are those of :meth:`ScaledDotProductAttention.cached`. The first three results have one dtype;
-    the last is bool, broadcastable to ``(batch, heads, n, capacity)``.
-    """
-    _check_cached(q, k, v, cache)
-    n, rope = q.shape[2], cache.rope
-    cache.check_values([n] * cache.batch)
-    cache.write(k, v, positions=None if rope is None else rope.positions_k)
-    if rope is not None:
-        positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)
-        positions = positions if rope.positions_q is None else rope.positions_q
-        q = apply_rope(q, rope.cos, rope.sin, positions, interleaved=rope.interleaved)
-    keys, values, exists = cache.dense()
-    mask = as_mask(mask)
-    mask.check(cache.batch, q.shape[1], n, cache.capacity)
-    lengths = torch.full_like(cache.lengths, n), cache.kept()
-    seen = mask.dense(n, cache.capacity, batch=cache.batch, nheads=q.shape[1], lengths=lengths, device=q.device)
-    wide = torch.promote_types(q.dtype, keys.dtype)
-    return q.to(wide), keys.to(wide), values.to(wide), seen & exists[:, None, None]
 
 
 class MultiHeadAttention(nn.Module):
@@ -259,7 +235,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         need_weights: bool = False,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from ``query`` to ``key``.
 
@@ -268,12 +244,13 @@ class MultiHeadAttention(nn.Module):
             key: ``(batch, seqlen_k, d_model)``; by default ``query``.
             value: like ``key``; by default ``key``.
             mask: a Mask, or bool broadcastable to ``(batch, n_heads, seqlen_q, seqlen_k)``, True =
-                attend. With a cache, ``seqlen_k`` is its capacity, and a Mask counts from the end of
-                each sequence.
+                attend. With a cache of keys, ``seqlen_k`` is its capacity, and a Mask counts from the
+                end of each sequence; with a state, ``seqlen_k`` is ``seqlen_q``.
             need_weights: also return the weights.
-            cache: holds the keys and values of earlier tokens, rotated by ``rope``. Those of
-                ``query``, the newest tokens, are stored in it; its lengths count them already. Each
-                query attends to all keys of its sequence.
+            cache: holds the keys and values of earlier tokens, rotated by ``rope``, or for a
+                ``LinearAttention`` their state, a :class:`StateCache`. Those of ``query``, the newest
+                tokens, are added to it; its lengths count them already. Each query attends to all
+                keys of its sequence.
 
         Returns:
             ``(batch, seqlen_q, d_model)``, with ``need_weights`` a pair of that and the weights
@@ -391,6 +368,31 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k, v: {got}, allowed are numbers of heads that divide q's")
 
 
+def _stored(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, mask: Mask | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Store the newest keys and values; returns rotated queries, all keys and values, and which keys each query sees.
+
+    Arguments and errors are those of :meth:`ScaledDotProductAttention.cached`. The first three results have one dtype;
+    the last is bool, broadcastable to ``(batch, heads, n, capacity)``.
+    """
+    _check_cached(q, k, v, cache)
+    n, rope = q.shape[2], cache.rope
+    cache.check_values([n] * cache.batch)
+    cache.write(k, v, positions=None if rope is None else rope.positions_k)
+    if rope is not None:
+        positions = (cache.lengths - n)[:, None] + torch.arange(n, device=q.device)
+        positions = positions if rope.positions_q is None else rope.positions_q
+        q = apply_rope(q, rope.cos, rope.sin, positions, interleaved=rope.interleaved)
+    keys, values, exists = cache.dense()
+    mask = as_mask(mask)
+    mask.check(cache.batch, q.shape[1], n, cache.capacity)
+    lengths = torch.full_like(cache.lengths, n), cache.kept()
+    seen = mask.dense(n, cache.capacity, batch=cache.batch, nheads=q.shape[1], lengths=lengths, device=q.device)
+    wide = torch.promote_types(q.dtype, keys.dtype)
+    return q.to(wide), keys.to(wide), values.to(wide), seen & exists[:, None, None]
+
+
 def _check_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> None:
     check_shapes(q, k, v)
     sizes = (cache.batch, cache.k.shape[1], q.shape[2])
@@ -399,11 +401,16 @@ def _check_cached(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> None:
         raise ValueError(f"k, v: got {tuple(k.shape)}, {tuple(v.shape)}, allowed are {allowed[0]}, {allowed[1]}")
     if cache.format is None and not q.dtype == k.dtype == v.dtype == cache.k.dtype:
         raise TypeError(f"q, k, v: got {q.dtype}, {k.dtype}, {v.dtype}, allowed is that of the cache, {cache.k.dtype}")
+    check_no_gradient(k, v)
+
+
+def check_no_gradient(k: Tensor, v: Tensor) -> None:
+    """Raise NotImplementedError if keys or values that go into a cache would need a gradient."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise NotImplementedError("k, v: got requires_grad=True, allowed with a cache is torch.no_grad()")
 
 
-def _check_rope(cache: KVCache, rope: RotaryPositionalEmbedding | None) -> None:
+def _check_rope(cache: LayerCache, rope: RotaryPositionalEmbedding | None) -> None:
     """Raise ValueError unless a cache rotates keys as a layer with this `rope` does."""
     got = None if cache.rope is None else (cache.rope.rotary_dim, cache.rope.interleaved)
     allowed = None if rope is None else (rope.rotary_dim, rope.interleaved)

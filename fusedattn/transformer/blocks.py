@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fusedattn import masks
-from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.transformer.attention import MultiHeadAttention
+from fusedattn.transformer.cache import LayerCache
 from fusedattn.transformer.feed_forward import FeedForward, SwiGLU
 from fusedattn.transformer.positions import RotaryPositionalEmbedding
 
@@ -91,7 +91,7 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         mask: Mask | Tensor | None = None,
         *,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """``(batch, seqlen, d_model)`` to the same.
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
 from fusedattn.kv_cache import KVCache
 from fusedattn.readable import can_read
+from fusedattn.transformer.state_cache import StateCache
+
+LayerCache = KVCache | StateCache
 
 
 class ModelCache:
-    """One :class:`fusedattn.KVCache` per layer; all of them share one tensor of lengths.
+    """One cache per layer; all of them share one tensor of lengths.
+
+    A layer of softmax attention has a :class:`fusedattn.KVCache`, one of linear attention a :class:`StateCache`.
 
     Args:
         layers: the caches, from the first layer to the last. Layers usually share their block table too.
@@ -21,7 +27,7 @@ class ModelCache:
         ValueError: there is no layer, or two layers have different tensors `lengths`.
     """
 
-    def __init__(self, layers: Sequence[KVCache]) -> None:
+    def __init__(self, layers: Sequence[LayerCache]) -> None:
         if not layers:
             raise ValueError("layers: got none, allowed are 1 and more")
         for i, layer in enumerate(layers):
@@ -40,9 +46,9 @@ class ModelCache:
         return self.layers[0].batch
 
     @property
-    def capacity(self) -> int:
-        """The tokens of one sequence that the first layer has room for."""
-        return self.layers[0].capacity
+    def capacity(self) -> int | None:
+        """The tokens of one sequence that the first layer with keys has room for; None if all layers have states."""
+        return next((layer.capacity for layer in self.layers if isinstance(layer, KVCache)), None)
 
     @property
     def longest(self) -> int | None:
@@ -62,11 +68,44 @@ class ModelCache:
         """Raise ValueError unless each sequence has room for `n` more tokens; on a CPU only."""
         if self.longest is not None:
             for layer in self.layers:
-                layer.check_values([n] * self.batch, counted=False)
+                if isinstance(layer, KVCache):
+                    layer.check_values([n] * self.batch, counted=False)
+
+    @contextmanager
+    def adding(self, n: int) -> Iterator[None]:
+        """Count `n` more tokens of each sequence, which layers add inside; after an error there, nothing has changed.
+
+        What a cache of keys holds behind its lengths does not matter, but a state holds its tokens for ever.
+        """
+        before = [(x, x.clone()) for layer in self.layers if isinstance(layer, StateCache) for x in layer.tensors()]
+        self.lengths.add_(n)
+        try:
+            yield
+        except BaseException:
+            self.lengths.sub_(n)
+            for x, held in before:
+                x.copy_(held)
+            raise
 
 
-def _part(layer: KVCache, own: slice, lengths: Tensor) -> KVCache:
+def with_keys(cache: LayerCache) -> KVCache:
+    """The cache of a layer, or TypeError if it holds a state."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache: got a {type(cache).__name__}, allowed is a KVCache")
+    return cache
+
+
+def with_state(cache: LayerCache) -> StateCache:
+    """The cache of a layer, or TypeError if it holds keys."""
+    if not isinstance(cache, StateCache):
+        raise TypeError(f"cache: got a {type(cache).__name__}, allowed is a StateCache")
+    return cache
+
+
+def _part(layer: LayerCache, own: slice, lengths: Tensor) -> LayerCache:
     """Some sequences of a cache, which lie in rows of their own unless a table says where."""
+    if isinstance(layer, StateCache):
+        return layer.sequences(own, lengths)
 
     def part(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[own]

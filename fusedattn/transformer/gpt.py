@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from fusedattn import masks
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
+from fusedattn.rope import Rope
 from fusedattn.transformer.attention import MultiHeadAttention, checked_head_dim
 from fusedattn.transformer.blocks import TransformerBlock
-from fusedattn.transformer.cache import ModelCache
+from fusedattn.transformer.cache import LayerCache, ModelCache
 from fusedattn.transformer.embedding import TokenEmbedding, token_mask
 from fusedattn.transformer.linear_attention import LinearAttention
 from fusedattn.transformer.positions import (
@@ -23,6 +25,7 @@ from fusedattn.transformer.positions import (
     PositionalEncoding,
     RotaryPositionalEmbedding,
 )
+from fusedattn.transformer.state_cache import StateCache
 
 
 class GPTModel(nn.Module):
@@ -39,12 +42,14 @@ class GPTModel(nn.Module):
         max_len: the longest sequence.
         positions: ``"sinusoidal"`` (with embeddings scaled by ``sqrt(d_model)``), ``"learned"``
             (GPT-2) or ``"rotary"`` (all features of each head, in every block).
-        attention: ``"softmax"``; ``"linear"``, a :class:`LinearAttention` in every block; or a
-            Mask, such as ``masks.strided(64)``: what tokens see besides the causal mask. Sparse
-            patterns take no cache: generate with ``use_cache=False``.
+        attention: ``"softmax"``; ``"linear"``, a :class:`LinearAttention` in every block; a Mask, such
+            as ``masks.strided(64)``: what tokens see besides the causal mask; or a module, such as
+            ``TopBlockAttention(64, 8)`` or ``LinearAttention("relu")``, of which every block has a
+            copy, with dropout of its own. Sparse patterns and top blocks take no cache: generate with
+            ``use_cache=False``.
 
     Raises:
-        TypeError: ``attention`` is neither a string nor a Mask.
+        TypeError: ``attention`` is neither a string nor a Mask nor a module.
         ValueError: an argument has none of these values, or head_dim is odd with ``"rotary"``.
     """
 
@@ -61,13 +66,14 @@ class GPTModel(nn.Module):
         n_kv_heads: int | None = None,
         norm: str = "pre",
         activation: str = "gelu",
-        attention: str | Mask = "softmax",
+        attention: str | Mask | nn.Module = "softmax",
     ) -> None:
         super().__init__()
-        if not isinstance(attention, str | Mask):
-            raise TypeError(f"attention: got {type(attention).__name__}, allowed are 'softmax', 'linear' and a Mask")
+        allowed = "allowed are 'softmax', 'linear', a Mask and a module"
+        if not isinstance(attention, str | Mask | nn.Module):
+            raise TypeError(f"attention: got {type(attention).__name__}, {allowed}")
         if isinstance(attention, str) and attention not in ("softmax", "linear"):
-            raise ValueError(f"attention: got {attention!r}, allowed are 'softmax', 'linear' and a Mask")
+            raise ValueError(f"attention: got {attention!r}, {allowed}")
         self.pattern = attention if isinstance(attention, Mask) else masks.full()
         head_dim = checked_head_dim(d_model, n_heads, "n_heads")
         rope = None
@@ -80,6 +86,7 @@ class GPTModel(nn.Module):
             rope = RotaryPositionalEmbedding(head_dim, max_len)
         else:
             raise ValueError(f"positions: got {positions!r}, allowed are 'sinusoidal', 'learned', 'rotary'")
+        core = LinearAttention() if attention == "linear" else attention if isinstance(attention, nn.Module) else None
         self.vocab_size = vocab_size
         self.max_len = max_len
         self.embedding = TokenEmbedding(vocab_size, d_model, scaled=positions == "sinusoidal")
@@ -94,7 +101,7 @@ class GPTModel(nn.Module):
                 activation=activation,
                 n_kv_heads=n_kv_heads,
                 rope=rope,
-                attention=LinearAttention() if attention == "linear" else None,
+                attention=copy.deepcopy(core),
             )
             for _ in range(n_layers)
         )
@@ -108,8 +115,9 @@ class GPTModel(nn.Module):
             ids: ``(batch, seqlen)``.
             mask: besides the causal mask: a Mask; bool ``(batch, seqlen)``, True = a real token;
                 or bool broadcastable to ``(batch, n_heads, seqlen, seqlen)``, True = attend. With a
-                cache, keys are all tokens of a sequence, and their number in these shapes is the
-                capacity of the cache.
+                cache of keys, these are all tokens of a sequence, and their number in these shapes is
+                the capacity of the cache. With a cache of states they are ``ids``: hide a token when
+                it is new, and it stays hidden.
             cache: from :meth:`make_cache` or :meth:`make_paged_cache`. ``ids`` continue each of its
                 sequences, at positions of its own, and are added to it.
 
@@ -117,7 +125,8 @@ class GPTModel(nn.Module):
             ValueError: more than ``max_len`` tokens, a mask that does not fit, or a cache that is
                 full or has another batch or number of layers. If lengths are on a GPU they are not
                 read: logits of a sequence that is too long are NaN.
-            NotImplementedError: a cache, and parameters that need gradients.
+            NotImplementedError: a cache, and parameters that need gradients, a sparse pattern, top blocks
+                or, with states, a mask that is not padding.
         """
         x = self.embedding(ids)
         batch, seqlen = ids.shape
@@ -135,13 +144,9 @@ class GPTModel(nn.Module):
         if cache is None:
             x = self._hidden(x, token_mask(mask, batch, seqlen))
         else:
-            visible = token_mask(mask, batch, cache.capacity)
-            cache.lengths.add_(seqlen)
-            try:
+            visible = token_mask(mask, batch, seqlen if cache.capacity is None else cache.capacity)
+            with cache.adding(seqlen):
                 x = self._hidden(x, visible, cache.layers)
-            except Exception:
-                cache.lengths.sub_(seqlen)
-                raise
         return F.linear(self.norm(x), self.embedding.weight)
 
     def make_cache(
@@ -155,12 +160,24 @@ class GPTModel(nn.Module):
     ) -> ModelCache:
         """An empty cache, contiguous in every layer, on the device of the model.
 
+        Layers of linear attention have a :class:`StateCache`, whose size does not depend on the tokens.
+
         Args:
             batch: the number of sequences.
-            capacity: the tokens that each has room for; by default the ``max_len`` of the model.
+            capacity: the tokens of each that keys have room for; by default the ``max_len`` of the
+                model. States need none.
             dtype: of the numbers or codes of keys and values; by default that of the projections.
             group_size, left_padding: as in :meth:`fusedattn.KVCache.contiguous`.
+
+        Raises:
+            NotImplementedError: ``dtype`` or ``group_size`` with linear attention: states are float32
+                (float64 for a float64 model).
         """
+        if (dtype, group_size) != (None, None) and self._has_states():
+            raise NotImplementedError(
+                f"dtype, group_size: got {dtype}, {group_size} with linear attention, allowed are None: states are "
+                "float32, or float64 as the model"
+            )
         contiguous = functools.partial(
             KVCache.contiguous,
             batch,
@@ -169,7 +186,7 @@ class GPTModel(nn.Module):
             left_padding=left_padding,
             device=self.embedding.weight.device,
         )
-        return self._cache(contiguous, batch, dtype)
+        return self._cache(contiguous, batch, dtype, left_padding)
 
     def make_paged_cache(
         self,
@@ -186,11 +203,18 @@ class GPTModel(nn.Module):
         Args:
             block_table: int32 ``(batch, max_pages)``: the pages of each sequence, in all layers.
             dtype, group_size, left_padding: as in :meth:`make_cache`.
+
+        Raises:
+            NotImplementedError: a layer of linear attention, which has no keys to lie in pages.
         """
+        if self._has_states():
+            raise NotImplementedError(
+                "make_paged_cache: got a model with linear attention, whose states have no pages; allowed is make_cache"
+            )
         paged = functools.partial(
             KVCache.paged, block_table, n_pages, page_size, group_size=group_size, left_padding=left_padding
         )
-        return self._cache(paged, block_table.shape[0], dtype)
+        return self._cache(paged, block_table.shape[0], dtype, left_padding)
 
     @torch.no_grad()
     def generate(
@@ -212,7 +236,8 @@ class GPTModel(nn.Module):
             temperature: the next token is drawn from ``softmax(logits / temperature)``; 0 takes the
                 likeliest.
             top_k: draw from the ``top_k`` likeliest tokens only (Fan et al., 2018).
-            use_cache: keep keys and values instead of recomputing them for each token.
+            use_cache: keep keys and values, or the states of linear attention, instead of recomputing
+                them for each token.
             cache: where to keep them; by default in a new one from :meth:`make_cache`. ``ids``
                 continue its sequences. In the end it holds all tokens but the last.
             generator: the source of randomness, on the device of the model.
@@ -256,32 +281,37 @@ class GPTModel(nn.Module):
                 module.training = True
         return tokens
 
-    def _hidden(self, x: Tensor, mask: Mask, caches: tuple[KVCache, ...] | None = None) -> Tensor:
+    def _hidden(self, x: Tensor, mask: Mask, caches: tuple[LayerCache, ...] | None = None) -> Tensor:
         visible = masks.causal() & self.pattern & mask
         for i, block in enumerate(self.blocks):
             x = block(x, visible, cache=None if caches is None else caches[i])
         return x
 
-    def _cache(self, make: Callable[..., KVCache], batch: int, dtype: torch.dtype | None) -> ModelCache:
-        """The caches of all layers, each made by ``make``."""
+    def _has_states(self) -> bool:
+        return any(isinstance(layer.attention, LinearAttention) for layer in self._attention_layers())
+
+    def _attention_layers(self) -> list[MultiHeadAttention]:
+        return [block.self_attention for block in self.blocks]  # type: ignore[misc]
+
+    def _cache(
+        self, make: Callable[..., KVCache], batch: int, dtype: torch.dtype | None, left_padding: Tensor | None
+    ) -> ModelCache:
+        """The caches of all layers, those of keys each made by ``make``."""
         weight = self.embedding.weight
         lengths = torch.zeros(batch, dtype=torch.int32, device=weight.device)
         if dtype is None:
             casts = weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type)
             dtype = torch.get_autocast_dtype(weight.device.type) if casts else weight.dtype
-        layers: list[MultiHeadAttention] = [block.self_attention for block in self.blocks]  # type: ignore[misc]
-        return ModelCache(
-            [
-                make(
-                    nheads_kv=layer.n_kv_heads,
-                    head_dim=layer.head_dim,
-                    dtype=dtype,
-                    rope=None if layer.rope is None else layer.rope.tables(),
-                    lengths=lengths,
+        caches: list[LayerCache] = []
+        for layer in self._attention_layers():
+            rope = None if layer.rope is None else layer.rope.tables()
+            if isinstance(layer.attention, LinearAttention):
+                caches.append(_state_cache(layer, layer.attention, rope, lengths, left_padding))
+            else:
+                caches.append(
+                    make(nheads_kv=layer.n_kv_heads, head_dim=layer.head_dim, dtype=dtype, rope=rope, lengths=lengths)
                 )
-                for layer in layers
-            ]
-        )
+        return ModelCache(caches)
 
     def _check_cache(self, cache: ModelCache, batch: int) -> None:
         if len(cache.layers) != len(self.blocks):
@@ -298,6 +328,21 @@ class GPTModel(nn.Module):
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("out_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)))
+
+
+def _state_cache(
+    layer: MultiHeadAttention, core: LinearAttention, rope: Rope | None, lengths: Tensor, left_padding: Tensor | None
+) -> StateCache:
+    weight = layer.k_proj.weight
+    return StateCache.empty(
+        layer.n_kv_heads,
+        core.n_features(layer.head_dim, weight),
+        layer.head_dim,
+        lengths=lengths,
+        dtype=torch.promote_types(weight.dtype, torch.float32),
+        left_padding=left_padding,
+        rope=rope,
+    )
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedattn import attention, biases, fuse, masks, unfuse
 from fusedattn.distributed import Context
-from fusedattn.transformer import GPTModel, MultiHeadAttention, PositionalEncoding
+from fusedattn.transformer import GPTModel, MultiHeadAttention, PositionalEncoding, TopBlockAttention
 from tests.distributed.own_tokens import HEAD_DIM, OwnTokens, context_of, own_tokens
 from tests.distributed.processes import NEEDS_PROCESSES, Lost, Meeting, Raised, Steps, caught, in_steps, new_group
 
@@ -214,6 +214,9 @@ def models() -> dict[str, Any]:
         "nn.TransformerEncoderLayer": caught(
             lambda: fuse(nn.ModuleDict({"a": nn.TransformerEncoderLayer(8, 2), "b": layer}), context=context)
         ),
+        "top blocks": caught(
+            lambda: fuse(MultiHeadAttention(8, 2, attention=TopBlockAttention(4, 1)), context=context)
+        ),
         "right": caught(lambda: fused(ids)),
     }  # fmt: skip
 
@@ -240,6 +243,7 @@ MODELS = {
     "offset": ("NotImplementedError", "offset"),
     "nn.MultiheadAttention": ("NotImplementedError", r"the model itself\): takes no context"),
     "nn.TransformerEncoderLayer": ("NotImplementedError", "a.self_attn: takes no context"),
+    "top blocks": ("NotImplementedError", "attention: takes no context"),
 }
 
 

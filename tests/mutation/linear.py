@@ -7,6 +7,10 @@ CHUNKS, STATES, OUTPUTS, FEATURES = (
 )
 CHUNKED, LAUNCHING, PACKED = (f"fusedattn/linear/{name}.py" for name in ("chunked", "launching", "packed"))
 MAPS = "fusedattn/feature_maps.py"
+LAYER, CACHE, MODEL_CACHE = (
+    f"fusedattn/transformer/{name}.py" for name in ("linear_attention", "state_cache", "cache")
+)
+TWINS = "fusedattn/integrations/modules.py"
 
 
 def gradients(words: str) -> str:
@@ -34,6 +38,14 @@ NO_WEIGHTS = hostile("without_weights")
 BEYOND = hostile("beyond_float16")
 BEHIND = hostile("no_sequence")
 FAVOR = "tests/linear/test_favor.py"
+
+
+def generating(words: str) -> str:
+    """Generating from states, by the tests whose names have these words."""
+    return f"tests/transformer/test_gpt_state.py -k 'not triton and ({words})'"
+
+
+UNEVEN, MASKED = generating("uneven"), generating("left_padding")
 
 # fmt: off
 SHARED = (
@@ -136,6 +148,30 @@ CALLS = (
     Fault(MAPS, "dim=-1, keepdim=True) / 2\n", "dim=-1, keepdim=True)\n", "random features: without the half of the square", FAVOR),
     Fault(MAPS, "x = x.to(dtype) * head_dim**-0.25", "x = x.to(dtype) * head_dim**-0.5", "random features: of scores that are too small", FAVOR),
 )
+
+IN_A_MODEL = (
+    Fault(LAYER, "weights = torch.where(total == 0, 0.0, products", "weights = torch.where(total < 0, 0.0, products", "linear layer: weights that add up to 0", "tests/transformer/test_efficient_attention.py -k add_up"),
+    Fault(LAYER, "products.tril() if causal else products", "products", "linear layer, with a state: a query sees later tokens of a prompt", UNEVEN),
+    Fault(LAYER, "products.tril() if causal else products", "products.tril()", "linear layer, with a state: always causal", generating("without_a_causal_mask")),
+    Fault(LAYER, "keepdim=True) + phi_q @ state.k_sum[:, :, None, :, None]", "keepdim=True)", "linear layer, with a state: the sum of weights of the new tokens alone", UNEVEN),
+    Fault(LAYER, "output = torch.where(total == 0, 0.0, output / total)", "output = output / total", "linear layer, with a state: NaN where nothing is seen", MASKED),
+    Fault(LAYER, "for x in (phi_k, wide_v))", "for x in (phi_k, wide_v)) if causal is None else (phi_k, wide_v)", "linear layer, with a state: hidden tokens are seen", MASKED),
+    Fault(LAYER, "valid if shown is None else valid & shown", "valid", "linear layer, with a state: a mask replaces the left padding", MASKED),
+    Fault(LAYER, "q, k = cache.rope.at(numbers, numbers).rotate(q, k)", "q, k = cache.rope.rotate(q, k)", "linear layer, with a state: every call rotates from the first position on", UNEVEN),
+    Fault(CACHE, "return (self.lengths - n)[:, None] + torch", "return self.lengths[:, None] + torch", "states: new tokens are numbered from the last one on", UNEVEN),
+    Fault(CACHE, "self.numbers(n) >= self.left_padding", "self.numbers(n) > self.left_padding", "states: the first token behind the padding is hidden", MASKED),
+    Fault(CACHE, "stays = known & ~begins", "stays = known", "states: a sequence begins with the state of another", generating("begins_anew")),
+    Fault(CACHE, "known = begins | (start == self.counted)", "known = begins | (start <= self.counted)", "states: tokens that were taken back are seen", generating("not_those_of_the_state")),
+    Fault(CACHE, "torch.where(begins, 0.0, math.nan)", "torch.where(begins, 0.0, 0.0)", "states: other lengths are a new sequence where they are not read", generating("not_those_of_the_state")),
+    Fault(CACHE, "state=LinearState(*(x[own] for x in self.state))", "state=LinearState(*(x[own].clone() for x in self.state))", "states: a part of a batch has a copy", UNEVEN),
+    Fault(CACHE, "counted=self.counted[own],", "counted=self.counted[own].clone(),", "states: a part of a batch counts for itself", UNEVEN),
+    Fault(CACHE, "self.left_padding[own]", "self.left_padding[: lengths.shape[0]]", "states: the padding of the first sequence for all parts", generating("parts")),
+    Fault(MODEL_CACHE, "                x.copy_(held)\n", "                pass\n", "states: after an error, tokens stay in the first layers", generating("error")),
+    Fault(MODEL_CACHE, "except BaseException:", "except Exception:", "states: tokens stay after an interrupt", generating("error")),
+    Fault(TWINS, "valid=valid,\n            initial_state=state", "valid=None,\n            initial_state=state", "fused linear layer, with a state: hidden tokens are seen", MASKED),
+    Fault(TWINS, "initial_state=state,", "initial_state=None,", "fused linear layer: the state before is forgotten", UNEVEN),
+    Fault(TWINS, "causal=causal,\n            valid=valid,", "valid=valid,", "fused linear layer, with a state: always causal", generating("without_a_causal_mask")),
+)
 # fmt: on
 
-FAULTS = (*SHARED, *OF_STATES, *OF_OUTPUTS, *OF_FEATURES, *ON_TORCH, *CALLS)
+FAULTS = (*SHARED, *OF_STATES, *OF_OUTPUTS, *OF_FEATURES, *ON_TORCH, *CALLS, *IN_A_MODEL)

@@ -104,7 +104,7 @@ OTHERS = (
     Fault(BLOCKS, "    if got != allowed:\n", "    if got is None and allowed:\n", "reference Transformer: a cache that rotates otherwise", CACHED),
     Fault(POSITIONS, ".masked_fill(~inside[..., None], torch.nan)", "", "reference Transformer: a position outside the table", CACHED),
     Fault(GPT, "self.positions(x, 0 if cache is None else cache.lengths)", "self.positions(x, 0 if cache is None else cache.lengths[:1].expand(batch))", "reference Transformer: positions of the first sequence", CACHED),
-    Fault(GPT, "                cache.lengths.sub_(seqlen)\n", "", "reference Transformer: tokens counted that no layer has", CACHED),
+    Fault(LAYERS, "            self.lengths.sub_(n)\n", "", "reference Transformer: tokens counted that no layer has", CACHED),
     Fault(LAYERS, "layer.k[own]", "layer.k[: lengths.shape[0]]", "reference Transformer: a part of a cache in the first rows", CACHED),
     Fault(BLOCKS, "k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))", "k, v = (x.repeat(1, heads // kv_heads, 1, 1) for x in (k, v))", "reference Transformer: wrong KV head", TRANSFORMER),
     Fault(BLOCKS, "scores.softmax(dim=-1).masked_fill(hidden, 0.0)", "scores.softmax(dim=-1)", "reference Transformer: rows that see nothing", TRANSFORMER),

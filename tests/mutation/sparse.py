@@ -4,6 +4,7 @@ from tests.mutation.fault import Fault
 
 PATTERNS, TABLES = "fusedattn/patterns.py", "fusedattn/block_tables.py"
 BLOCKS, MAKERS = "fusedattn/pattern_blocks.py", "fusedattn/sparse_masks.py"
+TOP_BLOCKS = "fusedattn/transformer/top_blocks.py"
 RULES, OPERANDS, CHECKS = "kernels/sparse_rules.py", "fusedattn/backends/triton/operands.py", "fusedattn/call_checks.py"
 
 GATHERED, MERGED = "fusedattn/backends/torch/gathered.py", "fusedattn/backends/torch/merged.py"
@@ -16,9 +17,16 @@ COUNTED = "tests/public/test_sparse.py -k 'blocks_grow or is_what_kernels_visit'
 WHOLE = "tests/public/test_sparse.py -k need_no_rule"
 RANDOM = "tests/public/test_sparse.py -k random"
 MOBA = "tests/public/test_sparse.py -k 'moba or choose_nothing'"
+HIDDEN_KEYS = "tests/public/test_sparse.py -k no_part_in_means"
 REFUSALS = "tests/public/test_sparse.py -k 'refusals or no_backend'"
 KERNELS = "tests/public/test_sparse.py -k 'test_accuracy and triton'"
 TOGETHER = "tests/public/test_sparse.py -k 'other_parts and triton'"
+
+
+def top_blocks(words: str) -> str:
+    """The layer that chooses blocks, by the tests whose names have these words."""
+    return f"tests/transformer/test_top_blocks.py -k 'not triton and ({words})'"
+
 
 # fmt: off
 FAULTS = (
@@ -64,8 +72,19 @@ FAULTS = (
     Fault(SDPA, "elsewhere=-math.inf", "elsewhere=0.0", "gathered: 0 in lse of rows that no part has", ON_CPU, nth=1),
     Fault(MAKERS, "best.indices.masked_fill(best.values == -math.inf, -1)", "best.indices", "top blocks: those of -inf too", MOBA),
     Fault(MAKERS, "known = scores.detach().masked_fill(scores.isnan(), -math.inf)", "known = scores.detach()", "top blocks: NaN is the best score", MOBA),
-    Fault(MAKERS, "counts = (seqlen_k - first).clamp(max=block_size)", "counts = torch.full_like(first, block_size)", "means of blocks: the last one counts keys that it lacks", MOBA),
-    Fault(MAKERS, "scores.masked_fill(first > position, -math.inf).masked_fill(own, math.inf)", "scores.masked_fill(first > position, -math.inf)", "scores of blocks: a query's own one may be left out", MOBA),
+    Fault(MAKERS, "F.pad(real, (0, missing))", "F.pad(real, (0, missing), value=True)", "means of blocks: the last one counts keys that it lacks", MOBA),
+    Fault(MAKERS, "scores.masked_fill(block * block_size > position, -math.inf).masked_fill(own, math.inf)", "scores.masked_fill(block * block_size > position, -math.inf)", "scores of blocks: a query's own one may be left out", MOBA),
+    Fault(MAKERS, "F.pad(k.masked_fill(~real[:, None, :, None], 0.0), (0, 0, 0, missing))", "F.pad(k, (0, 0, 0, missing))", "means of blocks: of hidden keys, too", HIDDEN_KEYS),
+    Fault(MAKERS, "(counts[:, :, None] == 0, -math.inf)", "(counts[:, :, None] < 0, -math.inf)", "scores of blocks: one of hidden keys may be chosen", HIDDEN_KEYS),
+    Fault(MAKERS, "with torch.autocast(q.device.type, enabled=False):", "with torch.autocast(q.device.type, enabled=torch.is_autocast_enabled(q.device.type)):", "scores of blocks: rounded by autocast", "tests/public/test_sparse.py -k rounded_by_autocast"),
+    Fault(TOP_BLOCKS, "masks.top_blocks(scores, self.k,", "masks.top_blocks(scores, self.k + 1,", "top-block layer: one block too many", top_blocks("moba")),
+    Fault(TOP_BLOCKS, "causal=causal, valid=valid)", "causal=False, valid=valid)", "top-block layer: later blocks are chosen", top_blocks("moba")),
+    Fault(TOP_BLOCKS, "causal=causal, valid=valid)", "causal=causal)", "top-block layer: padding has a part in the choice", top_blocks("padding_holds")),
+    Fault(TOP_BLOCKS, "mask & chosen", "chosen", "top-block layer: the mask is forgotten", top_blocks("moba")),
+    Fault(TOP_BLOCKS, "            q, k = rope.rotate(q, k)\n", "            q, k = rope.rotate(q, k)[0], k\n", "top-block layer: keys are not rotated", top_blocks("rotated")),
+    Fault(TOP_BLOCKS, "if cache is not None:", "if cache is None and False:", "top-block layer: a cache is ignored", top_blocks("generating")),
+    Fault("fusedattn/transformer/gpt.py", "attention=copy.deepcopy(core),", "attention=core,", "reference Transformer: one module of attention in all blocks", top_blocks("every_block")),
+    Fault("fusedattn/fusion.py", "isinstance(module, (TopBlockAttention, *_twins()))", "isinstance(module, (*_twins(),))", "top-block layer: a process chooses from its own tokens alone", "tests/distributed/test_refusals.py -k 'no_context and top'"),
     Fault(CHECKS, "if packed is not None and mask.pattern is not None:", "if False:", "packed: a pattern is not refused", REFUSALS),
     Fault(OPERANDS, "if pattern is not None and pattern.rule:", "if pattern is not None and not pattern.rule:", "kernels: no rule inside blocks", KERNELS),
     Fault(RULES, "(tl.abs(distance) < args[1])", "(tl.abs(distance) < args[1] - 1)", "strided in kernels: a window one key short", KERNELS),

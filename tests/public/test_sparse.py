@@ -285,6 +285,33 @@ def test_top_blocks_are_those_of_moba():
             assert torch.equal(seen.any(-1).int().argmax(-1), best)
 
 
+def test_scores_are_not_rounded_by_autocast():
+    q, k = torch.randn(B, H, 30, 8), torch.randn(B, KV, 50, 8)
+    want = masks.mean_pooled_scores(q, k, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(masks.mean_pooled_scores(q, k, 16), want)
+
+
+def test_hidden_keys_have_no_part_in_means():
+    """Not even if they are NaN; a block of hidden keys is not chosen, except as a query's own."""
+    q, k = torch.randn(B, H, 30, 8), torch.randn(B, KV, 30, 8)
+    valid = torch.ones(B, 30, dtype=torch.bool)
+    valid[0, 3:5] = False
+    valid[1, 8:16] = False
+    poisoned = k.masked_fill(~valid[:, None, :, None], math.nan)
+    scores = masks.mean_pooled_scores(q, poisoned, 8, valid=valid)
+    plain = masks.mean_pooled_scores(q, k, 8)
+    kept = torch.cat((k[:1, :, :3], k[:1, :, 5:8]), dim=2)
+    torch.testing.assert_close(scores[:1, ..., :1], masks.mean_pooled_scores(q[:1], kept, 8))
+    assert (scores[1, ..., 1] == -math.inf).all()
+    others = torch.ones_like(plain, dtype=torch.bool)
+    others[0, ..., 0], others[1, ..., 1] = False, False
+    torch.testing.assert_close(scores[others], plain[others])
+    causal = masks.mean_pooled_scores(q, k, 8, causal=True, valid=valid)[1, ..., 1]
+    assert (causal[:, 8:16] == math.inf).all()
+    assert (causal[:, 16:] == -math.inf).all()
+
+
 def test_scores_of_minus_infinity_and_nan_choose_nothing():
     scores = torch.tensor([math.nan, 1.0, -math.inf, -math.inf]).expand(1, 1, 2, 4)
     assert masks.top_blocks(scores, 3, (1, 2)).dense(2, 8)[0, 0, 0].int().tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
@@ -366,6 +393,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "heads of k": (
         lambda: masks.mean_pooled_scores(torch.ones(1, 3, 1, 4), torch.ones(1, 2, 1, 4), 2), ValueError, "q, k: got",
+    ),
+    "valid of floats": (
+        lambda: masks.mean_pooled_scores(*torch.ones(2, 1, 1, 3, 4), 2, valid=torch.ones(1, 3)), TypeError, "valid",
+    ),
+    "valid of other keys": (
+        lambda: masks.mean_pooled_scores(*torch.ones(2, 1, 1, 3, 4), 2, valid=torch.ones(1, 4) > 0),
+        ValueError, r"valid: got shape \(1, 4\), allowed is \(batch, seqlen_k\) = \(1, 3\)",
     ),
 }  # fmt: skip
 

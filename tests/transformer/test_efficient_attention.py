@@ -10,7 +10,7 @@ from fusedattn import Rope, fuse, fusion_report, masks, unfuse
 from fusedattn.feature_maps import Favor
 from fusedattn.linear import reference
 from fusedattn.linear.options import LinearOptions
-from fusedattn.transformer import GPTModel, LinearAttention, MultiHeadAttention, TransformerBlock
+from fusedattn.transformer import GPTModel, LinearAttention, MultiHeadAttention, TopBlockAttention, TransformerBlock
 from tests.conftest import BACKENDS, DEVICE
 from tests.helpers import quick
 
@@ -23,7 +23,7 @@ def qkv(heads: int = 4, kv_heads: int = 2, n: int = 20) -> list[Tensor]:
     return [torch.randn(2, h, n, 16, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
 
 
-def gpt(attention: str | masks.Mask, **options: object) -> GPTModel:
+def gpt(attention: str | masks.Mask | nn.Module, **options: object) -> GPTModel:
     sizes = {"vocab_size": 29, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 64, "max_len": 64}
     return GPTModel(**sizes, attention=attention, positions="rotary", **options).to(DEVICE)  # type: ignore[arg-type]
 
@@ -41,6 +41,19 @@ def test_the_layer_is_linear_attention(valid, causal):
     seen = mask.dense(20, 20).expand(2, 4, 20, 20)
     assert (weights[~seen] == 0).all()
     torch.testing.assert_close(weights.sum(-1), seen.any(-1).double())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_products_that_add_up_to_0(fused):
+    """The query sees nothing, even if its products are not 0."""
+    layer = LinearAttention("identity")
+    if fused:
+        fuse(layer, backend="torch")
+    q, k, v = torch.ones(1, 1, 1, 2), torch.tensor([[[[1.0, 0.0], [0.0, -1.0]]]]), torch.randn(1, 1, 2, 3)
+    out, weights = layer(q, k, v)
+    assert not out.any()
+    assert not weights.any()
+    assert not layer(q, k, v, need_weights=False)[0].any()
 
 
 def test_rope_rotates_before_the_feature_map():
@@ -111,8 +124,8 @@ def losses(model: GPTModel, steps: int) -> list[float]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "attention",
-    ["linear", masks.strided(6), masks.fixed(6, 2), masks.dilated(4, 0, 2), masks.bigbird(8)],
-    ids=["linear", "strided", "fixed", "dilated", "bigbird"],
+    ["linear", masks.strided(6), masks.fixed(6, 2), masks.dilated(4, 0, 2), masks.bigbird(8), TopBlockAttention(8, 2)],
+    ids=["linear", "strided", "fixed", "dilated", "bigbird", "top blocks"],
 )
 def test_a_model_trains_fused_as_eager(attention, backend):
     torch.manual_seed(0)
@@ -144,9 +157,11 @@ def test_a_sparse_pattern_takes_no_cache():
 
 
 def test_wrong_kinds_of_attention():
-    with pytest.raises(ValueError, match="attention: got 'sparse', allowed are 'softmax', 'linear' and a Mask"):
+    with pytest.raises(
+        ValueError, match="attention: got 'sparse', allowed are 'softmax', 'linear', a Mask and a module"
+    ):
         gpt("sparse")
-    with pytest.raises(TypeError, match="attention: got int, allowed are 'softmax', 'linear' and a Mask"):
+    with pytest.raises(TypeError, match="attention: got int, allowed are 'softmax', 'linear', a Mask and a module"):
         gpt(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="feature_map: got 'exp', allowed are 'elu"):
         LinearAttention("exp")
