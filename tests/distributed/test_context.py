@@ -39,6 +39,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "mask function": {"mask_function": True},
     "rope": {"rope": "half", "causal": "bottom_right"},
     "positions, interleaved": {"rope": "interleaved", "rope_positions": True, "rope_tables": "per_batch"},
+    "norm": {"qk_norm": "per_head", "rope": "half", "causal": "bottom_right"},
+    "norm across heads": {"qk_norm": "across_heads", "rope": "half"},
     "bias": {"bias": "full"},
     "alibi and relative": {"alibi": True, "relative": "per_query", "causal": "bottom_right"},
     "sinks and soft-cap": {"sinks": True, "softcap": 0.7, "window": (9, 0)},

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fusedattn import attention, fuse, masks, testing
+from fusedattn import QKNorm, attention, fuse, masks, testing
 from fusedattn.testing import Case, Inputs
 from fusedattn.transformer import GPTModel
 from tests.conftest import BACKENDS, assert_results_accurate, inputs_of
@@ -38,6 +38,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "blocks": {"layout": 16},
     "mask function": {"mask_function": True},
     "positions, interleaved": {"rope": "interleaved", "rope_positions": True, "rope_tables": "per_batch"},
+    "norm": {"qk_norm": "per_head", "rope": "half", "causal": "bottom_right"},
+    "norm with shared weights": {"qk_norm": "shared"},
     "bias": {"bias": "full", "causal": "bottom_right"},
     "a bias of each batch": {"bias": "per_batch"},
     "a bias of each row": {"bias": "per_query"},
@@ -235,6 +237,7 @@ def refusals() -> dict[str, str]:
         "groups": ((by_heads, odd, odd), {}),
         "mask of a part": ((by_heads, by_heads, by_heads), {"mask": masks.padding(torch.ones(1, 6, dtype=torch.bool))}),
         "bias of a part": ((by_heads, by_heads, by_heads), {"bias": torch.zeros(2, 2, 6, 6)}),
+        "norm across heads": ((by_heads, by_heads, by_heads), {"qk_norm": QKNorm(across_heads=True)}),
         "lists of blocks": ((by_heads, by_heads, by_heads), {"mask": masks.selected_blocks(blocks, 6)}),
     }
     found = {}
@@ -258,6 +261,7 @@ def test_what_cannot_be_split_is_refused_and_nothing_is_copied(tmp_path: Path) -
         "groups": ("ValueError: ", "nheads"),
         "mask of a part": ("ValueError: mask: padding(valid)", "(2, 6)"),
         "bias of a part": ("ValueError: bias", "(2, 4, 6, 6)"),
+        "norm across heads": ("NotImplementedError: qk_norm: got across_heads=True", "allowed is False"),
         "lists of blocks": ("NotImplementedError: attention cannot run on DTensors: mask: got selected", "without"),
         "collectives": ("0", ""),
     }
