@@ -336,7 +336,7 @@ def call(
     if "norm" in features:
         weights = [torch.zeros(n, head_dim, dtype=dtype, requires_grad=training) for n in (nheads, sizes.nheads_kv)]
         leaves += weights
-        options["qk_norm"] = QKNorm(*weights, across_heads="across heads" in features)
+        options["qk_norm"] = QKNorm(weights[0], weights[1], across_heads="across heads" in features)
     bias = []
     if "bias" in features:
         shape = (1, 1, 1, 1) if of_one_number else (1, nheads, sizes.seqlen_q, sizes.seqlen_k)

@@ -20,6 +20,7 @@ from bench.work.work import OWN, Contestant, Work
 from fusedattn import fuse
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.testing.cases import Case
 from fusedattn.testing.peers import Peer
@@ -40,6 +41,7 @@ class TorchAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        qk_norm: QKNorm | None = None,
         cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -49,6 +51,8 @@ class TorchAttention(ScaledDotProductAttention):
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         if need_weights or not mask.only_bands or mask.band(seqlen_q, seqlen_k) != (None, seqlen_k - seqlen_q):
             raise NotImplementedError("mask, need_weights: allowed is a causal mask alone, without weights")
+        if qk_norm is not None:
+            q, k = qk_norm.apply(q, k)
         if rope is not None:
             q, k = rope.rotate(q, k)
         causal = seqlen_q > 1  # a single query is the last, and sees every key

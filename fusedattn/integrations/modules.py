@@ -12,6 +12,7 @@ from fusedattn.kv_cache import KVCache
 from fusedattn.linear.attention import linear_attention
 from fusedattn.linear.state import LinearState
 from fusedattn.masks import Mask, as_mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.support import Backend
 from fusedattn.transformer import LinearAttention, ScaledDotProductAttention
@@ -41,6 +42,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        qk_norm: QKNorm | None = None,
         cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -50,11 +52,12 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
         if need_weights:
             if self.context is not None:
                 self.context.refuse(NotImplementedError("need_weights: got True with a context, allowed is False"))
-            return super().forward(q, k, v, mask, rope=rope)
+            return super().forward(q, k, v, mask, rope=rope, qk_norm=qk_norm)
         if q.dim() == k.dim() == v.dim() == 3:  # one head, without a dimension for it
             if isinstance(mask, Tensor) and mask.dim() == 3:
                 mask = mask.unsqueeze(1)
-            out, _ = self.forward(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), mask, rope=rope, need_weights=False)
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+            out, _ = self.forward(q, k, v, mask, rope=rope, qk_norm=qk_norm, need_weights=False)
             return out.squeeze(1), None
         dropout_p = self.dropout_p if self.training else 0.0
         out = attention(
@@ -63,6 +66,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
             v,
             mask=mask,
             rope=rope,
+            qk_norm=qk_norm,
             scale=self.scale,
             dropout_p=dropout_p,
             deterministic=self.deterministic,

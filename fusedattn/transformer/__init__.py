@@ -27,6 +27,7 @@ from fusedattn.transformer.positions import (
     PositionalEncoding,
     RotaryPositionalEmbedding,
 )
+from fusedattn.transformer.qk_norm import QueryKeyNorm
 from fusedattn.transformer.state_cache import StateCache
 from fusedattn.transformer.top_blocks import TopBlockAttention
 
@@ -42,6 +43,7 @@ __all__ = [
     "ModelCache",
     "MultiHeadAttention",
     "PositionalEncoding",
+    "QueryKeyNorm",
     "Residual",
     "RotaryPositionalEmbedding",
     "ScaledDotProductAttention",

@@ -6,6 +6,7 @@ Heads are laid out ``(batch, heads, seqlen, head_dim)``; in masks, True means "m
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope, apply_rope
 from fusedattn.transformer.cache import LayerCache, with_keys
 from fusedattn.transformer.positions import RotaryPositionalEmbedding
+from fusedattn.transformer.qk_norm import QueryKeyNorm
 
 
 def scaled_dot_product_attention(
@@ -25,6 +28,7 @@ def scaled_dot_product_attention(
     mask: Mask | Tensor | None = None,
     *,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -39,6 +43,7 @@ def scaled_dot_product_attention(
             ``(batch, seqlen_q, seqlen_k)`` without heads), or None: attend to everything. Causal
             masks are aligned bottom-right unless they say otherwise.
         rope: rotates q and k first (Su et al., 2021).
+        qk_norm: normalises q and k before the rotation (Henry et al., 2020).
         scale: by default ``1 / sqrt(head_dim)``.
         dropout_p: probability of dropping a weight on its way to ``v``.
 
@@ -61,6 +66,7 @@ def scaled_dot_product_attention(
             v.unsqueeze(1),
             mask,
             rope=rope,
+            qk_norm=qk_norm,
             scale=scale,
             dropout_p=dropout_p,
         )
@@ -71,6 +77,9 @@ def scaled_dot_product_attention(
     kv_heads, seqlen_k = k.shape[1:3]
     mask = as_mask(mask)
     mask.check(batch, heads, seqlen_q, seqlen_k)
+    if qk_norm is not None:
+        qk_norm.check(q, kv_heads)
+        q, k = qk_norm.apply(q, k)
     if rope is not None:
         rope.check(batch, seqlen_q, seqlen_k, head_dim)
         q, k = rope.rotate(q, k)
@@ -116,6 +125,7 @@ class ScaledDotProductAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         *,
         rope: Rope | None = None,
+        qk_norm: QKNorm | None = None,
         cache: LayerCache | None = None,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -128,6 +138,7 @@ class ScaledDotProductAttention(nn.Module):
             v,
             mask,
             rope=rope,
+            qk_norm=qk_norm,
             scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
@@ -188,6 +199,8 @@ class MultiHeadAttention(nn.Module):
             with 1 multi-query attention (Shazeer, 2019). By default ``n_heads``.
         rope: rotates queries and keys; one module may serve many layers.
         bias: whether the four projections have a bias.
+        qk_norm: whether each query and key is normalised before the rotation, with learned weights:
+            :class:`QueryKeyNorm`.
         attention: computes the heads from q, k and v, such as a ``LinearAttention``; by default
             ``ScaledDotProductAttention(dropout)``.
 
@@ -206,6 +219,7 @@ class MultiHeadAttention(nn.Module):
         rope: RotaryPositionalEmbedding | None = None,
         bias: bool = True,
         attention: nn.Module | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -225,6 +239,7 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
         self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=bias)
         self.rope = rope
+        self.qk_norm = QueryKeyNorm(head_dim) if qk_norm else None
         self.attention = ScaledDotProductAttention(dropout) if attention is None else attention
 
     def forward(
@@ -267,9 +282,15 @@ class MultiHeadAttention(nn.Module):
         for name, x in (("query", query), ("key", key), ("value", value)):
             _check_input(x, name, self.d_model)
         q, k, v = self._heads(self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        options: dict[str, Any] = {}
+        if self.qk_norm is not None:
+            if cache is None and isinstance(self.attention, ScaledDotProductAttention):
+                options["qk_norm"] = self.qk_norm()
+            else:  # a cache keeps normalised keys
+                q, k = self.qk_norm().apply(q, k)
         if cache is None:
             rope = None if self.rope is None else self.rope.tables()
-            heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights)
+            heads, weights = self.attention(q, k, v, mask, rope=rope, need_weights=need_weights, **options)
         else:
             _check_rope(cache, self.rope)
             heads, weights = self.attention(q, k, v, mask, cache=cache, need_weights=need_weights)

@@ -56,7 +56,7 @@ class TransformerBlock(nn.Module):
         dropout: on attention weights, inside the feed-forward network and on both sub-layers.
         norm: ``"pre"`` or ``"post"``.
         activation: ``"relu"``, ``"gelu"``, ``"silu"``, or ``"swiglu"`` for :class:`SwiGLU`.
-        n_kv_heads, rope, attention: as in :class:`MultiHeadAttention`.
+        n_kv_heads, rope, attention, qk_norm: as in :class:`MultiHeadAttention`.
 
     Raises:
         ValueError: an argument has none of these values.
@@ -74,10 +74,13 @@ class TransformerBlock(nn.Module):
         n_kv_heads: int | None = None,
         rope: RotaryPositionalEmbedding | None = None,
         attention: nn.Module | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         d_ff = 4 * d_model if d_ff is None else d_ff
-        self.self_attention = MultiHeadAttention(d_model, n_heads, dropout, n_kv_heads, rope, attention=attention)
+        self.self_attention = MultiHeadAttention(
+            d_model, n_heads, dropout, n_kv_heads, rope, attention=attention, qk_norm=qk_norm
+        )
         self.feed_forward: FeedForward | SwiGLU
         if activation == "swiglu":
             self.feed_forward = SwiGLU(d_model, d_ff, dropout)

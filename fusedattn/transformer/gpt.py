@@ -37,7 +37,7 @@ class GPTModel(nn.Module):
 
     Args:
         vocab_size: the number of tokens.
-        d_model, n_heads, d_ff, dropout, n_kv_heads, norm, activation: as for a block.
+        d_model, n_heads, d_ff, dropout, n_kv_heads, norm, activation, qk_norm: as for a block.
         n_layers: the number of blocks.
         max_len: the longest sequence.
         positions: ``"sinusoidal"`` (with embeddings scaled by ``sqrt(d_model)``), ``"learned"``
@@ -67,6 +67,7 @@ class GPTModel(nn.Module):
         norm: str = "pre",
         activation: str = "gelu",
         attention: str | Mask | nn.Module = "softmax",
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         allowed = "allowed are 'softmax', 'linear', a Mask and a module"
@@ -102,6 +103,7 @@ class GPTModel(nn.Module):
                 n_kv_heads=n_kv_heads,
                 rope=rope,
                 attention=copy.deepcopy(core),
+                qk_norm=qk_norm,
             )
             for _ in range(n_layers)
         )

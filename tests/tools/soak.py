@@ -46,8 +46,9 @@ DEPARTURE_LIMIT = 1.5
 class KeysReversed(ScaledDotProductAttention):
     """Eager attention that sums over the keys from the last to the first."""
 
-    def forward(self, q, k, v, mask=None, *, rope=None, cache=None, need_weights=True):
+    def forward(self, q, k, v, mask=None, *, rope=None, qk_norm=None, cache=None, need_weights=True):
         assert cache is None
+        assert qk_norm is None
         if rope is not None:
             q, k = rope.rotate(q, k)
         visible = as_mask(mask).dense(q.shape[2], k.shape[2], device=q.device)
@@ -57,8 +58,9 @@ class KeysReversed(ScaledDotProductAttention):
 class FeaturesReversed(ScaledDotProductAttention):
     """Eager attention whose scores sum over the features from the last to the first."""
 
-    def forward(self, q, k, v, mask=None, *, rope=None, cache=None, need_weights=True):
+    def forward(self, q, k, v, mask=None, *, rope=None, qk_norm=None, cache=None, need_weights=True):
         assert cache is None
+        assert qk_norm is None
         if rope is not None:
             q, k = rope.rotate(q, k)
         return super().forward(q.flip(3), k.flip(3), v, mask, need_weights=need_weights)

@@ -202,7 +202,7 @@ def test_multi_head_attention_hands_views_and_rope_to_its_attention():
     seen: dict[str, Any] = {}
 
     class Spy(ScaledDotProductAttention):
-        def forward(self, q, k, v, mask=None, *, rope=None, cache=None, need_weights=True):
+        def forward(self, q, k, v, mask=None, *, rope=None, qk_norm=None, cache=None, need_weights=True):
             seen.update(q=q, k=k, v=v, mask=mask, rope=rope, cache=cache, need_weights=need_weights)
             return super().forward(q, k, v, mask, rope=rope, need_weights=need_weights)
 
