@@ -202,7 +202,7 @@ def qk_norm_rows(
     tl.store(out_ptr + tl.cast(place.batch, tl.int64) * norm.stride_rb + first + rows, total, mask=exist)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as Options
 class Prologue:
     """What is done to one tensor, the queries or the keys of an attention of this `shape`."""
 
