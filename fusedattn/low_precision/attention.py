@@ -109,11 +109,11 @@ def _scores(q: Tensor, k: Tensor, asking: Tensor, seen: Tensor, recipe: Recipe) 
     if recipe.smooth_k:
         mean = mean_of_tokens(k, seen)
         lost = (q @ mean.repeat_interleave(group, dim=1).mT)[..., 0]
-        k = k - mean
+        k = _zeroed(k - mean, seen)
     if recipe.smooth_q is not None:
         mean = mean_of_blocks(q, asking, recipe.smooth_q)
         of_mean = mean @ k.repeat_interleave(group, dim=1).mT
-        q = q - mean
+        q = _zeroed(q - mean, asking)
     if recipe.rotate:
         q, k = rotated(q), rotated(k)
     q, k = _maybe(q, recipe.q), _maybe(k, recipe.k).repeat_interleave(group, dim=1)

@@ -40,7 +40,7 @@ def rounded(x: Tensor, format: Format) -> Tensor:
 
     Args:
         x: float32 or float64, of any shape.
-        format: numbers beyond its largest, infinities too, become the largest. A NaN stays one, as in no int8.
+        format: numbers beyond its largest, infinities too, become the largest. A NaN stays one in every format.
 
     Returns:
         The shape and dtype of x.

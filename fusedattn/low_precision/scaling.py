@@ -141,29 +141,22 @@ def quantised(x: Tensor, how: Quantisation) -> Tensor:
     """
     if x.numel() == 0:
         return x
-    scale = spread(how.rule(largest_of_groups(x, how), how.format), x, how)
+    groups = grouped(x, how)
+    scale = how.rule(largest_of(groups), how.format)
     # 0 times a NaN is NaN.
-    return torch.where(scale > 0, rounded(x / scale, how.format), 0.0) * scale
+    numbers = torch.where(scale > 0, rounded(groups / scale, how.format), 0.0) * scale
+    return numbers.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
 
 
-def largest_of_groups(x: Tensor, how: Quantisation) -> Tensor:
-    """The largest magnitude in each group, ``(batch, nheads, groups of tokens, groups of features)``.
-
-    It is NaN where a number is not finite.
-    """
-    (tokens, features), (n, d) = _sides(x, how), x.shape[-2:]
-    padded = F.pad(x.abs(), (0, -d % features, 0, -n % tokens))
-    largest = padded.unflatten(-1, (-1, features)).unflatten(-3, (-1, tokens)).amax(dim=(-3, -1))
-    return torch.where(largest < math.inf, largest, torch.nan)
-
-
-def spread(scale: Tensor, x: Tensor, how: Quantisation) -> Tensor:
-    """The scale of each number of ``x``."""
-    tokens, features = _sides(x, how)
-    of_numbers = scale.repeat_interleave(tokens, dim=-2).repeat_interleave(features, dim=-1)
-    return of_numbers[..., : x.shape[-2], : x.shape[-1]]
-
-
-def _sides(x: Tensor, how: Quantisation) -> tuple[int, int]:
+def grouped(x: Tensor, how: Quantisation) -> Tensor:
+    """``x`` as ``(batch, nheads, groups, tokens of a group, groups, features of a group)``, filled up with zeros."""
     n, d = x.shape[-2:]
-    return how.tokens or n, how.features or d
+    tokens, features = how.tokens or n, how.features or d
+    padded = F.pad(x, (0, -d % features, 0, -n % tokens))
+    return padded.unflatten(-1, (-1, features)).unflatten(-3, (-1, tokens))
+
+
+def largest_of(groups: Tensor) -> Tensor:
+    """The largest magnitude in each group, with sides of 1; NaN where a number is not finite."""
+    largest = groups.abs().amax(dim=(-3, -1), keepdim=True)
+    return torch.where(largest < math.inf, largest, torch.nan)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from fusedattn import low_precision, masks, reference
-from fusedattn.low_precision import E4M3, RECIPES, Recipe, by_block, by_tensor, by_token, of_weights
+from fusedattn.low_precision import (
+    E4M3,
+    RECIPES,
+    Quantisation,
+    Recipe,
+    by_block,
+    by_tensor,
+    by_token,
+    mx,
+    of_weights,
+)
 from fusedattn.masks import Mask
 from tests.conftest import DEVICE
 from tests.helpers import quick
@@ -119,6 +129,19 @@ def test_hidden_tokens_reach_nothing(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert torch.equal(expected[0][1], torch.zeros_like(expected[0][1]))
     assert (expected[1][1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("how", [by_tensor(E4M3), by_block(E4M3, 16), mx(E4M3)], ids=["tensor", "blocks", "MXFP8"])
+def test_hidden_tokens_need_not_be_there(how: Quantisation) -> None:
+    """Also where a mean that is subtracted is larger than what is left."""
+    q, k, v = (x[:1] for x in drawn(seqlen_q=37, dtype=torch.float32))
+    recipe = Recipe(how, how, how, of_weights(E4M3), smooth_k=True, smooth_q=16)
+    q, k = q + 50, k + 50
+    shown = torch.zeros(37, 37, dtype=torch.bool, device=DEVICE)
+    shown[:20, :20] = True
+    out, lse = low_precision.attention(q, k, v, recipe, mask=masks.boolean(shown))
+    cut = low_precision.attention(*(x[:, :, :20] for x in (q, k, v)), recipe)
+    torch.testing.assert_close((out[:, :, :20], lse[:, :, :20]), cut, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_of_one_kv_head() -> None:

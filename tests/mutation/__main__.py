@@ -46,6 +46,7 @@ from tests.mutation import (
     launches,
     learned,
     linear,
+    low_precision,
     masking,
     one_pass,
     operation,
@@ -64,7 +65,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, sparse, caches,
-    cache_kernels, hopper, shards, linear,
+    cache_kernels, hopper, shards, linear, low_precision,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
