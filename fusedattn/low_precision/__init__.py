@@ -30,6 +30,7 @@ from fusedattn.low_precision.scaling import (
     quantised,
     tensor_scale,
     two_level_scales,
+    two_level_unit_scales,
     unit_scales,
     unscaled,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "rounded",
     "tensor_scale",
     "two_level_scales",
+    "two_level_unit_scales",
     "unit_scales",
     "unscaled",
 ]

@@ -17,7 +17,7 @@ from fusedattn.low_precision.scaling import (
     nvfp4,
     of_weights,
     powers_above,
-    two_level_scales,
+    two_level_unit_scales,
     unscaled,
 )
 
@@ -37,7 +37,7 @@ def _microscaled(how: Quantisation, weights: Quantisation | None = None) -> Reci
 _BFLOAT16 = Quantisation(BFLOAT16, unscaled, tokens=1, features=1)
 _FP8 = _alike(by_block(E4M3, BLOCK))
 _NVFP4 = _microscaled(nvfp4(), nvfp4(e4m3_scales))
-_NVFP4_TWO_LEVELS = _microscaled(nvfp4(), nvfp4(two_level_scales))
+_NVFP4_TWO_LEVELS = _microscaled(nvfp4(), nvfp4(two_level_unit_scales))
 
 RECIPES: dict[str, Recipe] = {
     "bfloat16": Recipe(_BFLOAT16, _BFLOAT16, _BFLOAT16, _BFLOAT16),

@@ -36,19 +36,19 @@ def powers_below(largest: Tensor, format: Format) -> Tensor:
 
     Numbers between the largest of the format and the next power of two are cut off.
     """
-    return _powers_of_two(torch.frexp(largest).exponent - 1 - format.largest_exponent, largest)
+    return _power_of_two(torch.frexp(largest).exponent - 1 - format.largest_exponent).to(largest)
 
 
 def powers_above(largest: Tensor, format: Format) -> Tensor:
     """The least powers of two with which no number is cut off (Mishra et al., 2025)."""
     mantissa, exponent = torch.frexp(largest / format.largest)
-    return _powers_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent), largest)
+    return _power_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent)).to(largest)
 
 
-def _powers_of_two(exponent: Tensor, largest: Tensor) -> Tensor:
-    """Those that an E8M0 scale may be; NaN where the largest number is not finite."""
-    power = torch.ldexp(torch.ones_like(largest), exponent.clamp(SMALLEST_POWER, LARGEST_POWER))
-    return torch.where(largest.isfinite(), power, torch.nan)
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """The nearest one that an E8M0 scale may be."""
+    exponent = exponent.clamp(SMALLEST_POWER, LARGEST_POWER)
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
 def e4m3_scales(largest: Tensor, format: Format) -> Tensor:
@@ -65,6 +65,12 @@ def two_level_scales(largest: Tensor, format: Format) -> Tensor:
 def unit_scales(largest: Tensor, format: Format) -> Tensor:
     """One scale whatever the numbers are, for numbers in [0, 1]."""
     return torch.full_like(largest, 1.0 / format.largest)
+
+
+def two_level_unit_scales(largest: Tensor, format: Format) -> Tensor:
+    """Numbers of e4m3 times one that makes 448 of the scale of 1, for numbers in [0, 1] (SageAttention3, 2025)."""
+    whole = 1.0 / (format.largest * E4M3.largest)
+    return e4m3_scales(largest / whole, format) * whole
 
 
 def unscaled(largest: Tensor, format: Format) -> Tensor:
@@ -125,7 +131,7 @@ def nvfp4(rule: Rule = two_level_scales) -> Quantisation:
 
 def of_weights(format: Format) -> Quantisation:
     """The weights of a softmax, relative to the largest of their row: 1 becomes the largest number of the format."""
-    return Quantisation(format, unit_scales)
+    return Quantisation(format, unit_scales, tokens=1, features=1)
 
 
 def quantised(x: Tensor, how: Quantisation) -> Tensor:
@@ -142,7 +148,8 @@ def quantised(x: Tensor, how: Quantisation) -> Tensor:
     if x.numel() == 0:
         return x
     groups = grouped(x, how)
-    scale = how.rule(largest_of(groups), how.format)
+    largest = largest_of(groups)
+    scale = torch.where(largest.isnan(), torch.nan, how.rule(largest, how.format))
     # 0 times a NaN is NaN.
     numbers = torch.where(scale > 0, rounded(groups / scale, how.format), 0.0) * scale
     return numbers.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,18 @@ def test_nan_that_is_seen_shows() -> None:
     assert out[1:].isfinite().all()
     out, _ = low_precision.attention(q, k, v, Recipe(k=by_tensor(E4M3)))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8, blocks", "MXFP8", "NVFP4, two levels"])
+def test_nan_of_a_query_stays_there(name: str) -> None:
+    """Unless q shares a scale with other queries."""
+    q, k, v = drawn(dtype=torch.float32)
+    q[0, 1, 5, 3] = math.nan
+    out, lse = low_precision.attention(q, k, v, replace(RECIPES[name], q=by_token(E4M3)))
+    expected = torch.zeros(lse.shape, dtype=torch.bool, device=DEVICE)
+    expected[0, 1, 5] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan(), expected[..., None].expand(out.shape))
 
 
 def test_outliers_are_spread() -> None:

@@ -30,6 +30,7 @@ from fusedattn.low_precision import (
     quantised,
     rounded,
     two_level_scales,
+    two_level_unit_scales,
 )
 from tests.conftest import DEVICE
 
@@ -50,6 +51,7 @@ WAYS = {
     "NVFP4": nvfp4(),
     "NVFP4, one level": nvfp4(e4m3_scales),
     "weights": of_weights(E4M3),
+    "NVFP4 of weights": nvfp4(two_level_unit_scales),
 }
 ways = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
@@ -90,9 +92,13 @@ SHARED = {
     "tensor": (..., ...),
     "blocks": (slice(5, 10), slice(None)),
     "tokens": (slice(6, 7), slice(None)),
-    "channels": (slice(None), slice(70, 71)),
-    "MXFP8": (slice(6, 7), slice(64, 80)),
-    "MXFP4 of v": (slice(None), slice(70, 71)),
+    "channels": (slice(None), slice(40, 41)),
+    "MXFP8": (slice(6, 7), slice(32, 64)),
+    "MXFP4 of v": (slice(None), slice(40, 41)),
+    "NVFP4": (..., ...),
+    "NVFP4, one level": (slice(6, 7), slice(32, 48)),
+    "weights": (slice(6, 7), slice(40, 41)),
+    "NVFP4 of weights": (slice(6, 7), slice(32, 48)),
 }
 
 
@@ -100,7 +106,7 @@ SHARED = {
 @pytest.mark.parametrize("name", SHARED)
 def test_nan_in_all_that_shares_a_scale(name: str, bad: float) -> None:
     x = drawn(*SHAPE)
-    x[1, 2, 6, 70] = bad
+    x[1, 2, 6, 40] = bad
     expected = torch.zeros(SHAPE, dtype=torch.bool, device=DEVICE)
     tokens, features = SHARED[name]
     expected[(1, 2, tokens, features) if tokens is not ... else ...] = True
@@ -160,7 +166,8 @@ def test_weights_in_two_levels() -> None:
     weights = torch.rand(1, 2, 7, 50, device=DEVICE).pow(8)
     weights[0, 0, 0, 0] = 1.0
     expected = quantised(weights * 2688.0, nvfp4(e4m3_scales)) / 2688.0
-    torch.testing.assert_close(quantised(weights, nvfp4()), expected, rtol=1e-6, atol=0)
+    for rule in (two_level_unit_scales, two_level_scales):
+        torch.testing.assert_close(quantised(weights, nvfp4(rule)), expected, rtol=1e-6, atol=0)
 
 
 def test_small_weights_are_lost_without_a_second_level() -> None:
@@ -168,7 +175,7 @@ def test_small_weights_are_lost_without_a_second_level() -> None:
     weights = torch.full((1, 1, 1, 32), 1e-3, device=DEVICE)
     weights[..., :16] = 1.0
     assert quantised(weights, nvfp4(e4m3_scales))[..., 16:].abs().max() == 0
-    torch.testing.assert_close(quantised(weights, nvfp4()), weights, rtol=2**-4, atol=0)
+    torch.testing.assert_close(quantised(weights, nvfp4(two_level_unit_scales)), weights, rtol=2**-4, atol=0)
 
 
 def test_weights_with_a_fixed_scale() -> None:
