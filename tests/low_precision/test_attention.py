@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedattn import low_precision, masks, reference
 from fusedattn.low_precision import (
     E4M3,
+    INT8,
     RECIPES,
     Quantisation,
     Recipe,
@@ -88,6 +89,13 @@ def test_error_of_a_recipe(name: str) -> None:
     assert limit / 3 < found < limit
 
 
+@pytest.mark.parametrize(("name", "n"), [("MXFP8", 32), ("MXFP4", 32), ("NVFP4", 16), ("NVFP4, two levels", 16)])
+def test_groups_lie_along_the_sums(name: str, n: int) -> None:
+    recipe = RECIPES[name]
+    sides = [x and (x.tokens, x.features) for x in (recipe.q, recipe.k, recipe.v, recipe.weights)]
+    assert sides == [(1, n), (1, n), (n, 1), (1, n)]
+
+
 def test_each_operand_is_rounded() -> None:
     """By its own part of the recipe, and by no other."""
     q, k, v = drawn(dtype=torch.float32)
@@ -132,7 +140,7 @@ def test_hidden_tokens_reach_nothing(name: str) -> None:
     assert (expected[1][1] == -math.inf).all()
 
 
-@pytest.mark.parametrize("how", [by_tensor(E4M3), by_block(E4M3, 16), mx(E4M3)], ids=["tensor", "blocks", "MXFP8"])
+@pytest.mark.parametrize("how", [by_tensor(E4M3), by_block(INT8, 16), mx(E4M3)], ids=["tensor", "blocks", "MXFP8"])
 def test_hidden_tokens_need_not_be_there(how: Quantisation) -> None:
     """Also where a mean that is subtracted is larger than what is left."""
     q, k, v = (x[:1] for x in drawn(seqlen_q=37, dtype=torch.float32))
@@ -140,8 +148,8 @@ def test_hidden_tokens_need_not_be_there(how: Quantisation) -> None:
     q, k = q + 50, k + 50
     shown = torch.zeros(37, 37, dtype=torch.bool, device=DEVICE)
     shown[:20, :20] = True
-    out, lse = low_precision.attention(q, k, v, recipe, mask=masks.boolean(shown))
-    cut = low_precision.attention(*(x[:, :, :20] for x in (q, k, v)), recipe)
+    out, lse = low_precision.attention(q, k, v, recipe, mask=masks.boolean(shown), scale=0.01)
+    cut = low_precision.attention(*(x[:, :, :20] for x in (q, k, v)), recipe, scale=0.01)
     torch.testing.assert_close((out[:, :, :20], lse[:, :, :20]), cut, rtol=1e-5, atol=1e-5)
 
 
@@ -158,6 +166,12 @@ def test_tokens_of_one_kv_head() -> None:
 def test_nan_that_is_seen_shows() -> None:
     q, k, v = drawn(dtype=torch.float32)
     k[0, 1, 30, 3] = math.nan
+    blind = torch.ones(19, 37, dtype=torch.bool, device=DEVICE)
+    blind[3] = False
+    out, lse = low_precision.attention(q, k, v, Recipe(smooth_k=True), mask=masks.boolean(blind))
+    assert out[0, 2:, :3].isnan().all()
+    assert (lse[:, :, 3] == -math.inf).all()
+    assert (out[:, :, 3] == 0).all()
     out, lse = low_precision.attention(q, k, v, Recipe(k=by_block(E4M3, 8)))
     assert out[0, 2:].isnan().all()
     assert lse[0, 2:].isnan().all()
