@@ -11,6 +11,8 @@ from torch import Tensor
 from fusedattn.low_precision import BFLOAT16, E2M1, E4M3, E5M2, INT8, Format, rounded
 from tests.conftest import DEVICE
 
+pytestmark = pytest.mark.usefixtures("_seed")
+
 FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2, E2M1, INT8, BFLOAT16], ids=lambda f: f.name)
 DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, BFLOAT16: torch.bfloat16}
 E2M1_NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
