@@ -114,6 +114,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing.linear_terms": {"testing.budget", "testing.linear_cases", "feature_maps"},
     "testing.linear_cases": {"testing.triton_functions", "feature_maps"},
     "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
+    "low_precision": {"call_checks", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
     "linear.attention": {
         "linear.checks",
@@ -253,7 +254,7 @@ LAYERS = (
            "backends.triton.appending", "backends.triton.append_launching", "backends.triton.results",
            "backends.triton.operands")),
     Layer("correctness", "the definition of every result, in eager PyTorch",
-          ("reference_cached", "reference_varlen", "reference", "parts", "linear.reference")),
+          ("reference_cached", "reference_varlen", "reference", "parts", "linear.reference", "low_precision")),
     Layer("one call", "its options, checks of its arguments, limits of the backends",
           ("call_checks", "options", "support", "linear.checks", "linear.options",
            "linear.packed")),

@@ -46,6 +46,7 @@ from tests.mutation import (
     launches,
     learned,
     linear,
+    low_precision,
     masking,
     one_pass,
     operation,
@@ -65,7 +66,8 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, sparse, caches,
-    cache_kernels, hopper, shards, linear, qk_norm, integrations,
+    cache_kernels, hopper, shards, linear, qk_norm, low_precision,
+    integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)
 TREE = ("bench", "docs", "fusedattn", "kernels", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
