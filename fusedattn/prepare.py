@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -137,13 +136,8 @@ def _with_positive_scale(q: Tensor, options: Options) -> Tensor:
     if scale <= -SMALLEST_SCALE:
         options.scale = -scale
         return -q
-    options.scale, factor = SMALLEST_SCALE, scale / SMALLEST_SCALE
-    norm = options.qk_norm
-    if norm is None:
-        return q * factor
-    weight = q.new_ones(()) if norm.q_weight is None else norm.q_weight
-    options.qk_norm = replace(norm, q_weight=weight * factor)  # the norm of q does not depend on a factor of q
-    return q
+    options.scale = SMALLEST_SCALE
+    return q * (scale / SMALLEST_SCALE)  # also if a norm undoes it: such scores are as good as 0
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -122,7 +122,7 @@ OPERATION = (
     Fault(OPS, "dout = torch.zeros_like(kept[0]) if dout is None else dout", "dout = torch.ones_like(kept[0]) if dout is None else dout", "the op by itself: no gradient of out is taken for ones", BY_ITSELF),
     Fault(OPS, "return saved[:n], saved[n : n + N_KEPT], saved[n + N_KEPT :]", "return saved[:n], saved[n : n + 4], saved[n + 3 : -1]", "constants of the backward off by one", FEATURES),
     Fault(PREPARE, "return -q\n", "return q\n", "sign of a negative scale", SCALES),
-    Fault(PREPARE, "return q * factor\n    weight", "return q\n    weight", "a scale of 0", SCALES),
+    Fault(PREPARE, "return q * (scale / SMALLEST_SCALE)", "return q", "a scale of 0", SCALES),
     Fault(PREPARE, "if options.scale < SMALLEST_SCALE:", "if options.scale <= 0:", "a scale below the numbers of float32", "tests/public/test_attention.py -k smallest_scales"),
     Fault(PREPARE, "return 1.0 / math.sqrt(q.shape[-1])", "return 1.0 / math.sqrt(q.shape[-2])", "default scale from the wrong dimension", budget("cross")),
     Fault(PREPARE, "        return 1.0 / math.sqrt(q.shape[-1])", "        return 1.0 / q.shape[-1]", "default scale without the square root", WIDTHS),

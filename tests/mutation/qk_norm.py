@@ -4,7 +4,7 @@ from tests.mutation.fault import Fault
 
 NORM, PROLOGUE, FWD = "kernels/qk_norm.py", "kernels/prologue.py", "kernels/attention_fwd.py"
 VALUE, REFERENCE, LAUNCHING = "fusedattn/qk_norm.py", "fusedattn/reference.py", "fusedattn/backends/triton/launching.py"
-OPERANDS, PREPARE, SUPPORT = "fusedattn/backends/triton/operands.py", "fusedattn/prepare.py", "fusedattn/support.py"
+OPERANDS, SUPPORT = "fusedattn/backends/triton/operands.py", "fusedattn/support.py"
 AUTOGRAD, CHECKS = "fusedattn/backends/triton/autograd.py", "fusedattn/call_checks.py"
 BACKENDS, WEIGHTS = "fusedattn/backends/__init__.py", "fusedattn/weights.py"
 TRANSFORMERS = "fusedattn/integrations/transformers/norms.py"
@@ -17,7 +17,6 @@ NEEDED = f"{_TESTS} -k need_a_gradient"
 HIDDEN = f"{_TESTS} -k behind_the_mask"
 SEEN = f"{_TESTS} -k is_seen"
 SIZES = f"{_TESTS} -k large_and_small"
-SCALES = f"{_TESTS} -k any_scale"
 STRIDES = f"{_TESTS} -k 'strides or any_shape'"
 PACKED = f"{_TESTS} -k packed"
 DEFINITION = f"{_TESTS} -k the_definition"
@@ -72,7 +71,6 @@ FAULTS = (
     Fault(OPERANDS, "norm_of_mean=int(norm is not None and norm.kind == \"rms\")", "norm_of_mean=int(norm is not None)", "norm: length taken for the mean", ACCURACY),
     Fault(OPERANDS, "norm_eps=0.0 if norm is None else float(norm.eps)", "norm_eps=0.0 if norm is None else 1e-6", "norm: always the same eps", f"{_TESTS} -k each_eps"),
     Fault(AUTOGRAD, "replace(norm, q_weight=of_norm[0], k_weight=of_norm[1])", "norm", "second order: the weights are constants", SECOND),
-    Fault(PREPARE, "    options.qk_norm = replace(norm, q_weight=weight * factor)  # the norm of q does not depend on a factor of q\n    return q\n", "    return q * factor\n", "norm: a tiny scale is lost", SCALES),
     Fault(CHECKS, "    qk_norm.check(q, nheads_kv)\n", "", "weights that do not fit are not refused", REFUSED),
     Fault(SUPPORT, "if qk_norm is not None and q.shape[-1] > MAX_HEAD_DIM:", "if False:", "a norm of more features than a tile has is not refused", REFUSED),
     Fault(BACKENDS, "k = k if options.cache is not None else options.qk_norm.of_keys(k)", "k = k", "torch backend: keys are not normalised", ACCURACY.replace("test_accuracy", "'largest or any_shape'")),
