@@ -7,6 +7,9 @@ VALUE, REFERENCE, LAUNCHING = "fusedattn/qk_norm.py", "fusedattn/reference.py", 
 OPERANDS, SUPPORT = "fusedattn/backends/triton/operands.py", "fusedattn/support.py"
 AUTOGRAD, CHECKS = "fusedattn/backends/triton/autograd.py", "fusedattn/call_checks.py"
 BACKENDS, WEIGHTS = "fusedattn/backends/__init__.py", "fusedattn/weights.py"
+ATTENTION, MODULES = "fusedattn/transformer/attention.py", "fusedattn/integrations/modules.py"
+OF_MODEL, CONTEXT = "fusedattn/transformer/qk_norm.py", "fusedattn/distributed/context.py"
+DTENSOR, OF_PROCESS = "fusedattn/distributed/dtensor.py", "fusedattn/distributed/checks.py"
 TRANSFORMERS = "fusedattn/integrations/transformers/norms.py"
 
 _TESTS = "tests/public/test_qk_norm.py"
@@ -24,6 +27,9 @@ REFUSED = f"{_TESTS} -k refused"
 CACHED = f"{_TESTS} -k cache"
 COPIED = f"{_TESTS} -k copied"
 SECOND = f"{_TESTS} -k second"
+MODEL = "tests/transformer/test_transformer_qk_norm.py"
+IN_CONTEXT = "tests/distributed/test_context.py -k 'torch and ring and norm'"
+ON_DTENSORS = "tests/distributed/test_dtensor.py -k 'torch and norm'"
 IN_TRANSFORMERS = "tests/integrations/test_transformers.py -k 'norm_inside or norm_that_was or the_rotation_inside'"
 
 # fmt: off
@@ -49,7 +55,7 @@ FAULTS = (
     Fault(NORM, "strides = 0 if shape[0] == 1 else of_weight[0], 0 if shape[1] == 1 else of_weight[1]", "strides = of_weight[0], 0 if shape[1] == 1 else of_weight[1]", "norm: shared weights read as one row per head", ACCURACY),
     Fault(NORM, "0 if shape[1] == 1 else of_weight[1]", "of_weight[1]", "norm: a learned scale read as one number per feature", ACCURACY),
     Fault(NORM, "return self.weight is not None and self.weight.shape[0] > 1", "return False", "norm: weights of the first head for all heads of a tile", f"{_TESTS} -k 'test_accuracy and shape1'"),
-    Fault(PROLOGUE, "        return place.first_k, place.seqlen_k\n", "        return place.first_q, place.seqlen_k\n", "prologue: keys from where the queries begin", PACKED),
+    Fault(PROLOGUE, "        return place.first_k, place.seqlen_k\n", "        return place.first_q, place.seqlen_k\n", "prologue: keys from where the queries begin", "tests/public/test_rope.py -k packed_sequences"),
     Fault(PROLOGUE, "g = rotate_tile(g, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE=True)", "g = rotate_tile(g, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE=False)", "norm: gradient rotated forward", ACCURACY),
     Fault(PROLOGUE, "tl.range(part * BLOCK, seqlen, n_parts * BLOCK, num_stages=1)", "tl.range(part * BLOCK, tl.minimum(seqlen, (part + 1) * BLOCK), n_parts * BLOCK, num_stages=1)", "norm: one tile of each part", PARTS),
     Fault(PROLOGUE, "        dweight += tl.sum(terms, 0)\n", "        dweight = tl.sum(terms, 0)\n", "norm: the weights get the last tile alone", PARTS),
@@ -84,6 +90,14 @@ FAULTS = (
     Fault(VALUE, "if not 0.0 < self.eps < math.inf:", "if not 0.0 <= self.eps < math.inf:", "an eps of 0 is not refused", REFUSED),
     Fault(VALUE, "any(n not in (1, allowed) for n", "any(n > allowed for n", "weights of too few heads are not refused", REFUSED),
     Fault(VALUE, "self.q_weight, self.k_weight))\n        return replace", "self.k_weight, self.q_weight))\n        return replace", "mapped: weights exchanged", COPIED),
+    Fault(ATTENTION, "                q, k = self.qk_norm().apply(q, k)\n", "                pass\n", "Transformer: a cache keeps keys as they are", MODEL),
+    Fault(ATTENTION, "        q, k = qk_norm.apply(q, k)\n    if rope", "        pass\n    if rope", "Transformer: reference without the norm", MODEL),
+    Fault(OF_MODEL, "QKNorm(self.q_weight, self.k_weight", "QKNorm(self.k_weight, self.q_weight", "Transformer: weights of queries and keys exchanged", f"{MODEL} -k formula"),
+    Fault(MODULES, "            rope=rope,\n            qk_norm=qk_norm,\n", "            rope=rope,\n", "fused module: no norm", MODEL),
+    Fault(CONTEXT, "replace(options, qk_norm=None)", "options", "context: normalised twice", IN_CONTEXT),
+    Fault(OF_PROCESS, "(*options.qk_norm.apply(q, k), v)", "(q, k, v)", "context: not normalised", IN_CONTEXT),
+    Fault(DTENSOR, "options.qk_norm.of_heads(heads, kv_heads(heads, group))", "options.qk_norm.of_heads(slice(0, n_heads), kv_heads(slice(0, n_heads), group))", "DTensors: weights of the first heads for all", ON_DTENSORS),
+    Fault(DTENSOR, "q_weight=shared(norm.q_weight)", "q_weight=norm.q_weight", "DTensors: the gradient of the weights is that of one process", ON_DTENSORS),
     Fault(TRANSFORMERS, "1.0 + norm.weight.float() if isinstance(norm, Gemma3RMSNorm) else norm.weight", "norm.weight", "Gemma 3: weights less 1", IN_TRANSFORMERS),
     Fault(TRANSFORMERS, "or any(map(_is_watched, norms))", "", "hooks of a norm are not called", IN_TRANSFORMERS),
     Fault(TRANSFORMERS, "if eps != other or", "if", "two norms with an eps of their own", IN_TRANSFORMERS),
