@@ -3,7 +3,7 @@
 Compares every recipe of ``fusedattn.low_precision`` with float64 on drawn numbers, on the layers of a GPT that is
 trained first and on those of the sentence encoder all-MiniLM-L6-v2; then measures what the whole models lose. Writes
 ``docs/results/low_precision.json``, ``docs/images/low-precision.png`` and the tables of ``docs/low-precision.md`` in
-half an hour. ``python -m bench.low_precision table`` measures nothing.
+ten minutes. ``python -m bench.low_precision table`` measures nothing.
 """
 
 from __future__ import annotations
