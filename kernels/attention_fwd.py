@@ -73,7 +73,7 @@ from fusedattn.kernels.primitives import (
     strided,
 )
 from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
-from fusedattn.kernels.qk_norm import normalize_tile
+from fusedattn.kernels.qk_norm import NO_NORM, normalize_tile
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
 from fusedattn.kernels.scores import modified
 from fusedattn.kernels.sequences import place_of
@@ -561,7 +561,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             partials,
             None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
-            prologue_q.norm_arguments(q),
+            NO_NORM if prologue_q.norm is None else prologue_q.norm_arguments(q),
             rotation_arguments(prologue_q.rotation),
             rotation_arguments(rotation_k),
         ),

@@ -43,7 +43,7 @@ from fusedattn.kernels.qk_norm import (
     unnormalized,
     weight_terms,
 )
-from fusedattn.kernels.rope import Rotation, rotate_tile, rotation_arguments
+from fusedattn.kernels.rope import NO_ROTATION, Rotation, rotate_tile, rotation_arguments
 from fusedattn.kernels.sequences import Sequences, Shape, place_of
 
 # Parts into which the rows of a head are split, over all sequences: each has a program, and sums for dweight.
@@ -204,37 +204,27 @@ def qk_norm_rows(
 
 @dataclass(eq=False)  # not frozen, as Options
 class Prologue:
-    """What is done to one tensor, the queries or the keys of an attention of this `shape`."""
+    """What is done to one tensor, the queries or the keys of an attention of this `shape`.
+
+    `n_positions` are the rows of the tables of the rotation, 0 without one; no sequence is longer than `longest`.
+    """
 
     norm: Norm | None
     rotation: Rotation | None
+    n_positions: int
+    longest: int
     of_queries: bool
     sequences: Sequences
     shape: Shape
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is done."""
-        return self.norm is None and self.rotation is None
-
-    @property
-    def n_positions(self) -> int:
-        """The rows of the tables of the rotation; 0 without one."""
-        return 0 if self.rotation is None else self.rotation.cos.shape[1]
 
     @property
     def done(self) -> "Prologue":
         """That of tensors that are prepared: nothing."""
         return replace(self, norm=None, rotation=None)
 
-    @property
-    def _longest(self) -> int:
-        return self.shape.max_seqlen_q if self.of_queries else self.shape.max_seqlen_k
-
     def norm_arguments(self, x: torch.Tensor) -> NormArguments:
         """The norm of x as kernels take it; launches the kernel that sums across heads."""
-        if self.norm is None:
-            return NO_NORM
+        assert self.norm is not None
         nheads, head_dim = x.shape[1], x.shape[3]
         if not self.norm.across_heads:
             return self.norm.arguments(nheads, head_dim, None)
@@ -247,17 +237,19 @@ class Prologue:
 
         The copy is contiguous, computed in float32 (float64 for float64) and rounded once.
         """
-        if self.is_empty:
+        if self.norm is None and self.rotation is None:
             return x
         out = replay.scratch(x, x.shape, x.dtype)
-        n_tiles = triton.cdiv(self._longest, rope_rows(x.shape[3]))
+        n_tiles = -(-self.longest // rope_rows(x.shape[3]))
         launcher.launch(
             _constants(qk_prologue, x.shape[3], x.dtype, self.of_queries),
             n_tiles * x.shape[1] * self.shape.n_sequences,
             (
-                strided(x), strided(out), self.sequences, self.norm_arguments(x), rotation_arguments(self.rotation),
+                strided(x), strided(out), self.sequences,
+                NO_NORM if self.norm is None else self.norm_arguments(x),
+                NO_ROTATION if self.rotation is None else self.rotation.arguments,
             ),
-            self._sizes(x, n_tiles),
+            (x.shape[1], self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_tiles),
         )  # fmt: skip
         return out
 
@@ -271,7 +263,7 @@ class Prologue:
             c = _of_tokens(x)
             self._launch_rows(x, dy, c, norm)
         nheads, head_dim, n_sequences = x.shape[1], x.shape[3], self.shape.n_sequences
-        n_tiles = triton.cdiv(self._longest, rope_rows(head_dim))
+        n_tiles = -(-self.longest // rope_rows(head_dim))
         n_parts = max(1, min(n_tiles, PARTS // n_sequences))
         dweight = None
         if needs_weight:
@@ -284,14 +276,14 @@ class Prologue:
                 strided(x), strided(dy), strided(dx), dweight, c, self.sequences, norm,
                 rotation_arguments(self.rotation),
             ),
-            self._sizes(x, n_parts),
+            (nheads, self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_parts),
         )  # fmt: skip
         if dweight is None or self.norm is None or self.norm.weight is None:
             return None
         return dweight.sum(0).sum_to_size(self.norm.weight.shape).to(self.norm.weight.dtype)
 
     def _launch_rows(self, x: torch.Tensor, dy: torch.Tensor | None, out: torch.Tensor, norm: NormArguments) -> None:
-        n_tiles = triton.cdiv(self._longest, rope_rows(x.shape[3]))
+        n_tiles = -(-self.longest // rope_rows(x.shape[3]))
         launcher.launch(
             _constants(qk_norm_rows, x.shape[3], x.dtype, self.of_queries),
             n_tiles * self.shape.n_sequences,
@@ -299,11 +291,8 @@ class Prologue:
                 strided(x), None if dy is None else strided(dy), out, self.sequences, norm,
                 rotation_arguments(self.rotation),
             ),
-            self._sizes(x, n_tiles),
+            (x.shape[1], self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_tiles),
         )  # fmt: skip
-
-    def _sizes(self, x: torch.Tensor, n_tiles: int) -> tuple[int, ...]:
-        return x.shape[1], self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_tiles
 
 
 def _of_tokens(x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 :data:`PEERS` has one function per name, ``(q, k, v, *, mask, rope, bias, scale, ..., return_lse)``. Each calls only the
 function that it is named after, as users call it. If that function cannot run, or lacks an option, the peer raises
-NotImplementedError with the reason; if it gives NaN, so does the peer. RoPE is applied before, by ``Rope.rotate``, and
-rounded to the dtype of q.
+NotImplementedError with the reason; if it gives NaN, so does the peer. Norm and RoPE are applied before, by
+``QKNorm.apply`` and ``Rope.rotate``, and rounded to the dtype of q.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedattn.biases import Bias, as_bias
 from fusedattn.masks import Mask, as_mask, causal
+from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 
@@ -63,6 +64,7 @@ def _sdpa(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -82,6 +84,8 @@ def _sdpa(
     if q.device.type == "cpu" and backend not in ON_CPU:
         raise NotImplementedError(f"device: got cpu, but torch has {backend.name} for a GPU only")
     mask, bias = as_mask(mask), as_bias(bias)
+    if qk_norm is not None:
+        q, k = qk_norm.apply(q, k)
     if rope is not None:
         q, k = rope.rotate(q, k)
     (batch, nheads, seqlen_q), seqlen_k = q.shape[:3], k.shape[2]
@@ -148,6 +152,7 @@ def _flex(
     *,
     mask: Mask | Tensor | None = None,
     rope: Rope | None = None,
+    qk_norm: QKNorm | None = None,
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -165,6 +170,8 @@ def _flex(
 
     _refuse("FlexAttention", dropout_p, sinks=sinks)
     mask = as_mask(mask)
+    if qk_norm is not None:
+        q, k = qk_norm.apply(q, k)
     if rope is not None:
         q, k = rope.rotate(q, k)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

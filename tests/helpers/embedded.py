@@ -78,6 +78,8 @@ def kernels_of(inputs: testing.Inputs) -> set[str]:
     found = {"attention_fwd", "attention_bwd_dkdv", "attention_bwd_dq"}
     found |= {"attention_bwd_rows"} if inputs.q.dtype.itemsize == 2 else {"attention_bwd_exact_rows"}
     found |= {"qk_prologue"} if inputs.rope is not None or inputs.qk_norm is not None else set()
+    if inputs.qk_norm is not None:
+        found |= {"qk_prologue_bwd", *(["qk_norm_rows"] if inputs.qk_norm.across_heads else [])}
     found |= {"_key_range"} if inputs.mask.valid is not None else set()
     found |= {"attention_combine"} if splits_keys(inputs) else set()
     found |= {"attention_bwd_dbias"} if "bias" in inputs.leaves else set()

@@ -65,7 +65,7 @@ PLACES = (
     Fault(CACHED, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "ring: as long as with its sinks", RING),
     Fault(LAUNCHING, "max_seqlen_k = seqlen_k if is_cached else", "max_seqlen_k = seqlen_k // 2 if is_cached else", "packed queries: half of the cache", PACKED),
     Fault(CACHED, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "append: a ring as long as with its sinks", RING_STORED),
-    Fault("fusedattn/support.py", "_require_grad((q, k, v, sinks, *parts))", "_require_grad((q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_cache_errors.py -k learned"),
+    Fault("fusedattn/support.py", "_require_grad((q, k, v, sinks, *parts, *of_norm))", "_require_grad((q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_cache_errors.py -k learned"),
     Fault(ARGUMENTS, "sequences.cu_q_ptr is None and sequences.lengths_ptr is None", "sequences.cu_q_ptr is None", "layout: bounds at the end of the cache", LAYOUT),
 )
 

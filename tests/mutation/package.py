@@ -82,8 +82,8 @@ MEANING = (
     Fault(REFERENCE, " / (1.0 - dropout_p))", ")", "reference: what dropout keeps does not grow", ORACLE),
     Fault(REFERENCE, "unseen, 0.0), lse, weights.to(q.dtype)", "unseen, 0.0), lse, kept.to(q.dtype)", "reference: weights after dropout", EAGER),
     Fault(REFERENCE, "    q = q.masked_fill(blind, 0.0)  # not even a NaN of such a query goes anywhere\n", "", "reference: NaN of a row that sees nothing", MASKING),
-    Fault(REFERENCE, "scores = q @ _Zeroed.apply(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/public/test_masking.py -k 'reaches and torch'"),
-    Fault(REFERENCE, "out = weights @ _Zeroed.apply(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/public/test_fuzz.py -k 'contract and not drawn'"),
+    Fault(REFERENCE, "scores = q @ zeroed(k, poisoned[..., None]).mT", "scores = q @ k.masked_fill(poisoned[..., None], 0.0).mT", "reference: a NaN key has no gradient", "tests/public/test_masking.py -k 'reaches and torch'"),
+    Fault(REFERENCE, "out = weights @ zeroed(v, poisoned)", "out = weights @ v.masked_fill(poisoned, 0.0)", "reference: a NaN value has no gradient", "tests/public/test_fuzz.py -k 'contract and not drawn'"),
     Fault(REFERENCE, "nan = (weights * torch", "nan = (weights.detach() * torch", "reference: a NaN value is lost in dq", "tests/public/test_masking.py -k 'reaches and torch'"),
     Fault(REFERENCE, "return scores + torch.zeros_like(scores[..., :1, :])", "return torch.zeros_like(scores)", "reference: scores beside a NaN key are lost", "tests/public/test_masking.py -k 'reaches and torch'"),
 )
@@ -91,7 +91,7 @@ MEANING = (
 OTHERS = (
     Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped", FUSING, nth=0),
     Fault(MODULES, "            scale=self.scale,\n", "", "fuse: scale dropped with a cache", CACHED, nth=1),
-    Fault(MODULES, "            mask=mask,\n            rope=rope,\n            scale", "            mask=None,\n            rope=rope,\n            scale", "fuse: mask dropped", FUSING),
+    Fault(MODULES, "            mask=mask,\n            rope=rope,\n            qk_norm=qk_norm,\n            scale", "            mask=None,\n            rope=rope,\n            qk_norm=qk_norm,\n            scale", "fuse: mask dropped", FUSING),
     Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off", FUSING, nth=0),
     Fault(MODULES, "self.dropout_p if self.training else 0.0", "0.0", "fuse: dropout silently off with a cache", CACHED, nth=1),
     Fault(FUSION, 'if "forward" in module.__dict__', 'if "forwards" in module.__dict__', "fuse: a replaced forward is lost", FUSING),

@@ -7,7 +7,7 @@ SEQUENCES, PAIRS, SCORES = "kernels/sequences.py", "kernels/pairs.py", "kernels/
 GROUPED = "kernels/grouped_heads.py"
 FWD, BWD, ROWS = "kernels/attention_fwd.py", "kernels/attention_bwd.py", "kernels/attention_bwd_rows.py"
 DBIAS, ROPE, DROPOUT = "kernels/attention_bwd_bias.py", "kernels/rope.py", "kernels/dropout.py"
-PROLOGUE = "kernels/prologue.py"
+PROLOGUE, LAUNCHING = "kernels/prologue.py", "fusedattn/backends/triton/launching.py"
 GRADIENT = "kernels/score_gradient.py"
 MASKING, ARGUMENTS, PRIMITIVES = "kernels/masking.py", "kernels/mask_arguments.py", "kernels/primitives.py"
 
@@ -60,7 +60,7 @@ OFFSETS = (
     Fault(ROPE, "rotation.stride_pb + first", "rotation.stride_pb", "rope: positions of the first sequence for all", PACKED),
     Fault(PROLOGUE, "y = load_tile(head_of(x, place.batch, head, first),", "y = load_tile(head_of(x, place.batch, head, 0),", "rope: rows of the first sequence for all", PACKED),
     Fault(PROLOGUE, "store_tile(head_of(out, place.batch, head, first)", "store_tile(head_of(out, place.batch, head, 0)", "rope: written over the first sequence", PACKED),
-    Fault(PROLOGUE, "self.shape.max_seqlen_q if self.of_queries else self.shape.max_seqlen_k", "self.shape.max_seqlen_q", "rope: as many tiles of keys as of queries", IN_PLACE),
+    Fault(LAUNCHING, "n_positions, shape.max_seqlen_k, False", "n_positions, shape.max_seqlen_q, False", "rope: as many tiles of keys as of queries", IN_PLACE),
     Fault(PROLOGUE, "return place.first_q, place.seqlen_q", "return place.first_k, place.seqlen_q", "rope: queries from where the keys begin", PACKED),
 )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedattn import Rope, testing
+from fusedattn import QKNorm, Rope, testing
 from fusedattn.testing import CASES
 from tests.conftest import INTERPRETING, assert_accurate, triton_attention
 from tests.helpers import quick, sparse_pairs
@@ -117,6 +117,29 @@ def rotate(x: np.ndarray, rope: Rope, positions: Tensor, *, backward: bool = Fal
     return out
 
 
+def length_of(x: np.ndarray, norm: QKNorm) -> np.ndarray:
+    """The root mean square of each row, or its length, with eps; ``(batch, nheads or 1, seqlen, 1)``."""
+    axes = (1, 3) if norm.across_heads else (3,)
+    squares = (x * x).sum(axis=axes, keepdims=True)
+    n = np.prod([x.shape[axis] for axis in axes]) if norm.kind == "rms" else 1
+    return np.sqrt(squares / FLOAT(n) + FLOAT(norm.eps))
+
+
+def normalized(x: np.ndarray, norm: QKNorm, name: str) -> np.ndarray:
+    return x / length_of(x, norm) * np.atleast_2d(extended(getattr(norm, name)))[:, None]
+
+
+def through_norm(g: np.ndarray, x: np.ndarray, norm: QKNorm, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The gradients of rows and of their weight, from that of normalised rows: d (x / l) = dx / l - x (dl) / l^2."""
+    weight, length = getattr(norm, name), length_of(x, norm)
+    of_weight = sum_to(g * x / length, np.atleast_2d(extended(weight))[:, None].shape).reshape(weight.shape)
+    g = g * np.atleast_2d(extended(weight))[:, None]
+    axes = (1, 3) if norm.across_heads else (3,)
+    n = np.prod([x.shape[axis] for axis in axes]) if norm.kind == "rms" else 1
+    slope = x / (length * FLOAT(n))  # of l by x
+    return g / length - slope * (g * x).sum(axis=axes, keepdims=True) / length**2, of_weight
+
+
 def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     """Attention and its gradients as derived on paper, without code of torch or of the package."""
     q, k, v, dout = (extended(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
@@ -124,6 +147,9 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     (nheads_q, seqlen_q, head_dim), (nheads_kv, seqlen_k) = q.shape[1:], k.shape[1:3]
     rope, group = inputs.rope, nheads_q // nheads_kv
     scale = FLOAT(1) / np.sqrt(FLOAT(head_dim)) if inputs.scale is None else FLOAT(inputs.scale)
+    given = q, k
+    if inputs.qk_norm is not None:
+        q, k = normalized(q, inputs.qk_norm, "q_weight"), normalized(k, inputs.qk_norm, "k_weight")
     if rope is not None:
         at_q = rope.positions_q if rope.positions_q is not None else torch.arange(seqlen_k - seqlen_q, seqlen_k)
         at_k = rope.positions_k if rope.positions_k is not None else torch.arange(seqlen_k)
@@ -158,7 +184,14 @@ def by_formula(inputs: testing.Inputs) -> dict[str, Tensor]:
     dk, dv = (x.reshape(x.shape[0], nheads_kv, group, seqlen_k, -1).sum(axis=2) for x in (dk, dv))
     if rope is not None:
         dq, dk = rotate(dq, rope, at_q, backward=True), rotate(dk, rope, at_k, backward=True)
-    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    of_weights = {}
+    if inputs.qk_norm is not None:
+        (dq, of_q), (dk, of_k) = (
+            through_norm(g, x, inputs.qk_norm, name)
+            for g, x, name in zip((dq, dk), given, ("q_weight", "k_weight"), strict=True)
+        )
+        of_weights = {"dq_weight": of_q, "dk_weight": of_k}
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **of_weights}
     if inputs.bias is not None and inputs.bias.tensor is not None:
         results["dbias"] = sum_to(dscores, inputs.bias.tensor.shape)
     if inputs.bias is not None and inputs.bias.relative is not None:

@@ -238,11 +238,11 @@ def run_ops(inputs: testing.Inputs, packed: Packed | None = None) -> dict[str, T
     constants = constants_of(options, keep_residual=True).flat()
     added, relative = (inputs.leaves.get(name) for name in ("bias", "relative"))
     slopes = None if inputs.bias is None or inputs.bias.slopes is None else torch.atleast_2d(inputs.bias.slopes)
-    x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None)
+    x = (inputs.q, inputs.k, inputs.v, added, relative, None, slopes, None, None, None)
     names = ("out", "lse", "row_max", "row_sum", "rounding_residual", "largest")
     got = dict(zip(names, attention_fwd(*x, *constants), strict=True))
     out, _, *rows, _ = got.values()
-    needed = [True, True, added is not None, relative is not None, False, False, False]
+    needed = [True, True, added is not None, relative is not None, *(False for _ in x[5:])]
     gradients = attention_bwd(inputs.dout, inputs.dlse, *x, out, *rows, needed, *constants)
     got |= dict(zip(("dq", "dk", "dv", "dbias", "drelative"), gradients, strict=False))
     return {name: x for name, x in got.items() if x.numel() > 0}

@@ -207,7 +207,8 @@ def rotated(x: Tensor, rotation: Any, sequences: Sequences, shape: Shape, *, of_
     """A rotated copy of ``x`` by the kernel."""
     from fusedattn.kernels.prologue import Prologue
 
-    return Prologue(None, rotation, of_queries, sequences, shape).prepared(x)
+    longest = shape.max_seqlen_q if of_queries else shape.max_seqlen_k
+    return Prologue(None, rotation, rotation.cos.shape[1], longest, of_queries, sequences, shape).prepared(x)
 
 
 @quick.covering()

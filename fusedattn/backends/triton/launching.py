@@ -90,11 +90,9 @@ def _rotations(constants: Constants) -> tuple[Rotation | None, Rotation | None]:
     return of_queries, None if rotated else of_keys
 
 
-def _norm(weight: Tensor | None, constants: Constants) -> Norm | None:
+def _norm(weight: Tensor | None, constants: Constants) -> Norm:
     """The norm of queries or keys with this weight."""
     sizes = constants.sizes
-    if not sizes.normalizes:
-        return None
     return Norm(weight, constants.norm_eps, bool(sizes.norm_of_mean), bool(sizes.norm_across_heads))
 
 
@@ -166,16 +164,19 @@ def problem_of(
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
     rotation_q, rotation_k = _rotations(constants)
-    sequences = call.sequences
-    norm_k = None if is_cached else _norm(k_weight, constants)  # keys in a cache are normalised
+    n_positions = 0 if rotation_q is None else rotation_q.cos.shape[1]
+    norm_q = norm_k = None
+    if sizes.normalizes:
+        norm_q = _norm(q_weight, constants)
+        norm_k = None if is_cached else _norm(k_weight, constants)  # keys in a cache are normalised
     precision = precision_of(q.dtype)
     return Problem(
         shape=shape,
         call=call,
         call_kind=call_kind,
         band=band,
-        prologue_q=Prologue(_norm(q_weight, constants), rotation_q, True, sequences, shape),
-        prologue_k=Prologue(norm_k, rotation_k, False, sequences, shape),
+        prologue_q=Prologue(norm_q, rotation_q, n_positions, shape.max_seqlen_q, True, call.sequences, shape),
+        prologue_k=Prologue(norm_k, rotation_k, n_positions, shape.max_seqlen_k, False, call.sequences, shape),
         sinks=None if sinks is None else sinks.contiguous(),
         scale=constants.scale,
         precision=precision,
@@ -321,14 +322,16 @@ def _backward(
         rounding_residual = torch.empty_like(out, dtype=torch.int8).copy_(rounding_residual)
     problem = problem_of(q, k, v, constants, *others)
     prologues, given, of_given = (problem.prologue_q, problem.prologue_k), (q, k), found
-    q, k = (prologue.prepared(x) for prologue, x in zip(prologues, given, strict=True))
+    q, k = prologues[0].prepared(q), prologues[1].prepared(k)
     dq, dk, dv = found
     if prologues[0].norm is not None:  # the kernels rotate back, but do not undo a norm
         problem = replace(problem, prologue_q=prologues[0].done, prologue_k=prologues[1].done)
         dq, dk = (None if dx is None else scratch(x, x.shape, x.dtype) for dx, x in ((dq, q), (dk, k)))
     rows = attention_bwd_rows.launch(q, k, v, out, rounding_residual, dout, forward_rows, problem)
     attention_bwd.launch(q, k, v, dout, rows, dq, None if dk is None or dv is None else (dk, dv), problem)
-    dweights = _through_norm(prologues, given, (dq, dk), of_given, needed[7:])
+    dweights: tuple[Tensor | None, Tensor | None] = (None, None)
+    if prologues[0].norm is not None:
+        dweights = _through_norm(prologues, given, (dq, dk), of_given, needed[7:])
     dbias = drelative = dsinks = dslopes = dlearned = None
     if needed[2]:
         dbias = attention_bwd_bias.launch_dbias(q, k, v, dout, rows, bias, problem)
@@ -351,14 +354,14 @@ def _through_norm(
     of_prepared: Sequence[Tensor | None],
     of_given: Sequence[Tensor | None],
     needed: Sequence[bool],
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the weights of q and k, or None; fills `of_given` from the gradients of prepared q and k."""
     found: list[Tensor | None] = [None, None]
     for i, prologue in enumerate(prologues):
         dy, dx = of_prepared[i], of_given[i]
-        if prologue.norm is not None and dy is not None and dx is not None:
+        if dy is not None and dx is not None:
             found[i] = prologue.backward(given[i], dy, dx, needs_weight=needed[i])
-    return found
+    return found[0], found[1]
 
 
 MOST_REPLAYS = 256  # one for each call that differs in anything, even a length; 0 for none
