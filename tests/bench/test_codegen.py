@@ -32,7 +32,7 @@ def kernels() -> set[str]:
     nodes = [x for source in sources if "@gluon.jit" not in source for x in ast.walk(ast.parse(source))]
     compiled = {x.name for x in nodes if isinstance(x, ast.FunctionDef) and x.decorator_list}
     calls = (x for x in nodes if isinstance(x, ast.Call) and x.args)
-    makers = ("constants_of", "launcher.KernelConstants")
+    makers = ("constants_of", "_constants", "launcher.KernelConstants")
     return compiled & {ast.unparse(x.args[0]) for x in calls if ast.unparse(x.func) in makers}
 
 
