@@ -167,19 +167,23 @@ class Hidden:
 
     Attributes:
         queries: ``(batch, nheads_q, seqlen_q)``.
-        keys: ``(batch, nheads_kv, seqlen_k)``.
+        dq: likewise; fewer if all heads of a token share a norm.
+        keys: ``(batch, nheads_kv, seqlen_k)``, likewise, for dk.
         added: for each gradient of a bias, sink or learned tensor, a mask in its shape.
     """
 
     queries: Tensor
+    dq: Tensor
     keys: Tensor
     added: dict[str, Tensor]
 
     @classmethod
     def of(cls, pairs: Tensor, inputs: Inputs) -> Hidden:
         """The hidden results if `pairs` are all visible pairs."""
-        keys = per_key(pairs.any(-2), inputs)
-        return cls(~pairs.any(-1), ~keys, {name: ~x for name, x in _in_sums(inputs, pairs).items()})
+        queries, keys = pairs.any(-1), per_key(pairs.any(-2), inputs)
+        sums = _in_sums(inputs, pairs) | _in_weights(inputs, queries, keys)
+        queries, keys = across_heads(queries, inputs), across_heads(keys, inputs)
+        return cls(~pairs.any(-1), ~queries, ~keys, {name: ~x for name, x in sums.items()})
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,25 @@ def _in_sums(inputs: Inputs, pairs: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def _in_weights(inputs: Inputs, queries: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """Masks of the elements, in gradients of the weights of a norm, with a term from one of these rows."""
+    found = {}
+    for name, rows in (("q_weight", queries), ("k_weight", keys)):
+        if name in inputs.leaves:
+            weight = inputs.leaves[name]
+            of_heads = rows.any(-1).any(0)[:, None]  # (nheads, 1)
+            of_heads = of_heads if weight.dim() == 2 else of_heads.any(0)
+            found[f"d{name}"] = of_heads.expand(weight.shape)
+    return found
+
+
+def across_heads(rows: Tensor, inputs: Inputs) -> Tensor:
+    """``(batch, nheads, rows)``, with True for all heads of a token if it is so for one and they share a norm."""
+    if inputs.qk_norm is None or not inputs.qk_norm.across_heads:
+        return rows
+    return rows.any(1, keepdim=True).expand(rows.shape)
+
+
 def per_key(x: Tensor, inputs: Inputs) -> Tensor:
     """``(batch, nheads_q, ...)`` -> ``(batch, nheads_kv, ...)``: True if True for any query head of a group."""
     nheads_kv = inputs.k.shape[1]
@@ -253,6 +276,7 @@ def _reached(
         return per_key(rows.any(-1), inputs)[..., None]
 
     bad = {name: ~getattr(inputs, name).isfinite().all(-1) for name in ("q", "k", "v", "dout")}
+    bad |= {name: across_heads(bad[name], inputs) for name in "qk"}
     weights = rows_that_see(bad["k"], pairs) | (bad["q"] & sees) | added.any(-1)
     lse, bad_dlse = weights, ~inputs.dlse.isfinite() & with_dlse
     of_sink = torch.zeros_like(sees)
@@ -275,7 +299,8 @@ def _reached(
     if everywhere:
         found["dk"] = found["dk"] | head_of(bad["q"] & (sees | of_sink))
         found["dv"] = found["dv"] | head_of(bad["dout"] & (sees | of_sink))
-    return found
+    found |= _in_weights(inputs, found["dq"], found["dk"])
+    return found | {name: across_heads(found[name], inputs) for name in ("dq", "dk")}
 
 
 ADDED = ("bias", "relative", "sinks")
@@ -289,7 +314,7 @@ def _like(rows: Tensor, name: str) -> Tensor:
 def _assert_empty_is_zero(results: Results, inputs: Inputs, hidden: Hidden, reach: Reach) -> None:
     """Check the results of queries that see nothing, unseen keys, and biases added to no visible score."""
     empty = hidden.queries & ~reach.may["out"]
-    zeros = {"out": empty, "dq": hidden.queries & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
+    zeros = {"out": empty, "dq": hidden.dq & ~reach.may["dq"], "dk": hidden.keys, "dv": hidden.keys}
     for name, rows in {**zeros, **hidden.added}.items():
         here = rows & ~reach.may[name]
         assert (results[name][here.expand(results[name].shape[: here.dim()])] == 0).all(), (
@@ -364,7 +389,7 @@ def rounding_decides(inputs: Inputs) -> bool:
 
     The contract says that it is rounded once; with scores of 10,000, that may decide which is the largest.
     """
-    if inputs.rope is None or inputs.q.dtype.itemsize > 2:
+    if inputs.rope is None or inputs.q.dtype.itemsize > 2 or inputs.qk_norm is not None:  # a norm bounds scores
         return False
     exact = inputs.to(torch.float64)
     rotated = (x.to(inputs.q.dtype).double() for x in inputs.rope.rotate(inputs.q.float(), inputs.k.float()))
