@@ -11,7 +11,7 @@ sums the squares of each token first.
 Without a norm, the kernels of the backward rotate dq and dk back themselves; with one, they write dy.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -216,6 +216,7 @@ class Prologue:
     of_queries: bool
     sequences: Sequences
     shape: Shape
+    _norm_arguments: NormArguments | None = field(default=None, init=False)
 
     @property
     def done(self) -> "Prologue":
@@ -223,14 +224,14 @@ class Prologue:
         return replace(self, norm=None, rotation=None)
 
     def norm_arguments(self, x: torch.Tensor) -> NormArguments:
-        """The norm of x as kernels take it; launches the kernel that sums across heads."""
+        """The norm of x as kernels take it; the first time, launches the kernel that sums across heads."""
         assert self.norm is not None
-        nheads, head_dim = x.shape[1], x.shape[3]
-        if not self.norm.across_heads:
-            return self.norm.arguments(nheads, head_dim, None)
-        r = _of_tokens(x)
-        self._launch_rows(x, None, r, self.norm.arguments(nheads, head_dim, r)._replace(r_ptr=None))
-        return self.norm.arguments(nheads, head_dim, r)
+        if self._norm_arguments is None:
+            r = _of_tokens(x) if self.norm.across_heads else None
+            self._norm_arguments = self.norm.arguments(x.shape[1], x.shape[3], r)
+            if r is not None:
+                self._launch_rows(x, None, r, self._norm_arguments._replace(r_ptr=None))
+        return self._norm_arguments
 
     def prepared(self, x: torch.Tensor) -> torch.Tensor:
         """A prepared copy of ``x``, ``(batch, nheads, seqlen, head_dim)`` with a contiguous last dimension.

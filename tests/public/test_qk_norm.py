@@ -21,6 +21,7 @@ from fusedattn.caches import append
 from fusedattn.testing import Case
 from tests.conftest import BACKENDS, DEVICE, INTERPRETING, assert_accurate, assert_equal, inputs_of, triton_attention
 from tests.helpers import quick
+from tests.helpers.interpreted import interpreted, seen_launches
 
 pytestmark = pytest.mark.usefixtures("poison", "_seed")
 
@@ -259,6 +260,16 @@ def test_strides(backend):
     found = gradients(with_norm(backend), *halves, *x[3:])
     assert found[1].dtype == torch.bfloat16
     assert found[4].dtype == torch.float32
+
+
+@interpreted
+def test_heads_are_summed_once_in_each_direction():
+    """The factor of a token is that of the forward, computed again; the projection comes from its gradient."""
+    inputs = inputs_of(replace(NORMED, qk_norm="across_heads"))
+    with seen_launches() as launches:
+        testing.run(triton_attention, inputs)
+    names = [kernel for kernel, _ in launches]
+    assert names.count("qk_norm_rows") == 2 + 2 + 2  # of q and k: forward, factor and projection
 
 
 @quick.every(2)

@@ -166,7 +166,7 @@ def problem_of(
     rotation_q, rotation_k = _rotations(constants)
     n_positions = 0 if rotation_q is None else rotation_q.cos.shape[1]
     norm_q = norm_k = None
-    if sizes.normalizes:
+    if constants.norm_eps:
         norm_q = _norm(q_weight, constants)
         norm_k = None if is_cached else _norm(k_weight, constants)  # keys in a cache are normalised
     precision = precision_of(q.dtype)

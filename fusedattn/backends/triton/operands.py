@@ -64,7 +64,7 @@ class ConstantSizes(NamedTuple):
     `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
     -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already. `return_max` is 1 if the
     forward returns largest scores, `return_lse` 0 if it need not return lse, which only attention to a cache can omit.
-    `normalizes` is 1 if q and k are normalised, and the next two say how: :class:`fusedattn.kernels.qk_norm.Norm`.
+    The last two say how q and k are normalised, if they are: :class:`fusedattn.kernels.qk_norm.Norm`.
     """
 
     lower_start: int = -NO_BOUND
@@ -83,7 +83,6 @@ class ConstantSizes(NamedTuple):
     rotated: int = 0
     return_max: int = 0
     return_lse: int = 1
-    normalizes: int = 0
     norm_of_mean: int = 0
     norm_across_heads: int = 0
 
@@ -255,7 +254,6 @@ def constants_of(
         n_sinks=cache.n_sinks if cache is not None and cache.overwrites else -1,
         rotated=int(cache is not None and cache.rope is not None),
         return_lse=int(cache is None or options.return_lse),
-        normalizes=int(norm is not None),
         norm_of_mean=int(norm is not None and norm.kind == "rms"),
         norm_across_heads=int(norm is not None and norm.across_heads),
     )
