@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedattn.transformer import MultiHeadAttention
+from fusedattn.transformer import GPTModel, MultiHeadAttention
 
 B, H, L, S, D = 2, 4, 5, 7, 8  # batch, heads, seqlen_q, seqlen_k, head_dim
 WIDTH = H * D
@@ -58,3 +58,16 @@ def assert_learns(model: nn.Module, targets: Tensor, *inputs: Tensor, steps: int
         losses.append(loss.item())
     assert losses[0] > 2.0
     assert losses[-1] < 0.2
+
+
+def assert_generation_continues(model: GPTModel, ids: Tensor) -> None:
+    """Fail unless two sequences of different lengths, of 7 tokens at most, each get the text that they have alone.
+
+    The second call goes on where the first one stopped.
+    """
+    cache = model.make_cache(2)
+    model(ids[:1, :4], cache=cache.sequences(0, 1))
+    got = model.generate(torch.stack((ids[0, 4:], ids[1, :3])), 3, temperature=0, cache=cache)
+    got = torch.cat((got, model.generate(got[:, -1:], 2, temperature=0, cache=cache)[:, 1:]), dim=1)
+    for i, n in enumerate((7, 3)):
+        assert torch.equal(got[i, 3:], model.generate(ids[i : i + 1, :n], 5, temperature=0)[0, n:])

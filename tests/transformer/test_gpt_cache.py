@@ -22,6 +22,7 @@ from fusedattn.transformer import (
 )
 from tests.conftest import DEVICE, INTERPRETING
 from tests.helpers import quick
+from tests.helpers.layers import assert_generation_continues
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -117,15 +118,8 @@ def test_generate_is_as_without_a_cache(kind, positions, temperature, layout):
 
 @kinds
 def test_generate_continues_a_cache(kind):
-    """Sequences of different lengths, each with the text that it has alone; the second call goes on."""
     model = model_of(kind, positions="rotary")
-    ids = ids_of(model, 2, 7)
-    cache = model.make_cache(2)
-    model(ids[:1, :4], cache=cache.sequences(0, 1))
-    got = model.generate(torch.stack((ids[0, 4:], ids[1, :3])), 3, temperature=0, cache=cache)
-    got = torch.cat((got, model.generate(got[:, -1:], 2, temperature=0, cache=cache)[:, 1:]), dim=1)
-    for i, n in enumerate((7, 3)):
-        assert torch.equal(got[i, 3:], model.generate(ids[i : i + 1, :n], 5, temperature=0)[0, n:])
+    assert_generation_continues(model, ids_of(model, 2, 7))
 
 
 def test_a_step_reads_and_writes_the_cache_alone(monkeypatch):
