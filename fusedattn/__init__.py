@@ -5,6 +5,7 @@ Nothing is imported lazily: exported programs need the operators that importing 
 
 from fusedattn import biases, caches, dropout, feature_maps, masks
 from fusedattn.attention import attention
+from fusedattn.fp8 import FP8
 from fusedattn.fusion import Replacement, fuse, fusion_report, unfuse
 from fusedattn.integrations.torch_functions import replace_sdpa, scaled_dot_product_attention
 from fusedattn.kv_cache import KVCache
@@ -21,6 +22,7 @@ from fusedattn.weights import attention_weights
 __version__ = "0.1.0"
 
 __all__ = [
+    "FP8",
     "ArgGradient",
     "KVCache",
     "LinearState",

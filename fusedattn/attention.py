@@ -10,6 +10,7 @@ from fusedattn import backends
 from fusedattn.backends.torch import fast_path
 from fusedattn.biases import Bias, as_bias
 from fusedattn.call_checks import unknown_argument
+from fusedattn.fp8 import FP8
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options
@@ -101,6 +102,7 @@ def attention(
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
     num_splits: int | None = None,
+    precision: FP8 | None = None,
     return_lse: bool = False,
     return_max: bool = False,
     backend: Backend | None = None,
@@ -159,6 +161,8 @@ def attention(
             backend. None gives each program the same number of keys on every GPU, so that the result of a sequence
             depends neither on the batch nor on the lengths of others; so does 1. With other numbers it may depend on
             the longest length.
+        precision: ``FP8()`` multiplies numbers of 8 bits, on NVIDIA GPUs of compute capability 8.9 and later, without
+            gradients; :class:`fusedattn.FP8`. None multiplies numbers of the dtype of q.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max: also return the largest score of each row, as QK-clip needs it (Kimi K2, 2025).
         backend: ``"triton"``, ``"torch"``, or None. None runs the Triton kernels for GPU tensors, and for CPU tensors
@@ -201,7 +205,7 @@ def attention(
         raise error
     plainly = backend != "triton" and rope is None and bias is None and scale is None and softcap is None
     plainly = plainly and qk_norm is None and cache is None and score_mod is None and sinks is None and context is None
-    plainly = plainly and not return_lse and not return_max
+    plainly = plainly and precision is None and not return_lse and not return_max
     plainly = plainly and type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
     if plainly and dropout_seed is None and k is not None and v is not None:
         answer = fast_path.attention(q, k, v, mask, backend)
@@ -212,6 +216,7 @@ def attention(
         options = Options(
             as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
             deterministic, return_lse, return_max, cache=cache, num_splits=num_splits, qk_norm=qk_norm,
+            precision=precision,
         )  # fmt: skip
     except Exception as error:
         if context is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias
+from fusedattn.fp8 import FP8
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.options import Options, Packed, lengths_of
@@ -320,6 +321,8 @@ def check_scalars(options: Options, backend: str | None) -> None:
     check_backend(backend)
     if options.num_splits is not None:
         _check_num_splits(options.num_splits)
+    if options.precision is not None and not isinstance(options.precision, FP8):
+        raise TypeError(f"precision: got {type(options.precision).__name__}, allowed are fusedattn.FP8 and None")
     if options.softcap is not None:
         check_softcap(options.softcap)
     if options.dropout_p != 0.0 or type(options.dropout_p) is not float:

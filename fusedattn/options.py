@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
 from fusedattn.biases import Bias
+from fusedattn.fp8 import FP8
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask
 from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
 from fusedattn.shard import WHOLE, Shard
-from fusedattn.support import Backend
 
 
 class Keywords(TypedDict, total=False):
@@ -33,7 +33,8 @@ class Keywords(TypedDict, total=False):
     dropout_seed: Tensor | None
     deterministic: bool
     num_splits: int | None
-    backend: Backend | None
+    precision: FP8 | None
+    backend: Literal["triton", "torch"] | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Options:
         packed: where the sequences lie; None if each batch is one sequence.
         shard: the part of a larger attention that this call computes.
         cache: the cache whose memory k and v are; None if they are tensors of this call.
+        precision: how the operands of products are rounded; None: not further than their dtype.
         num_splits: the programs that share the keys of a small tile of queries; None for a fixed number of keys each.
     """
 
@@ -90,6 +92,7 @@ class Options:
     cache: KVCache | None = None
     num_splits: int | None = None
     qk_norm: QKNorm | None = None
+    precision: FP8 | None = None
 
     def of_numbers(self) -> dict[str, Any]:
         """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""
@@ -108,5 +111,5 @@ class Options:
         return (out, lse) if self.return_lse and lse is not None else out
 
 
-_NOT_OF_NUMBERS = frozenset({"deterministic", "return_lse", "return_max", "packed", "cache", "num_splits"})
+_NOT_OF_NUMBERS = frozenset({"deterministic", "return_lse", "return_max", "packed", "cache", "num_splits", "precision"})
 _AFTER_SCORES = frozenset({"sinks", "dropout_p", "dropout_seed"})

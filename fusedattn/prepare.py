@@ -76,8 +76,9 @@ def prepared(
     if options.softcap is not None:
         options.softcap = float(options.softcap)
     chosen = known or backend or default_backend(q.device)
-    if known is None or mask.function is not None or score_mod is not None or options.qk_norm is not None:
-        reasons = reasons_of(q, k, v, mask, score_mod, chosen, cache, options.bias, options.sinks, options.qk_norm)
+    asked = mask.function is not None or score_mod is not None
+    if known is None or asked or options.qk_norm is not None or options.precision is not None:
+        reasons = reasons_of(q, k, v, options, chosen)
         if reasons:
             raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))
     if known is None and kind is not None:

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias, as_bias
+from fusedattn.block_tables import BlockTable
+from fusedattn.fp8 import FP8
 from fusedattn.kv_cache import KVCache
+from fusedattn.mask_parts import Layout
 from fusedattn.masks import Mask, as_mask
+from fusedattn.options import Options
 from fusedattn.qk_norm import QKNorm
 from fusedattn.rope import Rope
 from fusedattn.score_mod import ScoreMod
@@ -25,6 +29,8 @@ Backend = Literal["triton", "torch"]
 
 MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_WITHOUT_GRADIENTS = 576  # of q and k
+MAX_HEAD_DIM_OF_FP8 = 256
+KEYS_OF_FP8 = 32  # that a product of 8 bits sums
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,12 @@ FEATURES = (
     Feature("dropout, with equal results on both backends for equal seeds", "`dropout_p=`"),
     Feature("packed sequences", "`attention_varlen(...)`"),
     Feature("nested tensors, jagged", "`attention(nested, ...)`"),
+    Feature(
+        "products of 8 bits (e4m3), with scales by block or tensor and a rotation, without gradients",
+        "`precision=FP8()`",
+        triton="on NVIDIA GPUs from sm_89 on, and in the interpreter",
+        torch="no",
+    ),
     Feature("log-sum-exp and its gradient", "`return_lse=True`"),
     Feature("the largest score of each query, for QK-clip", "`return_max=True`"),
     Feature("weights of chosen queries and keys", "`attention_weights(q, k, lse)`"),
@@ -131,6 +143,7 @@ def not_supported_reasons(
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
     num_splits: int | None = None,
+    precision: FP8 | None = None,
     return_lse: bool = False,
     return_max: bool = False,
     backend: Backend | None = None,
@@ -143,29 +156,30 @@ def not_supported_reasons(
         k, v = cache.k, cache.v
     assert k is not None
     assert v is not None
-    chosen = backend or default_backend(q.device)
-    return reasons_of(q, k, v, as_mask(mask), score_mod, chosen, cache, as_bias(bias), sinks, qk_norm)
+    options = Options(
+        as_mask(mask),
+        bias=as_bias(bias),
+        score_mod=score_mod,
+        sinks=sinks,
+        cache=cache,
+        qk_norm=qk_norm,
+        precision=precision,
+    )
+    return reasons_of(q, k, v, options, backend or default_backend(q.device))
 
 
-def reasons_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    score_mod: ScoreMod | None,
-    backend: Backend,
-    cache: KVCache | None = None,
-    bias: Bias | None = None,
-    sinks: Tensor | None = None,
-    qk_norm: QKNorm | None = None,
-) -> list[str]:
-    """:func:`not_supported_reasons`, from the arguments that decide; with a cache, k and v are its memory."""
+def reasons_of(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: Backend) -> list[str]:
+    """:func:`not_supported_reasons`, from collected arguments; with a cache, k and v are its memory."""
+    mask, score_mod, cache, qk_norm = options.mask, options.score_mod, options.cache, options.qk_norm
     reasons: list[str] = []
-    if cache is not None and torch.is_grad_enabled():
-        parts = (x for part in (bias, score_mod) if part is not None for x in part.tensors().values())
+    if (cache is not None or options.precision is not None) and torch.is_grad_enabled():
+        parts = (x for part in (options.bias, score_mod) if part is not None for x in part.tensors().values())
         of_norm = () if qk_norm is None else qk_norm.weights().values()
-        if _require_grad((q, k, v, sinks, *parts, *of_norm)):
-            reasons.append("cache: got tensors that require grad, allowed are others, and torch.no_grad()")
+        if _require_grad((q, k, v, options.sinks, *parts, *of_norm)):
+            name = "precision" if cache is None else "cache"
+            reasons.append(f"{name}: got tensors that require grad, allowed are others, and torch.no_grad()")
+    if options.precision is not None:
+        reasons += _reasons_of_fp8(q, v, options, backend)
     if cache is not None and mask.pattern is not None:
         reasons.append("mask: got a sparse pattern with a cache, allowed are all other masks")
     if mask.pattern is not None and mask.function is not None and backend == "triton":
@@ -190,6 +204,40 @@ def reasons_of(
         reasons += triton_reasons(q, q.shape[-1], head_dim_v, needs_gradient)
         if qk_norm is not None and q.shape[-1] > MAX_HEAD_DIM:
             reasons.append(f"qk_norm: got a norm with head_dim {q.shape[-1]}, allowed are 1 .. {MAX_HEAD_DIM}")
+    return reasons
+
+
+def _reasons_of_fp8(q: Tensor, v: Tensor, options: Options, backend: Backend) -> list[str]:
+    """Every reason why q, k and v cannot be rounded to 8 bits."""
+    if backend == "torch":
+        return [
+            "precision: got FP8 with backend 'torch', allowed is 'triton'; fusedattn.low_precision.attention computes "
+            "the same in eager PyTorch"
+        ]
+    reasons = []
+    if options.cache is not None:
+        reasons.append("precision: got FP8 with a cache, allowed is one of them")
+    if q.dtype == torch.float64:
+        reasons.append("precision: got FP8 with torch.float64, allowed are float16, bfloat16, float32")
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_OF_FP8:
+        reasons.append(
+            f"precision: got FP8 with head_dim {max(q.shape[-1], v.shape[-1])}, allowed are 1 .. {MAX_HEAD_DIM_OF_FP8}"
+        )
+    for blocks in (options.mask.layout, options.mask.pattern):
+        if isinstance(blocks, (Layout, BlockTable)) and blocks.block_k % KEYS_OF_FP8:
+            reasons.append(
+                f"precision: got FP8 with a mask of blocks of {blocks.block_k} keys, allowed are multiples of "
+                f"{KEYS_OF_FP8}"
+            )
+    if HAS_TRITON and HAS_KERNELS and _is_gpu(q.device) and not interpreting():
+        from fusedattn.kernels import devices
+
+        target = devices.target_of(q.device)
+        if target.backend != "cuda" or target.arch < 89:
+            reasons.append(
+                f"precision: got FP8 on {target.backend} {target.arch}, allowed are NVIDIA GPUs of compute capability "
+                "8.9 and above"
+            )
     return reasons
 
 

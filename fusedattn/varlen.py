@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedattn import backends, call_checks
 from fusedattn.biases import Bias, as_bias
+from fusedattn.fp8 import FP8
 from fusedattn.kv_cache import KVCache
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Keywords, Options, Packed
@@ -112,6 +113,7 @@ def attention_varlen(
     dropout_seed: Tensor | None = None,
     deterministic: bool = True,
     num_splits: int | None = None,
+    precision: FP8 | None = None,
     return_lse: bool = False,
     return_max: bool = False,
     backend: Backend | None = None,
@@ -138,8 +140,8 @@ def attention_varlen(
             with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
             the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
-        scale, qk_norm, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, return_lse, return_max,
-            backend: as for ``attention``.
+        scale, qk_norm, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, precision, return_lse,
+            return_max, backend: as for ``attention``.
 
     Returns:
         out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``, and with
@@ -154,6 +156,7 @@ def attention_varlen(
     options = Options(
         as_mask(mask), rope, as_bias(bias), scale_of(scale, q), softcap, score_mod, sinks, dropout_p, dropout_seed,
         deterministic, return_lse, return_max, cache=cache, num_splits=num_splits, qk_norm=qk_norm,
+        precision=precision,
     )  # fmt: skip
     cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return options.returned(*_packed_attention(q, k, v, cu_seqlens, max_seqlens, options, backend))

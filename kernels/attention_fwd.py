@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedattn.kernels import combine, hopper, launcher
+from fusedattn.kernels import combine, fp8, fp8_codes, hopper, launcher
 from fusedattn.kernels.cached import first_visible, load_cached, load_factors
 from fusedattn.kernels.configs import MAX_HEAD_DIM
 from fusedattn.kernels.descriptors import full_tile, tiles_of
@@ -83,13 +83,17 @@ from fusedattn.kernels.weights import kept_only
 
 
 class QKV(NamedTuple):
-    """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, and descriptors of k and v, or None."""
+    """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, descriptors of k and v, or None, and scales.
+
+    If `scales`, :class:`~fusedattn.kernels.fp8.CodeScales`, are not None, q, k and v are codes.
+    """
 
     q: Any
     k: Any
     v: Any
     k_tiles: Any
     v_tiles: Any
+    scales: Any
 
 
 class Walk(NamedTuple):
@@ -116,6 +120,7 @@ class Walk(NamedTuple):
     blocks: Any
     first_full: Any
     stop_full: Any
+    scales: Any
 
 
 @triton.jit
@@ -144,6 +149,9 @@ def accumulate(sums, scores, v_tile, walk, call, block, qk_scale, HAS_RESIDUAL: 
         factors = _factors(call.cache.v_scale, walk, block.keys, call, tile)
         acc = _add_coded(sums.acc * alpha[:, None], p, factors, v_tile, tile)
         return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
+    elif walk.scales is not None:
+        acc = fp8.add_values(sums.acc * alpha[:, None], p, v_tile, fp8.scale_at(walk.scales.v_ptr, block.start_n))
+        return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
     else:
         return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
 
@@ -157,7 +165,9 @@ def _load_rows(
 
     Those that are not `readable` are 0. None: all exist, in a full block.
     """
-    if call.cache.FORMAT is not None:
+    if walk.scales is not None:  # codes of others are 0
+        return load_tile(x, start_n, None, HEAD_DIM, BLOCK, BLOCK_D)
+    elif call.cache.FORMAT is not None:
         keys = start_n + tl.arange(0, BLOCK)
         if readable is None:
             readable = keys < walk.place.seqlen_k
@@ -193,6 +203,8 @@ def _load_values(walk, k_tile, start_n, readable, call, BLOCK: tl.constexpr, til
     """The values of BLOCK keys, as in _load_rows, or these keys themselves."""
     if tile.SHARES_V:
         return k_tile
+    elif walk.scales is not None:
+        return fp8.load_values(walk.v, start_n, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
     else:
         return _load_rows(
             walk.v, walk.v_tiles, walk, start_n, readable, call, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV, OF_KEYS=False
@@ -210,6 +222,9 @@ def _factors(scale, walk, keys, call, tile):
 @triton.jit
 def _products(walk, k_tile, start_n, readable, keys, call, tile):
     """Products of the queries and a tile of `keys`, ``(1, BLOCK)``, from `start_n` on."""
+    if walk.scales is not None:
+        scale = walk.scales.q * fp8.scale_at(walk.scales.k_ptr, start_n)
+        return fp8.dot_codes(walk.q_tile, tl.trans(k_tile)) * scale
     products = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
     if tile.TAIL > 0:  # features behind the first HEAD_DIM
         END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
@@ -327,7 +342,10 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
         start_n = any_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
         v_tile = _load_values(walk, k_tile, start_n, key_visible, call, tile.BOUNDARY, tile)
-        v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
+        if walk.scales is not None:
+            v_tile, poisoned = fp8.split_poison(v_tile)
+        else:
+            v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
         scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
         scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
@@ -340,7 +358,10 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
             acc = _add_coded(acc, p, tl.where(finite, factors, 0.0), v_tile, tile)
         else:
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
-            acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
+            if walk.scales is not None:
+                acc = fp8.add_values(acc, p, v_tile, fp8.scale_at(walk.scales.v_ptr, start_n))
+            else:
+                acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
     return acc
 
 
@@ -355,20 +376,27 @@ def _bounds(call, place, numbers):
 
 @triton.jit
 def _attend(
-    place, rows, head_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, norm_q, rotation_q, rotation_k,
-    numbers, PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
+    place, rows, head_kv, nheads_q, nheads_kv, split, split_keys, IS_SPLIT: tl.constexpr, inputs, call, norm_q,
+    rotation_q, rotation_k, numbers, PIPELINED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, tile,
 ):  # fmt: skip
     """The :class:`Sums` of a tile of queries over all of its keys, or over one split of them."""
     offs_n = tl.arange(0, tile.BLOCK_N)
     queries = rows.queries[:, None]
     exist = rows.exist[:, None]
+    scales = None
+    place_of_q = place
     if call.cache.FORMAT is not None:
         k = inputs.k
         v = inputs.v
+    elif inputs.scales.q_scale_ptr is not None:
+        place_of_q = fp8.place_of_codes(place, call.sequences)
+        scales = fp8.scales_of_head(inputs.scales, place_of_q, nheads_q, nheads_kv, rows.head, head_kv, rows.start)
+        k = head_of(inputs.k, place.batch, head_kv, place_of_q.first_k)
+        v = fp8.values_of_head(inputs.v, place_of_q, head_kv)
     else:
         k = head_of(inputs.k, place.batch, head_kv, place.first_k)
         v = head_of(inputs.v, place.batch, head_kv, place.first_k)
-    q_tile = load_rows(inputs.q, place, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
+    q_tile = load_rows(inputs.q, place_of_q, rows, tile.HEAD_DIM, tile.BLOCK_M, tile.BLOCK_D, tile.HEADS)
     if norm_q.NORMALIZES:
         q_tile = normalize_tile(
             q_tile, norm_q, rows.head, place.first_q, rows.queries, rows.exist, place.batch, tile.HEAD_DIM,
@@ -379,7 +407,8 @@ def _attend(
             q_tile, rotation_q, place, rows.start, numbers.n_positions, tile.BLOCK_M, tile.BLOCK_D, dtype_of(tile.ACC),
             OF_QUERIES=True, TRANSPOSE=False, HEADS=tile.HEADS,
         )  # fmt: skip
-    q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
+    if inputs.scales.q_scale_ptr is None:
+        q_tile = round_to(q_tile, inputs.q.ptr.dtype.element_ty)
     q_tail = None
     if tile.TAIL > 0:
         END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
@@ -391,13 +420,13 @@ def _attend(
     bounds = _bounds(call, place, numbers)
     blocks = key_blocks(
         call.mask, place, bounds, rows.start, tile.BLOCK_M // tile.HEADS, tile.BOUNDARY, tile.BLOCK_N,
-        split, split_keys, IS_SPLIT,
+        split, split_keys, IS_SPLIT, ALIGNED=inputs.scales.q_scale_ptr is not None,
     )  # fmt: skip
     first_full = blocks.start + blocks.n_left * tile.BOUNDARY
     stop_full = first_full + blocks.n_full * tile.BOUNDARY
     walk = Walk(
         q_tile, q_tail, k, v, head_kv, inputs.k_tiles, inputs.v_tiles, place, rows.start, queries, exist, offs_n,
-        bounds, blocks, first_full, stop_full,
+        bounds, blocks, first_full, stop_full, scales,
     )  # fmt: skip
     if PIPELINED:
         if blocks.n_full > 0:
@@ -421,6 +450,7 @@ def attention_fwd(
     v,
     k_tiles,
     v_tiles,
+    scales,
     sinks_ptr,
     results,
     partials,
@@ -448,7 +478,7 @@ def attention_fwd(
     PIPELINED: tl.constexpr,
     tile,
 ):
-    inputs = QKV(q, k, v, k_tiles, v_tiles)
+    inputs = QKV(q, k, v, k_tiles, v_tiles, scales)
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     IS_SPLIT: tl.constexpr = partials.weighted is not None
     HAS_RESIDUAL: tl.constexpr = (partials.rounded_sum if IS_SPLIT else results.rounding_residual) is not None
@@ -481,8 +511,8 @@ def attention_fwd(
                 store_nothing(partials, place, rows, number, n_tiles, tile)
                 return
         sums = _attend(
-            place, rows, head_kv, number, split_keys, IS_SPLIT, inputs, call, norm_q, rotation_q, rotation_k, numbers,
-            PIPELINED, HAS_RESIDUAL, tile,
+            place, rows, head_kv, nheads_q, nheads_kv, number, split_keys, IS_SPLIT, inputs, call, norm_q, rotation_q,
+            rotation_k, numbers, PIPELINED, HAS_RESIDUAL, tile,
         )  # fmt: skip
         if IS_SPLIT:
             store_partials(sums, partials, place, rows, number, n_tiles, tile)
@@ -500,8 +530,8 @@ def attention_fwd(
                 rows = rows_of(place, number * tile.BLOCK_M, head, nheads_q, tile.BLOCK_M, tile.HEADS)
                 head_kv = head // (nheads_q // nheads_kv)
                 sums = _attend(
-                    place, rows, head_kv, 0, 0, IS_SPLIT, inputs, call, norm_q, rotation_q, rotation_k, numbers,
-                    PIPELINED, HAS_RESIDUAL, tile,
+                    place, rows, head_kv, nheads_q, nheads_kv, 0, 0, IS_SPLIT, inputs, call, norm_q, rotation_q,
+                    rotation_k, numbers, PIPELINED, HAS_RESIDUAL, tile,
                 )  # fmt: skip
                 store_results(sums, sinks_ptr, results, call.dropout, place, rows, softmax_scale, qk_scale, tile)
 
@@ -521,6 +551,10 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             return
     tiling = tiling_of(problem, for_backward=results.rounding_residual is not None)
     config = tiling.config
+    scales = fp8.NO_SCALES
+    if problem.codes is not None:
+        q, k, v, scales = fp8_codes.quantized(q, k, v, problem)
+        prologue_q = prologue_q.done
     config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     if k.dtype != q.dtype and config.BLOCK_M >= 64:  # codes go through registers
         config = config.unpipelined if q.shape[3] <= 128 else config.unpipelined.narrow
@@ -556,6 +590,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, 
             strided(v),
             tiles_of(k, config.BLOCK_N, config.style),
             tiles_of(v, config.BLOCK_N, config.style),
+            scales,
             problem.sinks,
             filled,
             partials,

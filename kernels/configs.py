@@ -1,4 +1,4 @@
-"""Launch configurations: one committed table, one lookup, one validity rule.
+"""Launch configurations: one committed table, one lookup, one validity rule; kernels/fp8_configs.py has a forward's.
 
 Nothing is tuned in a user's process. Entries were chosen among configurations that compile without register spills
 under Triton 3.6 and 3.7 on the NVIDIA architectures, with the features that need the most registers.

@@ -1,9 +1,11 @@
 """The name of a device in the config table, and its resources."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
 from fusedattn.kernels.configs import Arch
 
@@ -36,6 +38,12 @@ def arch_of(device: torch.device) -> Arch:
     if triton.knobs.runtime.interpret:
         return "interpreter"
     return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def target_of(device: torch.device) -> GPUTarget:
+    """What Triton compiles for a GPU: its backend and its architecture, as 89."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return triton.runtime.driver.active.get_current_target()
 
 
 def multiprocessors(device: torch.device) -> int:

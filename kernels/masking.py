@@ -161,10 +161,12 @@ def key_blocks(
     split=0,
     split_keys=0,
     IS_SPLIT: tl.constexpr = False,
+    ALIGNED: tl.constexpr = False,
 ):
     """The :class:`Blocks` of BLOCK_N keys that queries ``start_m + arange(BLOCK_M)`` visit.
 
-    Full blocks come in runs of FULL_N keys, a multiple of BLOCK_N, for loops that take FULL_N keys at a time. If
+    Full blocks come in runs of FULL_N keys, a multiple of BLOCK_N, for loops that take FULL_N keys at a time. ALIGNED
+    blocks begin at multiples of BLOCK_N, for keys that share something in fixed groups. If
     IS_SPLIT, only `split_keys`, a multiple of both, are visited, from ``split * split_keys`` after the first visited
     key on: keys that padding or a window hides before it move no block. A layout cannot be split.
     """
@@ -200,6 +202,8 @@ def key_blocks(
             full_stop = tl.minimum(full_stop, full_end - place.first_k)
         if mask.tree is not None:
             full_stop = tl.minimum(full_stop, _older_keys(place))
+        if ALIGNED:
+            start = start // BLOCK_N * BLOCK_N
         if IS_SPLIT:
             start += split * split_keys
             stop = tl.minimum(stop, start + split_keys)
@@ -209,7 +213,7 @@ def key_blocks(
             return Blocks(start, n, 0, n)
         else:
             n_left = 0
-            if mask.HAS_LOWER or mask.documents is not None:
+            if mask.HAS_LOWER or mask.documents is not None or ALIGNED:
                 n_left = tl.cdiv(tl.maximum(tl.minimum(full_start, stop) - start, 0), BLOCK_N)
             first_full = start + n_left * BLOCK_N
             n_full = tl.maximum(full_stop - first_full, 0) // FULL_N * (FULL_N // BLOCK_N) * bounds.contiguous

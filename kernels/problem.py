@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fusedattn.kernels.configs import MAX_HEAD_DIM, FewQueries, KernelConfigs, TileConfig
 from fusedattn.kernels.devices import multiprocessors
+from fusedattn.kernels.fp8 import Codes
 from fusedattn.kernels.launcher import KernelConstants
 from fusedattn.kernels.mask_arguments import BandBounds
 from fusedattn.kernels.parameters import Call, Tile
@@ -35,6 +36,7 @@ class Problem:
         l2_bytes: of the cache, for the heads that run side by side.
         num_splits: the splits of keys in the forward for few queries, or None for splits of a fixed length.
         async_products: matrix units read tiles asynchronously (kernels/pipelining.py).
+        codes: how q, k and v are rounded to e4m3 codes (kernels/fp8.py), or None; then there is no backward.
     """
 
     shape: Shape
@@ -54,6 +56,7 @@ class Problem:
     l2_bytes: int
     async_products: bool = False
     num_splits: int | None = None
+    codes: Codes | None = None
 
     @property
     def known_call(self) -> tuple[Call, Hashable]:

@@ -49,11 +49,11 @@ from fusedattn.kernels.sequences import Sequences, Shape, place_of
 # Parts into which the rows of a head are split, over all sequences: each has a program, and sums for dweight.
 PARTS = 256
 
-_SIZES = ("nheads", "seqlen_q", "seqlen_k", "n_positions", "n_tiles")
+SIZES = ("nheads", "seqlen_q", "seqlen_k", "n_positions", "n_tiles")
 
 
 @triton.jit
-def _rows_of(place, OF_QUERIES: tl.constexpr):
+def rows_of_side(place, OF_QUERIES: tl.constexpr):
     """(first row, number of rows) of the queries or keys of a sequence."""
     if OF_QUERIES:
         return place.first_q, place.seqlen_q
@@ -61,7 +61,7 @@ def _rows_of(place, OF_QUERIES: tl.constexpr):
         return place.first_k, place.seqlen_k
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def qk_prologue(
     x,
     out,
@@ -82,7 +82,7 @@ def qk_prologue(
     """One program prepares BLOCK rows of one head, of queries or of keys."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k)
-    first, seqlen = _rows_of(place, OF_QUERIES)
+    first, seqlen = rows_of_side(place, OF_QUERIES)
     start = tile * BLOCK
     rows = start + tl.arange(0, BLOCK)
     exist = rows < seqlen
@@ -106,7 +106,7 @@ def _load_gradient(
     return widen(g, ACC)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "n_parts"])
+@triton.jit(do_not_specialize=[*SIZES, "n_parts"])
 def qk_prologue_bwd(
     x,
     dy,
@@ -130,7 +130,7 @@ def qk_prologue_bwd(
     """One program takes every n_parts-th tile of the rows of one head, and sums what they add to dweight."""
     part, head, sequence = program_tile(n_parts, nheads, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k)
-    first, seqlen = _rows_of(place, OF_QUERIES)
+    first, seqlen = rows_of_side(place, OF_QUERIES)
     dweight = tl.zeros([BLOCK_D], ACC)
     for start in tl.range(part * BLOCK, seqlen, n_parts * BLOCK, num_stages=1):
         rows = start + tl.arange(0, BLOCK)
@@ -153,7 +153,7 @@ def qk_prologue_bwd(
         tl.store(dweight_ptr + of_part * HEAD_DIM + offs_d, dweight, mask=offs_d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def qk_norm_rows(
     x,
     dy,
@@ -175,7 +175,7 @@ def qk_norm_rows(
     """One program sums BLOCK tokens over all heads: squares to r or, if dy is given, terms to c."""
     tile, _, sequence = program_tile(n_tiles, 1, 1, REVERSED=False)
     place = place_of(sequences, sequence, 0, nheads, seqlen_q, seqlen_k)
-    first, seqlen = _rows_of(place, OF_QUERIES)
+    first, seqlen = rows_of_side(place, OF_QUERIES)
     start = tile * BLOCK
     rows = start + tl.arange(0, BLOCK)
     exist = rows < seqlen

@@ -9,7 +9,7 @@ import triton.language as tl
 from fusedattn.kernels.accurate_math import divide
 
 # The smallest normal number: a smaller scale counts as 0, because it may have no finite reciprocal.
-_SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
+SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.constexpr_function
@@ -43,7 +43,7 @@ def scales_of(x, FORMAT: tl.constexpr):
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), last) != 0
     largest = tl.max(tl.abs(x), last)
     scale = divide(largest, tl.full(largest.shape, largest_code(FORMAT), tl.float32))
-    return tl.where(finite, tl.where(scale < _SMALLEST_SCALE, 0.0, scale), float("nan"))
+    return tl.where(finite, tl.where(scale < SMALLEST_SCALE, 0.0, scale), float("nan"))
 
 
 @triton.jit
@@ -53,10 +53,15 @@ def encoded(x, scale, FORMAT: tl.constexpr):
     Codes of a scale that is NaN, or below the smallest normal number, are 0. A NaN stays one in the formats that have
     it, and is 0 in the others.
     """
-    LARGEST: tl.constexpr = largest_code(FORMAT)
-    is_scale = scale >= _SMALLEST_SCALE
+    is_scale = scale >= SMALLEST_SCALE
     factor = divide(tl.full(scale.shape, 1.0, tl.float32), tl.where(is_scale, scale, 1.0))
-    x = tl.where(is_scale, x * factor, 0.0)
+    return codes_of(tl.where(is_scale, x * factor, 0.0), FORMAT)
+
+
+@triton.jit
+def codes_of(x, FORMAT: tl.constexpr):
+    """The codes of ``x``, float32, whose scale is 1; results as those of encoded."""
+    LARGEST: tl.constexpr = largest_code(FORMAT)
     # A comparison keeps NaN.
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     if FORMAT == "e4m3":

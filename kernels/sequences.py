@@ -118,6 +118,26 @@ def with_head(place, head):
 
 
 @triton.jit
+def with_first(place, first_q, first_k):
+    """The same sequence in tensors where it begins elsewhere."""
+    return Place(
+        place.sequence,
+        place.head,
+        place.nheads,
+        place.batch,
+        first_q,
+        first_k,
+        place.seqlen_q,
+        place.seqlen_k,
+        place.query_base,
+        place.key_base,
+        place.n_rows,
+        place.dropped,
+        place.shard,
+    )
+
+
+@triton.jit
 def row_base(place):
     """The offset of a head's first row in a contiguous ``(batch, nheads, n_rows)`` tensor."""
     return (tl.cast(place.batch, tl.int64) * place.nheads + place.head) * place.n_rows + place.first_q

@@ -44,7 +44,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((128,), WHOLE),
         ((64, 256), ("bias", "everything", "few queries", "some queries", "decode")),
         ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
-        ((64, 256), ("linear", "norm")),
+        ((64, 256), ("linear", "norm", "fp8")),
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
         ((launches.KEYS,), ("latent",)),
@@ -64,7 +64,8 @@ QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((128,), ("bias", "everything", "cache", "cache of e4m3, chunk")),
         ((64,), ("one pass, padding",)),
         (HEAD_DIMS, ("linear", "norm")),
-        ((128,), ("norm across heads",)),
+        ((128,), ("norm across heads", "fp8, tensor", "fp8, packed", "fp8, scores")),
+        (HEAD_DIMS, ("fp8",)),
     ),
     "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode", "linear", "norm")),),
 }
@@ -107,6 +108,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
             planned = {n: tuple(options.features) or planned.get(n, HEAVIEST) for n in options.head_dim}
         for head_dim, names in planned.items():
             chosen = tuple(name for name in names if not options.features or name in options.features)
+            if target not in launches.FP8_TARGETS:
+                chosen = tuple(name for name in chosen if not name.startswith("fp8"))
             inference = () if options.quick else HEAVIEST
             if chosen:
                 found.append(Case(target, dtype, head_dim, chosen, tuple(options.kernel), inference))

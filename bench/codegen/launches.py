@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.codegen import fingerprint, ones
 from fusedattn import (
+    FP8,
     KVCache,
     LinearState,
     QKNorm,
@@ -68,6 +69,10 @@ FEATURES: dict[str, frozenset[str]] = {
     "scores": frozenset({"causal", "bias", "alibi", "relative", "softcap", "score function", "sinks"}),
     "dropout": frozenset({"causal", "dropout"}),
     "packed": frozenset({"causal", "window", "rope", "packed"}),
+    "fp8": frozenset({"causal", "padding", "rope", "norm", "fp8", "rotated"}),
+    "fp8, tensor": frozenset({"causal", "padding", "fp8", "one scale"}),
+    "fp8, packed": frozenset({"causal", "window", "packed", "fp8"}),
+    "fp8, scores": frozenset({"causal", "bias", "alibi", "softcap", "sinks", "fp8"}),
     "everything": frozenset(
         {"causal", "window", "prefix", "documents", "padding", "boolean", "mask function", "rope", "positions", "bias"}
         | {"alibi", "relative", "softcap", "score function", "sinks", "dropout", "packed"}
@@ -97,6 +102,7 @@ FEW_QUERIES, SOME_QUERIES, LONG_CACHE = 8, 96, 2056
 LAYOUT_BLOCK, REACH = 128, 32
 PAGE, GROUP = 16, 32
 KEYS, VALUES, LATENT_HEADS = 576, 512, 128  # multi-head latent attention, as DeepSeek V3 has it
+FP8_TARGETS = ("sm_90", "sm_100")  # the targets with products of 8 bits
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
@@ -169,6 +175,8 @@ NAMES = {
     "r": "across-heads",
     "dweight": "with-weights",
     "FROM_START": "rotated",
+    "q_scale": "fp8",
+    "whole": "one-scale",
     "rounded_sum": "residual",
     "rounding_residual": "residual",
     "reciprocal": "unbounded",
@@ -188,6 +196,9 @@ IMPLIED = {
         "sin",
         "cu_k",
         "ptr",
+        "k_scale",
+        "v_scale",
+        "scales",
     ),
     *("delta", "shift", "factor", "row_max", "row_sum", "lse", "out", "dbias", "drelative", "reach"),
     *("first", "sequence", "k_sum"),
@@ -316,8 +327,12 @@ def call(
     training: bool = True,
     sizes: Sizes | None = None,
 ) -> None:
-    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse."""
+    """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
+
+    A call in few bits has no backward.
+    """
     sizes = sizes or Sizes.of(features)
+    training = training and "fp8" not in features
     if "linear" in features:
         _call_linear(head_dim, dtype, features, sizes)
         return
@@ -366,6 +381,8 @@ def call(
         options["deterministic"] = False
     if "dropout" in features:
         options |= {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}
+    if "fp8" in features:
+        options["precision"] = FP8("tensor" if "one scale" in features else "block", rotate="rotated" in features)
     if "largest" in features:
         options["return_max"] = True
     if "packed" in features:

@@ -169,11 +169,13 @@ def order_of(encoding: int | None) -> Order:
 def _step(instruction: Instruction) -> Step:
     opcode, operands = instruction.opcode, instruction.operands
     name, *modifiers = opcode.split(".")
-    if name == "HGMMA":
+    if name in ("HGMMA", "QGMMA"):
         shape = re.search(r"64x(\d+)x(\d+)", opcode)
         if shape is None:
-            raise ValueError(f"opcode: got {opcode}, allowed are HGMMA with a shape such as 64x64x16")
+            raise ValueError(f"opcode: got {opcode}, allowed are HGMMA and QGMMA with a shape such as 64x64x16")
         n, k = int(shape[1]), int(shape[2])
+        if name == "QGMMA":  # operands of 8 bits take half of the time
+            k //= 2
         right = n * OPERAND_BYTES / WARP_GROUP  # the warp group reads it once
         left = 16 * OPERAND_BYTES if operands.split(",")[1].strip().startswith("gdesc") else 0
         return Step(

@@ -39,6 +39,8 @@ def of_own(
             "q, k, v: got nested tensors or DTensors and a context, allowed are plain tensors; packed sequences are "
             "masks.documents there"
         )
+    if options.precision is not None:
+        raise NotImplementedError("precision: got FP8 and a context, allowed is one of them")
     q, k, v = autocast(q, k, v)
     call_checks.check_qkv(q, k, v)
     if q.shape[1] % n_shares:
@@ -72,7 +74,7 @@ def of_own(
     if options.qk_norm is not None:
         call_checks.check_qk_norm(options.qk_norm, q, k.shape[1])
     chosen = backend or default_backend(q.device)
-    reasons = reasons_of(q, k, v, mask, options.score_mod, chosen, None, options.bias, options.sinks, options.qk_norm)
+    reasons = reasons_of(q, k, v, options, chosen)
     reasons += reasons_of_pattern(mask)
     if reasons:
         raise NotImplementedError(f"attention cannot run on backend {chosen!r}: " + "; ".join(reasons))

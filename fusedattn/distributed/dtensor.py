@@ -105,6 +105,8 @@ def _check(q: DTensor, k: DTensor, v: DTensor, options: Options) -> None:
     call_checks.check_mask(options.mask, q, k.shape[2])
     if reasons := reasons_of_pattern(options.mask):
         raise NotImplementedError("attention cannot run on DTensors: " + "; ".join(reasons))
+    if options.precision is not None and options.precision.scales == "tensor":
+        raise NotImplementedError("precision.scales: got 'tensor' and DTensors, allowed is 'block'")
     if options.rope is not None:
         call_checks.check_rope(options.rope, q, k.shape[2])
     if options.qk_norm is not None:

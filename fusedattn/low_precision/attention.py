@@ -65,7 +65,8 @@ def attention(
         ``(out, lse)``, float32 (float64 for float64 inputs): out ``(batch, nheads_q, seqlen_q, head_dim_v)``, lse
         ``(batch, nheads_q, seqlen_q)``, natural log. A query that may attend to nothing has out 0 and lse ``-inf``.
         Queries that see nothing, and keys and values that no query sees, count as 0 and reach no scale. Elsewhere a NaN
-        or infinity makes NaN of all that share its scale or mean, and in v of all queries of its head.
+        or infinity makes NaN of its number or, if tokens are rotated or smoothed, of all that it is added to, and in v
+        of all queries of its head.
 
     Raises:
         TypeError, ValueError: q, k, v and mask do not fit together.

@@ -36,9 +36,13 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def signs(n: int) -> Tensor:
-    """Signs of features, float32 ``(n,)``, drawn once and for all: without them, equal features would become one."""
-    drawn = torch.randint(0, 2, (n,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return 2.0 * drawn.float() - 1.0
+    """Signs of features, float32 ``(n,)``: without them, equal features would become one.
+
+    They are bits of a hash of the feature, which a kernel can compute.
+    """
+    bits = torch.arange(n) * 0x9E3779B1 & 0xFFFFFFFF
+    bits = (bits ^ bits >> 15) * 0x85EBCA6B & 0xFFFFFFFF
+    return 1.0 - 2.0 * (bits >> 13 & 1).float()
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -48,8 +52,9 @@ def rotated(x: Tensor) -> Tensor:
         x: ``(..., head_dim)``, floating-point.
 
     Returns:
-        ``(..., n)``, n the next power of two: features beyond head_dim count as 0. Products of two rows are kept.
+        ``(..., n)``, n the next power of two from 32 on: features beyond head_dim count as 0. Products of two rows are
+        kept.
     """
     head_dim = x.shape[-1]
-    n = 1 << (head_dim - 1).bit_length()
+    n = max(32, 1 << (head_dim - 1).bit_length())
     return hadamard(F.pad(x, (0, n - head_dim)) * signs(n).to(x))

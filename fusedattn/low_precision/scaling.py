@@ -142,16 +142,15 @@ def quantised(x: Tensor, how: Quantisation) -> Tensor:
         how: the format and its scales.
 
     Returns:
-        The shape and dtype of x. Scales are computed in that dtype. All numbers of a group with a NaN or infinity are
-        NaN, and so are all that share its scale. Groups of zeros, or whose scale rounds to 0, are 0.
+        The shape and dtype of x. Scales are computed in that dtype, from finite numbers alone. A NaN or infinity is
+        NaN. Groups of zeros, or whose scale rounds to 0, are 0.
     """
     if x.numel() == 0:
         return x
     groups = grouped(x, how)
-    largest = largest_of(groups)
-    scale = torch.where(largest.isnan(), torch.nan, how.rule(largest, how.format))
-    # 0 times a NaN is NaN.
+    scale = how.rule(largest_of(groups), how.format)
     numbers = torch.where(scale > 0, rounded(groups / scale, how.format), 0.0) * scale
+    numbers = torch.where(groups.isfinite(), numbers, torch.nan)
     return numbers.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
 
 
@@ -164,6 +163,6 @@ def grouped(x: Tensor, how: Quantisation) -> Tensor:
 
 
 def largest_of(groups: Tensor) -> Tensor:
-    """The largest magnitude in each group, with sides of 1; NaN where a number is not finite."""
-    largest = groups.abs().amax(dim=(-3, -1), keepdim=True)
-    return torch.where(largest < math.inf, largest, torch.nan)
+    """The largest finite magnitude in each group, with sides of 1."""
+    sizes = groups.abs()
+    return torch.where(sizes < math.inf, sizes, 0.0).amax(dim=(-3, -1), keepdim=True)

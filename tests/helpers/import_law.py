@@ -7,7 +7,7 @@ from typing import NamedTuple
 # Modules of the arguments of attention, without attention itself.
 VALUES = {"rope", "qk_norm", "masks", "biases", "score_mod", "dropout", "functions", "indices", "strides"}
 VALUES |= {"kv_cache", "quantization", "readable", "shard", "pattern_blocks", "patterns", "block_tables", "mask_parts"}
-VALUES |= {"zeroed"}
+VALUES |= {"fp8", "zeroed"}
 
 # What the modules of linear attention share.
 OF_LINEAR = {"linear.options", "linear.packed", "linear.state", "feature_maps"}
@@ -172,7 +172,7 @@ ALLOWED: dict[str, set[str]] = {
     "backends.torch.cache_numbers": {"backends.torch.cache_tiles", *VALUES},
     "backends.torch.cache_tiles": VALUES,
     "testing.cases": {"testing.triton_functions", *VALUES},
-    "options": {"support", *VALUES},
+    "options": VALUES,
     "backends.torch.eager": {"reference", *VALUES},
     "backends.torch.largest": {
         "backends.torch.eager",
@@ -184,7 +184,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing.triton_functions": {"feature_maps", *VALUES},
     "testing.peers": VALUES,
-    "support": {"kernels", *VALUES},
+    "support": {"kernels", "options", *VALUES},
     "reference": VALUES,
     "transformer": {"feature_maps", "linear.state", *VALUES},
     "backends.torch.mask_plan": VALUES,
@@ -213,6 +213,7 @@ ALLOWED: dict[str, set[str]] = {
     "rope": set(),
     "qk_norm": {"readable", "zeroed"},
     "zeroed": set(),
+    "fp8": set(),
     "kv_cache": {"quantization", "readable", "rope", "strides"},
     "quantization": set(),
 }
@@ -263,7 +264,7 @@ LAYERS = (
     Layer("values", "objects that users build: masks, biases, rotations, score functions, caches",
           ("masks", "sparse_masks", "pattern_blocks", "mask", "block_tables", "patterns", "mask_parts", "rope",
            "qk_norm", "biases", "score_mod", "dropout", "kv_cache", "quantization", "functions",
-           "indices", "shard", "strides", "readable", "zeroed", "feature_maps", "linear.state")),
+           "indices", "shard", "strides", "readable", "zeroed", "fp8", "feature_maps", "linear.state")),
     Layer("kernels", "Triton code, which imports nothing from the package", ("kernels",)),
 )  # fmt: skip
 

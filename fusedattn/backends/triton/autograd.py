@@ -231,6 +231,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         return out, lse, largest if options.return_max else None
 
     def eager(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        if options.precision is not None:
+            raise NotImplementedError("precision: got FP8 in a transform that differentiates, allowed is None")
         added, relative, sinks, slopes, learned, *of_norm = others
         parts = None if bias is None else replace(bias, tensor=added, relative=relative, slopes=slopes)
         score_mod = options.score_mod

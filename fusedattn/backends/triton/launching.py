@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedattn.backends.triton import results
-from fusedattn.backends.triton.operands import NO_BOUND, NO_TENSORS, Constants, ConstantSizes
+from fusedattn.backends.triton.operands import FP8_SCALES, NO_BOUND, NO_TENSORS, Constants, ConstantSizes
 from fusedattn.functions import readers_of, register, registered, with_learned
 from fusedattn.kernels import (
     attention_bwd,
@@ -28,6 +28,8 @@ from fusedattn.kernels import (
 from fusedattn.kernels.cached import NO_CACHE, CacheArguments, as_bytes, cache_arguments
 from fusedattn.kernels.dropout import NO_DROPOUT, dropout_arguments
 from fusedattn.kernels.epilogue import Results
+from fusedattn.kernels.fp8 import Codes
+from fusedattn.kernels.fp8_configs import lookup_fp8
 from fusedattn.kernels.launcher import SPECIALIZED, kind_of
 from fusedattn.kernels.mask_arguments import BandBounds, mask_arguments
 from fusedattn.kernels.parameters import Call
@@ -156,11 +158,13 @@ def problem_of(
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
     few_queries = None
-    if q.shape[3] > configs.MAX_HEAD_DIM:
+    if sizes.fp8:
+        tiles = replace(tiles, fwd=lookup_fp8(arch, head_dim, work))
+    elif q.shape[3] > configs.MAX_HEAD_DIM:
         tiles = replace(tiles, fwd=tiles.fwd.gathered)
-    if tensors.layout is None:
+    if tensors.layout is None and not sizes.fp8:
         few_queries = configs.lookup_few_queries(arch, head_dim, q.dtype, work, is_cached)
-    else:
+    if tensors.layout is not None:
         tiles = tiles.within(sizes.block_q, sizes.block_k)
         exact_rows = exact_rows.within(sizes.block_q, sizes.block_k)
     rotation_q, rotation_k = _rotations(constants)
@@ -185,11 +189,13 @@ def problem_of(
         few_queries=few_queries,
         rotates_in_place=rotation_k is not None
         and norm_k is None
+        and not sizes.fp8
         and (is_cached or shape.max_seqlen_q * nheads_q <= configs.ROTATION_IN_PLACE * nheads_kv),
         nondeterministic=not (sizes.deterministic or torch.are_deterministic_algorithms_enabled()),
         l2_bytes=devices.L2_BYTES[arch],
         num_splits=sizes.num_splits or None,
-        async_products=arch in ASYNC_PRODUCTS and (q.itemsize == 2 or precision == "tf32"),
+        async_products=arch in ASYNC_PRODUCTS and (bool(sizes.fp8) or q.itemsize == 2 or precision == "tf32"),
+        codes=Codes(FP8_SCALES[sizes.fp8] == "tensor", bool(sizes.fp8_rotated)) if sizes.fp8 else None,
     )
 
 
@@ -260,7 +266,7 @@ def _forward(inputs: Sequence[Any], constants: Constants, found: Sequence[Tensor
     problem = problem_of(q, k, v, constants, *others)
     if problem.call.cache is not NO_CACHE:
         k, v = as_bytes(k), as_bytes(v)
-    if not problem.rotates_in_place and k.numel() > 0:
+    if not problem.rotates_in_place and problem.codes is None and k.numel() > 0:
         k = problem.prologue_k.prepared(k)
     out, lse, row_max, row_sum, rounding_residual, largest = found
     attention_fwd.launch(q, k, v, Results(lse, row_max, row_sum, out, rounding_residual, largest), problem)

@@ -17,6 +17,7 @@ from fusedattn.options import Options
 from fusedattn.pattern_blocks import BlocksAndRule
 
 NO_BOUND = 2**62
+FP8_SCALES = ("", "block", "tensor")  # by :attr:`ConstantSizes.fp8`
 
 # All that gets no gradient, as arguments of the operators.
 Flat = tuple[list[Tensor | None], list[int], str, float, float, float, float, bool]
@@ -64,7 +65,9 @@ class ConstantSizes(NamedTuple):
     `deterministic` is 0 if gradients may be summed in any order, `num_splits` 0 if the package chooses. `n_sinks` is
     -1 unless a cache overwrites tokens; `rotated` is 1 if its keys are rotated already. `return_max` is 1 if the
     forward returns largest scores, `return_lse` 0 if it need not return lse, which only attention to a cache can omit.
-    The last two say how q and k are normalised, if they are: :class:`fusedattn.kernels.qk_norm.Norm`.
+    The next two say how q and k are normalised, if they are: :class:`fusedattn.kernels.qk_norm.Norm`. `fp8` is the
+    index in FP8_SCALES of what shares a scale, 0 if nothing is rounded to 8 bits; `fp8_rotated` is 1 if q and k are
+    multiplied by a Hadamard matrix before.
     """
 
     lower_start: int = -NO_BOUND
@@ -85,6 +88,8 @@ class ConstantSizes(NamedTuple):
     return_lse: int = 1
     norm_of_mean: int = 0
     norm_across_heads: int = 0
+    fp8: int = 0
+    fp8_rotated: int = 0
 
 
 class AppendTensors(NamedTuple):
@@ -207,12 +212,13 @@ def constants_of(
     `pattern` is that of the mask and holds its layout; it says everything if the mask has a pattern.
     """
     mask, rope, score_mod, packed, cache = options.mask, options.rope, options.score_mod, options.packed, options.cache
-    norm = options.qk_norm
+    norm, fp8 = options.qk_norm, options.precision
     if cache is not None:
         rope = rope or cache.rope
     # torch.compile would trace through the cache, and make an input of everything that is read.
     has_tensors = not mask.only_bands or score_mod is not None or packed is not None or cache is not None
     has_tensors = has_tensors or options.num_splits is not None or shard is not None or norm is not None
+    has_tensors = has_tensors or fp8 is not None
     if not torch.compiler.is_compiling() and not has_tensors and not options.dropout_p:
         interleaved = rope is not None and bool(rope.interleaved)
         found = _of_numbers(
@@ -256,6 +262,8 @@ def constants_of(
         return_lse=int(cache is None or options.return_lse),
         norm_of_mean=int(norm is not None and norm.kind == "rms"),
         norm_across_heads=int(norm is not None and norm.across_heads),
+        fp8=0 if fp8 is None else FP8_SCALES.index(fp8.scales),
+        fp8_rotated=int(fp8 is not None and fp8.rotate),
     )
     return Constants(
         tensors=tensors,
