@@ -56,6 +56,8 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
         return computed(machine, x, lambda a: back(whole(prepare(a))), storage, of)
     if (target, source, mode) == ("bf16", "f32", "rz"):
         return computed(machine, x, lambda a: _cut_off(prepare(a)), storage, of)
+    if (target, source, mode, ftz) == ("f16", "f32", "rz", False):
+        return computed(machine, x, _cut_to_f16, storage, of)
     widens = np.dtype(storage).itemsize > np.dtype(of).itemsize
     if mode != ("" if widens else "rn") or (target, source) == ("bf16", "f64"):
         raise unknown(x)
@@ -70,6 +72,12 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
 def _cut_off(x: Array) -> Array:
     """float32 as bfloat16, rounded towards zero."""
     return np.where(np.isnan(x), 0x7FFF, x.view("u4") >> np.uint32(16)).astype("u2")
+
+
+def _cut_to_f16(x: Array) -> Array:
+    """float32 as float16, rounded towards zero."""
+    half = to_f16(x)
+    return np.where(np.abs(half.astype("f4")) > np.abs(x), np.nextafter(half, np.float16(0)), half)
 
 
 def _cvt_to_integer(machine: Machine, x: Instruction, target: str, source: str, mode: str, *, ftz: bool) -> Step:
