@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 
-from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.float_bits import BF16, F16, F32, FORMATS, Format, check, drawn, hostile
+from fusedattn.virtual_gpu.errors import KernelError, UnknownPTXError
+from tests.helpers.float_bits import BF16, E4M3, F16, F32, FORMATS, Format, check, drawn, hostile
 from tests.helpers.integer_bits import HOSTILE, signed, valued
 from tests.helpers.ptx_values import evaluate
 
@@ -162,6 +162,17 @@ def test_bytes_become_pairs(source: str, relu: str) -> None:
     wanted = [0x7FFF if of.is_nan(x) else 0 if relu and x & of.sign else converted(of, F16, x) for x in a]
     assert [x >> 16 for x in got] == wanted
     assert [x & 0xFFFF for x in got] == wanted[::-1]
+
+
+def test_f16_becomes_bf16_without_rounding() -> None:
+    a = [F16.nearest(E4M3.fraction(x)) for x in range(1, 0x7F)] + [0, F16.sign, F16.infinity, 0xFE00]
+    got = evaluate("cvt.bf16.f16 %d, %a;", 16, a=(16, a))
+    assert got == [*(converted(F16, BF16, x) for x in a[:-1]), 0x7FFF]
+    long = [0x3C01] * 64
+    with pytest.raises(KernelError, match=r"cvt\.bf16\.f16, at .*: a number that bfloat16 does not have"):
+        evaluate("cvt.bf16.f16 %d, %a;", 16, a=(16, long))
+    none = "setp.ne.b16 %p, %a, %a; @%p cvt.bf16.f16 %d, %a;"
+    evaluate(f"{{ .reg .pred %p; {none} }}", 16, a=(16, long))
 
 
 def nearest_even(x: Fraction) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, relu, to_bf16, to_f16
+from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, from_bf16, relu, to_bf16, to_f16
 from fusedattn.virtual_gpu.instructions.integers import computed
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name
@@ -136,3 +137,21 @@ def _cvt_tf32(machine: Machine, x: Instruction) -> Step:
         return np.where(special, bits, bits + half & np.uint32(0xFFFFE000))
 
     return computed(machine, x, convert, "u4", "u4")
+
+
+@builds("cvt.bf16.f16")
+def _cvt_exactly(machine: Machine, x: Instruction) -> Step:
+    """Without a mode, it is not told how numbers are rounded: none must need it. e4m3 in float16 does not."""
+    out, a = machine.registers.row(name(x, 0), "u2"), machine.registers.value(name(x, 1), "f2")
+
+    def step(mask: Mask) -> None:
+        value = a.astype("f4")
+        bits = to_bf16(value)
+        rounded = (from_bf16(bits) != value) & ~np.isnan(value) & mask
+        if rounded.any():
+            raise KernelError(
+                f"{x.opcode}, at {x.place}: a number that bfloat16 does not have, and no mode of rounding"
+            )
+        store(out, bits, mask)
+
+    return step
