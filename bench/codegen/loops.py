@@ -78,7 +78,7 @@ class Step:
     Attributes:
         kind: the pipe, or the kind of wait.
         macs: this warp's multiply-adds in a matrix instruction.
-        wide: whether operands have 32 bits, which takes twice as long.
+        size: bytes of an element of its operands; twice as many take twice as long.
         shared_bytes: bytes of shared memory read or written; bytes that a warp group reads once count a quarter.
         memory_bytes: bytes that it fetches from beyond shared memory.
         commits: whether it ends a group of wgmma that a wait can name; "commit" does so for a group of copies.
@@ -88,7 +88,7 @@ class Step:
 
     kind: Kind
     macs: int = 0
-    wide: bool = False
+    size: int = 2
     shared_bytes: float = 0
     memory_bytes: int = 0
     commits: bool = False
@@ -145,7 +145,7 @@ class Loop:
 
 def _reads_a(step: Step) -> bool:
     """Whether the left operand of a wgmma comes from shared memory, as the right one always does."""
-    n = step.macs * (2 if step.wide else 1) // (16 * 16)
+    n = step.macs * step.size // (16 * OPERAND_BYTES)
     return step.shared_bytes > n * OPERAND_BYTES / WARP_GROUP
 
 
@@ -169,23 +169,21 @@ def order_of(encoding: int | None) -> Order:
 def _step(instruction: Instruction) -> Step:
     opcode, operands = instruction.opcode, instruction.operands
     name, *modifiers = opcode.split(".")
+    size = 4 if "TF32" in modifiers else 1 if name.startswith("Q") else 2
     if name in ("HGMMA", "QGMMA"):
         shape = re.search(r"64x(\d+)x(\d+)", opcode)
         if shape is None:
             raise ValueError(f"opcode: got {opcode}, allowed are HGMMA and QGMMA with a shape such as 64x64x16")
         n, k = int(shape[1]), int(shape[2])
-        if name == "QGMMA":  # operands of 8 bits take half of the time
-            k //= 2
         right = n * OPERAND_BYTES / WARP_GROUP  # the warp group reads it once
         left = 16 * OPERAND_BYTES if operands.split(",")[1].strip().startswith("gdesc") else 0
-        return Step(
-            "wgmma", 16 * n * k, "TF32" in modifiers, left + right, commits=re.search(r"\bgsb0\b", operands) is not None
-        )
-    if name == "HMMA":
+        commits = re.search(r"\bgsb0\b", operands) is not None
+        return Step("wgmma", 16 * n * k, size, left + right, commits=commits)
+    if name in ("HMMA", "QMMA"):
         shape = re.search(r"\.16(8)(\d+)", opcode)
         if shape is None:
-            raise ValueError(f"opcode: got {opcode}, allowed are HMMA with a shape such as 16816")
-        return Step("mma", 16 * int(shape[1]) * int(shape[2]), "TF32" in modifiers)
+            raise ValueError(f"opcode: got {opcode}, allowed are HMMA and QMMA with a shape such as 16816")
+        return Step("mma", 16 * int(shape[1]) * int(shape[2]), size)
     if opcode.startswith("WARPGROUP.DEPBAR"):
         return Step("wait", pending=int(operands.split(",")[1], 16))
     if name == "BAR" and "SYNC" in modifiers and _whole_program(operands):

@@ -14,7 +14,8 @@ from bench.codegen.loops import Loop, loop_of
 from bench.codegen.undefined import Undefined, undefined
 
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
-TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "QGMMA", "QMMA", "UTCQMMA", "v_mfma")  # Q: operands of 8 bits
+WGMMA = ("HGMMA", "QGMMA")  # of 16 bits and TF32, and of 8 bits
+TENSOR_CORE = (*WGMMA, "HMMA", "QMMA", "UTCHMMA", "UTCQMMA", "v_mfma")
 FMA = ("FFMA",)
 FMAS_OF_A_PRODUCT = 16  # a loop with fewer does not multiply tiles
 SPILLS = ("LDL", "STL", "scratch_")
@@ -58,7 +59,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
     return MachineCode(
         registers=int(registers[1]),
         spill_bytes=int(spills[1]) + int(spills[2]),
-        hgmma=_count(instructions, ("HGMMA", "QGMMA")),
+        hgmma=_count(instructions, WGMMA),
         tensor_core=_count(instructions, TENSOR_CORE),
         loop_instructions=tuple(map(len, loops)),
         loop_spills=tuple(_count(loop, SPILLS) for loop in loops),

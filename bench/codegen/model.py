@@ -83,7 +83,7 @@ def _tensor_clocks(step: Step, machine: Machine) -> float:
     if not step.macs:
         return 0
     macs = machine.wgmma_macs if step.kind == "wgmma" else machine.mma_macs
-    return step.macs * (1 + step.wide) / (macs / SCHEDULERS)
+    return step.macs * (step.size / 2) / (macs / SCHEDULERS)
 
 
 @dataclass

@@ -89,10 +89,7 @@ def _accessed(instruction: Instruction, operands: list[str], i: int) -> tuple[in
     """(first, number) of the registers of a source operand, counted from the one that it names."""
     name, *modifiers = instruction.opcode.split(".")
     operand = operands[i]
-    if operand.startswith("gdesc") and name in (
-        "HGMMA",
-        "QGMMA",
-    ):  # names both operands, or the right one behind registers
+    if operand.startswith("gdesc") and name.endswith("GMMA"):  # names both operands, or the right one behind registers
         return (0, 4) if operands[1].startswith("gdesc") else (2, 2)
     if operand.startswith(("gdesc", "desc")):
         return 0, 2

@@ -517,22 +517,24 @@ def loops(instructions: list[machine_code.Instruction]) -> list[list[str]]:
     return [[x.opcode for x in loop] for loop in machine_code.product_loops(instructions)]
 
 
-def test_loops_of_a_disassembly() -> None:
+@pytest.mark.parametrize("product", [
+    "HGMMA.64x64x16.F32.BF16", "QGMMA.64x64x32.F32.E4M3.E4M3", "QMMA.16832.F32.E4M3.E4M3", "UTCQMMA",
+])  # fmt: skip
+def test_loops_of_a_disassembly(product: str) -> None:
     """Innermost loops with products count; the outer loop and loops without products do not."""
-    sass = """
+    sass = f"""
         /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0010*/                   {product} R24, gdesc[UR4], RZ, !UPT ;
         /*0020*/                   FADD R2, R2, R3 ;
         /*0030*/              @!P0 BRA 0x10 ;
         /*0040*/                   IADD3 R4, R4, 0x1, RZ ;
         /*0050*/               @P1 BRA 0x0040 ;
-        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0060*/                   {product} R24, gdesc[UR4], RZ, !UPT ;
         /*0070*/               @P2 BRA 0x60 ;
         /*0080*/               @P3 BRA 0x0 ;
         /*0090*/                   EXIT ;
         /*00a0*/                   BRA 0xa0;
     """
-    product = "HGMMA.64x64x16.F32.BF16"
     assert loops(machine_code.sass_instructions(sass)) == [[product, "FADD", "BRA"], [product, "BRA"]]
 
 

@@ -88,10 +88,15 @@ def test_bytes_of_a_loop() -> None:
     ("instruction", "step"),
     [
         ("HMMA.16816.F32.BF16 R4, R8, R12, R4", Step("mma", macs=16 * 8 * 16)),
-        ("HMMA.1688.F32.TF32 R4, R8, R12, R4", Step("mma", macs=16 * 8 * 8, wide=True)),
+        ("HMMA.1688.F32.TF32 R4, R8, R12, R4", Step("mma", macs=16 * 8 * 8, size=4)),
+        ("QMMA.16832.F32.E4M3.E4M3 R8, R20.ROW, R92.COL, RZ", Step("mma", macs=16 * 8 * 32, size=1)),
         (
             "HGMMA.64x32x8.F32.TF32 R24, R40, gdesc[UR4], R24, gsb0",
-            Step("wgmma", macs=16 * 32 * 8, wide=True, shared_bytes=256, commits=True),
+            Step("wgmma", macs=16 * 32 * 8, size=4, shared_bytes=256, commits=True),
+        ),
+        (
+            "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], RZ, !UPT",
+            Step("wgmma", macs=16 * 64 * 32, size=1, shared_bytes=16 * 32 + 512),
         ),
         ("WARPGROUP.DEPBAR.LE gsb0, 0x1", Step("wait", pending=1)),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x100", Step("barrier")),
@@ -144,9 +149,11 @@ def test_narrow_products_wait_for_shared_memory() -> None:
     assert found.clocks == pytest.approx(8 * 20, rel=0.02)
 
 
-def test_operands_of_32_bits_take_twice_as_long() -> None:
-    narrow = Step("wgmma", macs=16 * 64 * 8, wide=True, shared_bytes=1024, commits=True)
+def test_operands_of_32_bits_take_twice_as_long_and_those_of_8_bits_half() -> None:
+    narrow = Step("wgmma", macs=16 * 64 * 8, size=4, shared_bytes=1024, commits=True)
     assert resources_of(loop(narrow), H200, warps=4)["tensor"] == 32
+    short = Step("wgmma", macs=16 * 64 * 32, size=1, shared_bytes=1024, commits=True)
+    assert resources_of(loop(short), H200, warps=4)["tensor"] == 32
     assert resources_of(loop(Step("mma", macs=2048)), H200, warps=4)["tensor"] == pytest.approx(4 / 0.629)
 
 

@@ -73,6 +73,8 @@ def test_not_written_on_some_path(lines: tuple[str, ...]) -> None:
         ("LDG.E R2, desc[UR4][R2.64]", {4, 5}, set()),
         ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24, gsb0", {28, 29, 30, 31}, set()),
         ("HGMMA.64x16x16.F32.BF16 R96, R104, gdesc[UR16].tnspB, R96", {18, 19}, set()),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], R88, gsb0", {12, 13, 14, 15}, set()),
+        ("QGMMA.64x128x32.F32.E4M3.E4M3 R24, R88, gdesc[UR4], R24, gsb0", {6, 7}, set()),
         (
             "UTCHMMA gdesc[UR28], gdesc[UR22], tmem[UR11], tmem[UR14], idesc[UR15], UPT",
             {11, 14, 15, 22, 23, 28, 29},

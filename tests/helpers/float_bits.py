@@ -12,10 +12,14 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Format:
-    """A binary format of IEEE 754, with a sign bit, `exponent` bits and `mantissa` bits."""
+    """A binary format of IEEE 754, with a sign bit, `exponent` bits and `mantissa` bits.
+
+    If it is not `infinite`, its largest exponent has numbers too, and only the largest magnitude is NaN.
+    """
 
     exponent: int
     mantissa: int
+    infinite: bool = True
 
     @property
     def bits(self) -> int:
@@ -23,7 +27,8 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        return (1 << self.exponent) - 1 << self.mantissa
+        """What follows the largest number: NaN if there is no infinity."""
+        return (1 << self.exponent) - 1 << self.mantissa if self.infinite else self.sign - 1
 
     @property
     def sign(self) -> int:
@@ -38,7 +43,7 @@ class Format:
         return x & self.sign - 1
 
     def is_nan(self, x: int) -> bool:
-        return self.magnitude(x) > self.infinity
+        return self.magnitude(x) >= self.infinity + self.infinite
 
     def is_denormal(self, x: int) -> bool:
         return 0 < self.magnitude(x) < 1 << self.mantissa
@@ -53,7 +58,7 @@ class Format:
     def number(self, x: int) -> float:
         """The value as Python's float, which holds it exactly."""
         magnitude = self.magnitude(x)
-        value = math.nan if magnitude > self.infinity else math.inf
+        value = math.nan if self.is_nan(x) else math.inf
         if magnitude < self.infinity:
             value = float(abs(self.fraction(x)))
         return math.copysign(value, -1 if x & self.sign else 1)
@@ -94,7 +99,8 @@ class Format:
 
 
 F16, BF16, F32, F64 = Format(5, 10), Format(8, 7), Format(8, 23), Format(11, 52)
-FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}
+E4M3, E5M2 = Format(4, 3, infinite=False), Format(5, 2)
+FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def hostile(form: Format) -> list[int]:

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 
-from fusedattn.virtual_gpu.errors import UnknownPTXError
-from tests.helpers.float_bits import BF16, F32, FORMATS, Format, check, drawn, hostile
+from fusedattn.virtual_gpu.errors import KernelError, UnknownPTXError
+from tests.helpers.float_bits import BF16, E4M3, F16, F32, FORMATS, Format, check, drawn, hostile
 from tests.helpers.integer_bits import HOSTILE, signed, valued
 from tests.helpers.ptx_values import evaluate
 
@@ -55,6 +55,12 @@ def test_truncation_to_bf16() -> None:
     a = operands_of(F32, BF16)
     got = evaluate("cvt.rz.bf16.f32 %d, %a;", 16, a=(32, a))
     assert got == [converted(F32, BF16, x, "cut") for x in a]
+
+
+def test_truncation_to_f16() -> None:
+    a = operands_of(F32, F16)
+    got = evaluate("cvt.rz.f16.f32 %d, %a;", 16, a=(32, a))
+    assert got == [converted(F32, F16, x, "cut") for x in a]
 
 
 @pytest.mark.parametrize(("target", "source"), [("f32", "f16"), ("f32", "bf16"), ("f64", "f32"), ("f64", "f16")])
@@ -101,6 +107,72 @@ def test_tf32(mode: str) -> None:
     got = evaluate(f"cvt.{mode}.tf32.f32 %d, %a;", 32, a=(32, a))
     wanted = [converted(F32, form, x, "away" if mode == "rna" else "even") << 13 for x in a]
     check(F32, got, wanted, a)
+
+
+def saturated(source: Format, target: Format, x: int) -> int:
+    """A number of one format in one of 8 bits: what is too large becomes the largest number, and NaN is 0x7F."""
+    if source.is_nan(x):
+        return 0x7F
+    code = converted(source, target, x)
+    return code & target.sign | min(target.magnitude(code), target.infinity - 1)
+
+
+def all_ties(source: Format, target: Format) -> list[int]:
+    """Every number of a format of 8 bits and every tie between two, in another format, and what is beside them."""
+    found = []
+    for x in range(1, target.infinity):
+        tie = (target.fraction(x - 1) + target.fraction(x)) / 2
+        found += [source.nearest(value) + i for value in (target.fraction(x), tie) for i in (-1, 0, 1)]
+    beyond = 2 * target.fraction(target.infinity - 1) - target.fraction(target.infinity - 2)
+    return [*found, source.nearest(beyond)]
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("source", ["f32", "f16"])
+@pytest.mark.parametrize("target", ["e4m3", "e5m2"])
+def test_pairs_become_bytes(target: str, source: str, relu: str) -> None:
+    """The first operand, or the high half, becomes the high byte."""
+    of, to = FORMATS[source], FORMATS[target]
+    a = hostile(of) + drawn(of, 500, 7) + all_ties(of, to)
+    a += [x ^ of.sign for x in a]
+    b = a[::-1]
+    if source == "f32":
+        got = evaluate(f"cvt.rn.satfinite{relu}.{target}x2.f32 %d, %a, %b;", 16, a=(32, a), b=(32, b))
+    else:
+        pairs = [x << 16 | y for x, y in zip(a, b, strict=True)]
+        got = evaluate(f"cvt.rn.satfinite{relu}.{target}x2.f16x2 %d, %a;", 16, a=(32, pairs))
+    wanted = [saturated(of, to, x) for x in a]
+    if relu:
+        wanted = [0 if y & to.sign else y for y in wanted]
+    assert [x >> 8 for x in got] == wanted
+    assert [x & 0xFF for x in got] == wanted[::-1]
+
+
+def test_numbers_become_bytes() -> None:
+    one = F32.nearest(Fraction(1))
+    assert evaluate("cvt.rn.satfinite.e4m3x2.f32 %d, 0f00000000, %a;", 16, a=(32, [one, 0x7F800000])) == [0x38, 0x7E]
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("source", ["e4m3", "e5m2"])
+def test_bytes_become_pairs(source: str, relu: str) -> None:
+    of = FORMATS[source]
+    a = list(range(256))
+    got = evaluate(f"cvt.rn{relu}.f16x2.{source}x2 %d, %a;", 32, a=(16, [x << 8 | 255 - x for x in a]))
+    wanted = [0x7FFF if of.is_nan(x) else 0 if relu and x & of.sign else converted(of, F16, x) for x in a]
+    assert [x >> 16 for x in got] == wanted
+    assert [x & 0xFFFF for x in got] == wanted[::-1]
+
+
+def test_f16_becomes_bf16_without_rounding() -> None:
+    a = [F16.nearest(E4M3.fraction(x)) for x in range(1, 0x7F)] + [0, F16.sign, F16.infinity, 0xFE00]
+    got = evaluate("cvt.bf16.f16 %d, %a;", 16, a=(16, a))
+    assert got == [*(converted(F16, BF16, x) for x in a[:-1]), 0x7FFF]
+    long = [0x3C01] * 64
+    with pytest.raises(KernelError, match=r"cvt\.bf16\.f16, at .*: a number that bfloat16 does not have"):
+        evaluate("cvt.bf16.f16 %d, %a;", 16, a=(16, long))
+    none = "setp.ne.b16 %p, %a, %a; @%p cvt.bf16.f16 %d, %a;"
+    evaluate(f"{{ .reg .pred %p; {none} }}", 16, a=(16, long))
 
 
 def nearest_even(x: Fraction) -> int:
@@ -201,9 +273,11 @@ def test_signed_bytes_in_wider_registers() -> None:
 
 @pytest.mark.parametrize(
     "opcode",
-    ["cvt.sat.f32.f32", "cvt.f16.f32", "cvt.rzi.f32.f16", "cvt.rn.f32.f16", "cvt.rn.s32.f32", "cvt.rz.f16.f32",
-     "cvt.rn.bf16.f64", "cvt.rn.bf16.s32", "cvt.f32.s32", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f32.f32",
-     "cvt.rni.s32.s16", "cvt.u32.pred", "cvt.b32.u16", "cvt.rn.relu.f16.f32", "cvt.rn.tf32.f32.x"],
+    ["cvt.sat.f32.f32", "cvt.f16.f32", "cvt.rzi.f32.f16", "cvt.rn.f32.f16", "cvt.rn.s32.f32", "cvt.rz.f16.f64",
+     "cvt.rn.bf16.f64", "cvt.rn.bf16.s32", "cvt.f32.s32", "cvt.rn.f32.f32",
+     "cvt.rni.s32.s16", "cvt.u32.pred", "cvt.b32.u16", "cvt.rn.relu.f16.f32", "cvt.rn.tf32.f32.x", "cvt.rn.e4m3x2.f32",
+     "cvt.rn.satfinite.e2m3x2.f32", "cvt.rn.satfinite.e4m3x2.bf16x2", "cvt.rn.satfinite.f16x2.e4m3x2",
+     "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3.f32", "cvt.rz.ftz.f16.f32"],
 )  # fmt: skip
 def test_unknown_conversions(opcode: str) -> None:
     with pytest.raises(UnknownPTXError, match=opcode):

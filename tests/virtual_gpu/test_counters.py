@@ -247,6 +247,7 @@ def test_a_box_that_is_added() -> None:
         ("m16n8k16", "bf16", "{%r20, %r21, %r22, %r23}, {%r24, %r25}", 16 * 8 * 16),
         ("m16n8k16", "f16", "{%r20, %r21, %r22, %r23}, {%r24, %r25}", 16 * 8 * 16),
         ("m16n8k8", "tf32", "{%r20, %r21, %r22, %r23}, {%r24, %r25}", 16 * 8 * 8),
+        ("m16n8k32", "e4m3", "{%r20, %r21, %r22, %r23}, {%r24, %r25}", 16 * 8 * 32),
     ],
 )
 def test_products_of_warps(shape: str, kind: str, operands: str, multiply_adds: int) -> None:
@@ -263,10 +264,12 @@ def test_products_of_warps(shape: str, kind: str, operands: str, multiply_adds: 
     assert found.by_kind["products"] == 3 * 2
 
 
-def test_products_of_warp_groups() -> None:
+@pytest.mark.parametrize(("kind", "k", "flags"), [("bf16", 16, (", 0, 0", ", 0")), ("e4m3", 32, ("", ""))])
+def test_products_of_warp_groups(kind: str, k: int, flags: tuple[str, str]) -> None:
     """wgmma of 64 rows, 16 columns: 32 bytes of each row and column, read once by four warps."""
     total = ", ".join(f"%r{100 + i}" for i in range(8))
     from_registers = "{%r20, %r21, %r22, %r23}"
+    opcode = f"wgmma.mma_async.sync.aligned.m64n16k{k}.f32.{kind}.{kind}"
     body = f"""
         shr.u32 %r40, %s, 4;
         or.b32 %r40, %r40, {8 << 16};
@@ -275,18 +278,16 @@ def test_products_of_warp_groups() -> None:
         fence.proxy.async.shared::cta;
         bar.sync 0;
         wgmma.fence.sync.aligned;
-        wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{total}}}, %rd8, %rd8, 0, 1, 1, 0, 0;
-        wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{total}}}, {from_registers}, %rd8, 1, 1, 1, 0;
+        {opcode} {{{total}}}, %rd8, %rd8, 0, 1, 1{flags[0]};
+        {opcode} {{{total}}}, {from_registers}, %rd8, 1, 1, 1{flags[1]};
         wgmma.commit_group.sync.aligned;
         wgmma.wait_group.sync.aligned 0;
     """
     found = counted(body, n_threads=256, fills=True)
-    assert found.multiply_adds == 2 * 2 * 64 * 16 * 16
+    assert found.multiply_adds == 2 * 2 * 64 * 16 * k
     assert found.by_kind["products"] == 2 * 8
     n_bytes = 32 * (64 + 16) + 32 * 16
-    assert at(found, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16") == {
-        "shared read": (4, 2 * n_bytes, 2 * n_bytes // 128, 2 * n_bytes // 128)
-    }
+    assert at(found, opcode) == {"shared read": (4, 2 * n_bytes, 2 * n_bytes // 128, 2 * n_bytes // 128)}
 
 
 def test_instructions_of_each_warp() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedattn.virtual_gpu.errors import KernelError, MemoryAccessError, UnknownPTXError
-from tests.helpers.float_bits import BF16, F16, F32, Format, hostile
+from tests.helpers.float_bits import BF16, E4M3, E5M2, F16, F32, Format, hostile
 from tests.helpers.ptx_kernels import run
 
 TF32 = Format(8, 10)  # in the high bits of 32
@@ -18,6 +18,8 @@ KINDS = {
     "f16": ("m16n8k16.row.col.f32.f16.f16.f32", F16, 16),
     "bf16": ("m16n8k16.row.col.f32.bf16.bf16.f32", BF16, 16),
     "tf32": ("m16n8k8.row.col.f32.tf32.tf32.f32", TF32, 8),
+    "e4m3": ("m16n8k32.row.col.f32.e4m3.e4m3.f32", E4M3, 32),
+    "e5m2": ("m16n8k32.row.col.f32.e5m2.e5m2.f32", E5M2, 32),
 }
 Matrix = list[list[int]]  # of bits
 WARPS = 3
@@ -28,6 +30,8 @@ def place_a(kind: str, lane: int, i: int) -> tuple[int, int]:
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return group + (8 if i in (1, 3) else 0), thread + (4 if i >= 2 else 0)
+    if KINDS[kind][2] == 32:
+        return group + (0 if i < 4 or 8 <= i < 12 else 8), thread * 4 + (i & 3) + (16 if i >= 8 else 0)
     row = group if i in (0, 1, 4, 5) else group + 8
     return row, thread * 2 + (i & 1) + (8 if i >= 4 else 0)
 
@@ -36,6 +40,8 @@ def place_b(kind: str, lane: int, i: int) -> tuple[int, int]:
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return thread + 4 * i, group
+    if KINDS[kind][2] == 32:
+        return thread * 4 + (i & 3) + (16 if i >= 4 else 0), group
     return thread * 2 + (i & 1) + (8 if i >= 2 else 0), group
 
 
@@ -46,7 +52,7 @@ def place_c(lane: int, i: int) -> tuple[int, int]:
 
 def registers_of(kind: str, matrices: Sequence[Matrix], place: object, n: int) -> list[list[int]]:
     """The registers (n, lanes) of an operand of each warp."""
-    per = 1 if kind in ("tf32", "f32") else 2
+    per = 1 if kind == "f32" else KINDS[kind][2] // 8
     rows: list[list[int]] = [[] for _ in range(n)]
     for matrix in matrices:
         for lane in range(32):
@@ -54,7 +60,7 @@ def registers_of(kind: str, matrices: Sequence[Matrix], place: object, n: int) -
                 word = 0
                 for k in range(per):
                     row, column = place(lane, per * j + k)  # type: ignore[operator]
-                    word |= matrix[row][column] << 16 * k
+                    word |= matrix[row][column] << 32 // per * k
                 rows[j].append(word << 13 if kind == "tf32" else word)
     return rows
 
@@ -84,6 +90,7 @@ def multiplied(
     truncating: bool = False,
     targets: Sequence[int] = (30, 31, 32, 33),
     low_bits: int = 0,
+    shape: str = "",
 ) -> list[Matrix]:
     """The bits of A B + C for each warp; registers that are not written hold 7."""
     n_threads = 32 * len(a)
@@ -102,7 +109,7 @@ def multiplied(
             "mov.u32 %r1, %tid.x; ",
             *(load_registers(i, n, first, n_threads) for i, (n, first) in enumerate([(4, 10), (2, 20), (4, 24)])),
             *(f"mov.b32 %r{t}, 7;" for t in targets if t >= 30),
-            f"setp.lt.u32 %p1, %r1, 32; {guard} mma.sync.aligned.{KINDS[kind][0]} {{{d}}},",
+            f"setp.lt.u32 %p1, %r1, 32; {guard} mma.sync.aligned.{shape or KINDS[kind][0]} {{{d}}},",
             "{%r10, %r11, %r12, %r13}, {%r20, %r21},",
             f"{{{'%r24, %r25, %r26, %r27' if c else zeros}}};",
             store_registers(3, targets, n_threads),
@@ -148,6 +155,15 @@ def test_places_of_elements(kind: str, with_c: bool) -> None:
     for warp in range(WARPS):
         wanted = whole_sums(form, a[warp], b[warp], c[warp] if c else None)
         assert [[F32.fraction(x) for x in row] for row in got[warp]] == wanted
+
+
+def test_operands_of_two_formats() -> None:
+    draw = random.Random(6)
+    a, b = small(E4M3, 16, 32, draw), small(E5M2, 32, 8, draw)
+    got = multiplied("e4m3", [a], [b], None, shape="m16n8k32.row.col.f32.e4m3.e5m2.f32")[0]
+    b_of_f16 = [[x << 8 for x in row] for row in b]  # the same numbers
+    a_of_f16 = [[F16.nearest(E4M3.fraction(x)) if x else 0 for x in row] for row in a]
+    assert [[F32.fraction(x) for x in row] for row in got] == whole_sums(F16, a_of_f16, b_of_f16, None)
 
 
 @pytest.mark.parametrize("targets", [(24, 25, 26, 27), (10, 11, 20, 21), (33, 13, 40, 12)])
@@ -230,11 +246,29 @@ def test_infinities_and_nan_spread_along_rows() -> None:
                 assert F32.fraction(x) == 16 - (column in (1, 6))
 
 
+@pytest.mark.parametrize(("kind", "nan"), [("e4m3", (0x7F, 0xFF)), ("e5m2", (0x7D, 0xFF))])
+def test_nan_of_8_bits_spreads_along_rows_and_columns(kind: str, nan: tuple[int, int]) -> None:
+    """Beside -0 and the largest number."""
+    form = KINDS[kind][1]
+    one, largest = form.nearest(Fraction(1)), form.infinity - 1
+    a, b = [[one] * 32 for _ in range(16)], [[one] * 8 for _ in range(32)]
+    (a[3][17], b[9][6]), a[5][2], b[2][1] = nan, largest, form.sign
+    got = multiplied(kind, [a], [b], None)[0]
+    for row in range(16):
+        for column in range(8):
+            if row == 3 or column == 6:
+                assert F32.is_nan(got[row][column])
+            else:
+                at_2 = 0 if column == 1 else form.fraction(largest) if row == 5 else 1
+                assert F32.fraction(got[row][column]) == 31 + at_2
+
+
 def test_operands_of_every_size() -> None:
     """A column of hostile numbers, times one."""
     for kind, (_, form, k) in KINDS.items():
-        numbers = [x for x in hostile(form) if form.magnitude(x) < form.infinity][:32]
-        for start in (0, 16):
+        codes = list(range(256)) if form.bits == 8 else hostile(form)
+        numbers = [x for x in codes if form.magnitude(x) < form.infinity]
+        for start in range(0, len(numbers), 16):
             a = [[x, *[0] * (k - 1)] for x in numbers[start : start + 16]]
             a += [[0] * k] * (16 - len(a))
             b = [[form.nearest(Fraction(1))] * 8] + [[0] * 8] * (k - 1)
@@ -252,7 +286,8 @@ def test_a_part_of_a_warp() -> None:
     "shape",
     ["m16n8k8.row.col.f32.f16.f16.f32", "m16n8k16.row.col.f16.f16.f16.f16", "m16n8k16.row.col.f32.f16.bf16.f32",
      "m16n8k16.col.row.f32.f16.f16.f32", "m8n8k4.row.col.f64.f64.f64.f64",
-     "m16n8k16.row.col.satfinite.f32.f16.f16.f32"],
+     "m16n8k16.row.col.satfinite.f32.f16.f16.f32", "m16n8k16.row.col.f32.e4m3.e4m3.f32",
+     "m16n8k32.row.col.f32.e4m3.f16.f32", "m16n8k32.row.col.f16.e4m3.e4m3.f16", "m16n8k32.row.col.f32.e2m1.e2m1.f32"],
 )  # fmt: skip
 def test_unknown_products(shape: str) -> None:
     with pytest.raises(UnknownPTXError, match=shape):

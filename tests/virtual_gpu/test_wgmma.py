@@ -15,6 +15,7 @@ from tests.helpers.ptx_programs import ORDERS, fails, run, run_all
 B_AT = 8192  # where B lies; A begins at 0
 SHARED = 8192 + 32768
 BASE = 1024  # the address of the first byte
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 MODES = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row of the swizzle
 
 
@@ -68,6 +69,8 @@ class Operand:
 def _bits(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "f16":
         return x.astype("f2").view("u2")
+    if kind in FLOAT8:
+        return torch.from_numpy(x).to(FLOAT8[kind]).view(torch.uint8).numpy()
     wide = x.astype("f4").view("u4")
     return (wide >> 16).astype("u2") if kind == "bf16" else wide
 
@@ -101,6 +104,7 @@ def _fill(n_threads: int, size: int) -> str:
     return "\n".join(lines)
 
 
+DEPTHS = {"tf32": 8, "f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
 FENCE = "fence.proxy.async.shared::cta;"
 BARRIER = "bar.sync 0;"
 REGISTERS_FENCE = "wgmma.fence.sync.aligned;"
@@ -112,11 +116,12 @@ def _accumulators(n: int, first: int = 100) -> list[str]:
 
 
 def _product(n: int, a: str = "%rd2", b: str = "%rd3", kind: str = "f16", keep: str = "%p5", signs: str = "1, 1",
-             transposed: str = ", 0, 0", first: int = 100, mark: str = "product") -> str:  # fmt: skip
-    k = 8 if kind == "tf32" else 16
+             transposed: str = ", 0, 0", first: int = 100, mark: str = "product", right: str = "") -> str:  # fmt: skip
+    k = DEPTHS.get(kind, 16)
     d = ", ".join(_accumulators(n, first))
-    flags = signs + ("" if kind == "tf32" else transposed)
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{d}}}, {a}, {b}, {keep}, {flags}; // {mark}"
+    flags = signs + (transposed if k == 16 else "")
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{right or kind}"
+    return f"{opcode} {{{d}}}, {a}, {b}, {keep}, {flags}; // {mark}"
 
 
 def _begin(a: Operand | None, b: Operand, n: int, value: float = 0.0, keeps: int = 1, n_threads: int = 128,
@@ -151,14 +156,15 @@ def _at_threads(d: np.ndarray) -> np.ndarray:
 
 def _multiply(a: np.ndarray, b: np.ndarray, kind: str = "f16", modes: tuple[int, int] = (1, 1),
               mn_major: tuple[bool, bool] = (False, False), step: int = 0, value: float = 0.0, keeps: int = 1,
-              signs: str = "1, 1", order: dict[str, Any] | None = None) -> np.ndarray:  # fmt: skip
+              signs: str = "1, 1", right_kind: str = "",
+              order: dict[str, Any] | None = None) -> np.ndarray:  # fmt: skip
     """What the threads hold after one product."""
     n = len(b)
     left = Operand(_bits(a, kind), 0, modes[0], mn_major[0], step)
-    right = Operand(_bits(b, kind), B_AT, modes[1], mn_major[1], step)
+    right = Operand(_bits(b, right_kind or kind), B_AT, modes[1], mn_major[1], step)
     transposed = f", {int(mn_major[0])}, {int(mn_major[1])}"
     body = [_begin(left, right, n, value, keeps), FENCE, BARRIER, REGISTERS_FENCE]
-    body += [_product(n, kind=kind, transposed=transposed, signs=signs), COMMIT, WAIT, _store(n)]
+    body += [_product(n, kind=kind, transposed=transposed, signs=signs, right=right_kind), COMMIT, WAIT, _store(n)]
     y = torch.zeros(128, n // 2)
     run(
         "\n".join(body),
@@ -185,11 +191,28 @@ def test_tf32(mode: int) -> None:
     np.testing.assert_array_equal(_multiply(a, b, "tf32", (mode, mode)), _at_threads(a @ b.T))
 
 
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+@pytest.mark.parametrize(("kind", "right"), [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3")])
+def test_8_bits(kind: str, right: str, mode: int) -> None:
+    a, b = _matrix(64, 32, 1), _matrix(48, 32, 2)
+    for value, signs, sign in ((0.0, "1, 1", 1), (0.5, "-1, 1", -1)):
+        result = _multiply(a, b, kind, (mode, (mode + 1) % 4), value=value, signs=signs, right_kind=right)
+        np.testing.assert_array_equal(result, _at_threads(sign * (a @ b.T) + value))
+
+
+def test_nan_of_8_bits() -> None:
+    a, b = _matrix(64, 32, 1), _matrix(16, 32, 2)
+    a[40, 31] = b[9, 0] = np.nan
+    np.testing.assert_array_equal(_multiply(a, b, "e4m3"), _at_threads(a @ b.T))
+
+
 @pytest.mark.parametrize(("mode", "step"), [(1, 1), (1, 2), (1, 3), (2, 1)])
 def test_a_part_of_a_swizzled_row(mode: int, step: int) -> None:
     """The next columns lie 32 bytes on, in rows that the swizzle takes as one."""
     a, b = _matrix(64, 16, 3), _matrix(16, 16, 4)
     np.testing.assert_array_equal(_multiply(a, b, modes=(mode, mode), step=step), _at_threads(a @ b.T))
+    a, b = _matrix(64, 32, 3), _matrix(16, 32, 4)
+    np.testing.assert_array_equal(_multiply(a, b, "e4m3", modes=(mode, mode), step=step), _at_threads(a @ b.T))
 
 
 @pytest.mark.parametrize("n", range(8, 257, 8))
@@ -214,9 +237,9 @@ def test_what_was_in_the_accumulators_and_signs(keeps: int, signs: str, sign: in
         np.testing.assert_array_equal(result, _at_threads(sign * (a @ b.T) + 0.5 * keeps))
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32"])
+@pytest.mark.parametrize("kind", DEPTHS)
 def test_a_from_registers(kind: str) -> None:
-    k, n = (8 if kind == "tf32" else 16), 40
+    k, n = DEPTHS[kind], 40
     a, b = _matrix(64, k, 1), _matrix(n, k, 2)
     bits, per_word = _bits(a, kind), 4 // _bits(a, kind).itemsize
     words = np.zeros((128, 4), dtype="u4")
@@ -511,6 +534,45 @@ def test_descriptors_out_of_bounds_and_with_a_base_offset() -> None:
 def test_a_product_that_nobody_waits_for() -> None:
     for end in ([], [COMMIT], [WAIT], [COMMIT, "wgmma.wait_group.sync.aligned 1;"]):
         _fails(AsyncError, *READY, _product(16), *end, marks=("product",), says="nobody waited")
+
+
+A8, B8 = _matrix(64, 32, 13), _matrix(16, 32, 14)
+LEFT8, RIGHT8 = Operand(_bits(A8, "e4m3"), 0, 3), Operand(_bits(B8, "e4m3"), RIGHT_AT, 3)
+
+
+def test_the_rules_of_products_of_8_bits() -> None:
+    begin, product = _begin(LEFT8, RIGHT8, 16, size=SIZE), _product(16, kind="e4m3")
+    y = torch.zeros(128, 8)
+    tensors = {"image": _image(LEFT8, RIGHT8, size=SIZE), "y": y}
+    given: dict[str, Any] = {"n_threads": 128, "shared_bytes": SIZE, "tensors": tensors}
+    ready = [begin, FENCE, BARRIER, REGISTERS_FENCE]
+    run_all("\n".join([*ready, product, product, COMMIT, WAIT, _store(16)]), **given)
+    np.testing.assert_array_equal(y.numpy(), _at_threads(2 * (A8 @ B8.T)))
+    registers = _product(16, _from_registers(), kind="e4m3")
+    moves = "\n".join(f"mov.b32 %r{i}, 0;" for i in range(10, 14))
+    touch = " // touch"
+    for error, lines, marks, says in (
+        (AsyncError, [begin, FENCE, BARRIER, product, COMMIT, WAIT], ("product",), NO_FENCE),
+        (AsyncError, [*ready, f"mov.b32 %r100, 0;\n{product}", COMMIT, WAIT], ("product",), WRITTEN),
+        (AsyncError, [*ready, product, _product(16, mark="other"), COMMIT, WAIT], ("other",), WRITTEN),
+        (AsyncError, [*ready, product, COMMIT], ("product",), "nobody waited"),
+        (AsyncError, [*ready, product, COMMIT, "mov.b32 %r50, %r103;" + touch, WAIT], ("touch",), "not complete"),
+        (AsyncError, [moves, *ready, registers, COMMIT, "mov.b32 %r12, 1;" + touch, WAIT], ("touch",), ""),
+        (RaceError, [*ready, product, COMMIT, "st.shared.b8 [%s], %t;" + touch, WAIT], ("product", "touch"), ""),
+    ):
+        fails(error, "\n".join(lines), *marks, says=says, orders=ORDERS[:4], **given)
+    with pytest.raises(RaceError, match=r"no fence\.proxy\.async"):
+        run("\n".join([begin, BARRIER, REGISTERS_FENCE, product, COMMIT, WAIT]), **given)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("k32", "k16"), ("e4m3.e4m3", "e4m3.f16"), ("e4m3.e4m3", "e2m1.e2m1"), (".f32", ".f16"), ("1, 1;", "1, 1, 0, 0;"),
+])  # fmt: skip
+def test_forms_of_8_bits_that_do_not_exist(old: str, new: str) -> None:
+    product = _product(16, kind="e4m3")
+    assert old in product
+    with pytest.raises(UnknownPTXError):
+        run("\n".join([*READY, product.replace(old, new), COMMIT, WAIT]), **_arguments())
 
 
 def test_fewer_threads_than_a_group() -> None:

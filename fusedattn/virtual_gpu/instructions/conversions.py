@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, relu, to_bf16, to_f16
+from fusedattn.virtual_gpu.instructions.floats import TYPES, flush, from_bf16, relu, to_bf16, to_f16
 from fusedattn.virtual_gpu.instructions.integers import computed
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name
@@ -56,6 +57,8 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
         return computed(machine, x, lambda a: back(whole(prepare(a))), storage, of)
     if (target, source, mode) == ("bf16", "f32", "rz"):
         return computed(machine, x, lambda a: _cut_off(prepare(a)), storage, of)
+    if (target, source, mode, ftz) == ("f16", "f32", "rz", False):
+        return computed(machine, x, _cut_to_f16, storage, of)
     widens = np.dtype(storage).itemsize > np.dtype(of).itemsize
     if mode != ("" if widens else "rn") or (target, source) == ("bf16", "f64"):
         raise unknown(x)
@@ -70,6 +73,12 @@ def _cvt_floats(machine: Machine, x: Instruction, target: str, source: str, mode
 def _cut_off(x: Array) -> Array:
     """float32 as bfloat16, rounded towards zero."""
     return np.where(np.isnan(x), 0x7FFF, x.view("u4") >> np.uint32(16)).astype("u2")
+
+
+def _cut_to_f16(x: Array) -> Array:
+    """float32 as float16, rounded towards zero."""
+    half = to_f16(x)
+    return np.where(np.abs(half.astype("f4")) > np.abs(x), np.nextafter(half, np.float16(0)), half)
 
 
 def _cvt_to_integer(machine: Machine, x: Instruction, target: str, source: str, mode: str, *, ftz: bool) -> Step:
@@ -128,3 +137,21 @@ def _cvt_tf32(machine: Machine, x: Instruction) -> Step:
         return np.where(special, bits, bits + half & np.uint32(0xFFFFE000))
 
     return computed(machine, x, convert, "u4", "u4")
+
+
+@builds("cvt.bf16.f16")
+def _cvt_exactly(machine: Machine, x: Instruction) -> Step:
+    """Without a mode, it is not told how numbers are rounded: none must need it. e4m3 in float16 does not."""
+    out, a = machine.registers.row(name(x, 0), "u2"), machine.registers.value(name(x, 1), "f2")
+
+    def step(mask: Mask) -> None:
+        value = a.astype("f4")
+        bits = to_bf16(value)
+        rounded = (from_bf16(bits) != value) & ~np.isnan(value) & mask
+        if rounded.any():
+            raise KernelError(
+                f"{x.opcode}, at {x.place}: a number that bfloat16 does not have, and no mode of rounding"
+            )
+        store(out, bits, mask)
+
+    return step

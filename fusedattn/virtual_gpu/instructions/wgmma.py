@@ -15,7 +15,14 @@ import numpy as np
 from fusedattn.virtual_gpu.errors import KernelError
 from fusedattn.virtual_gpu.groups import Work
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
-from fusedattn.virtual_gpu.instructions.matrices import fragment_a, fragment_c, registers_c, widened
+from fusedattn.virtual_gpu.instructions.matrices import (
+    SIZES,
+    fragment_a,
+    fragment_c,
+    kinds_match,
+    registers_c,
+    widened,
+)
 from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Instruction, name, vector
 from fusedattn.virtual_gpu.registers import Array, Mask, is_number
@@ -24,7 +31,8 @@ from fusedattn.virtual_gpu.wgmma_registers import GROUP
 
 _SPANS = (16, 128, 64, 32)  # bytes of a row, by the mode of a descriptor
 _SWIZZLES = (0, 7, 3, 1)  # of the address bits 7 to 9, those that are added to bits 4 to 6
-_FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(bf16|f16|tf32)\.(bf16|f16|tf32)$")
+_KIND = f"({'|'.join(SIZES)})"
+_FORM = re.compile(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.{_KIND}\.{_KIND}$")
 
 
 @cache
@@ -81,10 +89,10 @@ class _Operand:
 @builds("wgmma.mma_async", modifiers=True)
 def _multiply(machine: Machine, x: Instruction) -> Step:
     form = _FORM.match(x.opcode)
-    if form is None or form.group(3) != form.group(4):
+    if form is None or not kinds_match(form.group(3), form.group(4)):
         raise unknown(x)
-    n, k, kind = int(form.group(1)), int(form.group(2)), form.group(3)
-    size = 4 if kind == "tf32" else 2
+    n, k, kind_a, kind_b = int(form.group(1)), int(form.group(2)), form.group(3), form.group(4)
+    size = SIZES[kind_a]
     if k * size != 32:
         raise unknown(x)
     if n % 8 or not 8 <= n <= 256 or len(vector(x, 0)) != n // 2 or machine.n_threads % GROUP:
@@ -92,7 +100,7 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
     registers, shared, products = machine.registers, machine.shared, machine.products
     from_registers = not isinstance(x.operand(1), str)
     *flags, n_flags = *(int(name(x, i)) for i in range(4, len(x.operands))), len(x.operands) - 4
-    transposable = 0 if kind == "tf32" else 1 if from_registers else 2
+    transposable = 0 if size != 2 else 1 if from_registers else 2  # operands
     if n_flags != 2 + transposable or any(flag not in (1, -1) for flag in flags[:2]):
         raise unknown(x)
     sign = np.float32(flags[0] * flags[1])
@@ -137,13 +145,13 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
         def effect(parts: Array) -> None:
             chosen = groups[parts]
             elements = shared.typed[size]
-            right = widened(elements[(at_b[parts] + bases[parts]) // size], kind)
+            right = widened(elements[(at_b[parts] + bases[parts]) // size], kind_b)
             if at_a is None:
                 assert saved is not None
                 of_parts = saved.reshape(4, -1, GROUP)[:, parts].reshape(4, -1)
-                left = fragment_a(of_parts, kind).reshape(-1, 64, k)
+                left = fragment_a(of_parts, kind_a).reshape(-1, 64, k)
             else:
-                left = widened(elements[(at_a[parts] + bases[parts]) // size], kind)
+                left = widened(elements[(at_a[parts] + bases[parts]) // size], kind_a)
             if sign < 0:
                 left = -left
             lanes = (chosen[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
