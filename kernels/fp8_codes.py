@@ -73,11 +73,10 @@ def _butterfly(x, ROWS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr):
 def hadamard(x, ROWS: tl.constexpr, N: tl.constexpr):
     """``x``, ``(ROWS, N)``, with signs changed, times Sylvester's orthonormal matrix: low_precision.rotated.
 
-    The signs are bits of a hash of the feature, because equal features would become one without them.
+    Without the signs, equal features would become one.
     """
-    bits = tl.arange(0, N).to(tl.uint32) * 0x9E3779B1
-    bits = (bits ^ (bits >> 15)) * 0x85EBCA6B
-    x = tl.where(((bits >> 13) & 1)[None, :] != 0, -x, x)
+    d = tl.arange(0, N)
+    x = tl.where(((57 * d * d + 17 * d + 97) % 509 % 2)[None, :] != 0, -x, x)
     for step in tl.static_range(0, _log2(N)):
         x = _butterfly(x, ROWS, N, 1 << step)
     return divide(x, tl.full(x.shape, _sqrt(N), tl.float32))

@@ -19,7 +19,7 @@ from fusedattn import attention, testing
 from fusedattn.cli.check import command
 from fusedattn.kernels import devices
 from fusedattn.kernels.configs import Style, TileConfig
-from fusedattn.testing import LinearCase, Ratios, Results, linear
+from fusedattn.testing import FP8Case, LinearCase, Ratios, Results, fp8, linear
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 from fusedattn.testing.linear_cases import make_linear_inputs
 
@@ -100,6 +100,22 @@ class LinearSmoke(Smoke):
         inputs = make_linear_inputs(self.case, device)
         call = functools.partial(linear.run_linear, linear.linear_on("triton"), self.case, inputs)
         return call, functools.partial(linear.compare_linear, self.case, inputs)
+
+
+@dataclass(frozen=True)
+class FP8Smoke(Smoke):
+    """A call in 8 bits, which has no backward; left out where a GPU has no such products."""
+
+    case: FP8Case
+
+    def run(self, device: torch.device) -> Answer:
+        reasons = fp8.fp8_reasons(self.case, "triton", device)
+        return Answer(True, reasons[0]) if reasons else super().run(device)
+
+    def _prepare(self, device: torch.device) -> tuple[Callable[[], Results], Callable[[Results], dict[str, Ratios]]]:
+        inputs = make_inputs(self.case, device)
+        call = functools.partial(fp8.run_fp8, self.case, inputs, "triton")
+        return call, functools.partial(fp8.compare_fp8, self.case, inputs)
 
 
 @dataclass(frozen=True)

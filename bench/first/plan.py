@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from bench import goals
-from bench.first.jobs import Before, Check, Job, LinearSmoke, Smoke, Styles
+from bench.first.jobs import Before, Check, FP8Smoke, Job, LinearSmoke, Smoke, Styles
 from bench.work import suites
 from bench.work.work import Work
-from fusedattn.testing import LINEAR_CASES, LinearCase
+from fusedattn import FP8
+from fusedattn.testing import FP8_CASES, LINEAR_CASES, FP8Case, LinearCase
 from fusedattn.testing.cases import CACHED_CASES, CASES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +41,7 @@ _LINEAR = LinearCase(nheads_q=8, nheads_kv=4, seqlen_q=200, head_dim=64, dtype=t
 SMOKE = [
     *(Smoke(name, **fields) for name, fields in _CALLS.items()),
     LinearSmoke("linear_states, linear_outputs, linear_features", _LINEAR),
+    FP8Smoke("quantize_fp8, largest_of_all", FP8Case(**_CAUSAL, precision=FP8("tensor"))),
 ]
 
 _STYLED: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "dtype": torch.bfloat16}
@@ -57,7 +59,7 @@ def jobs(device_type: str) -> list[Job]:
     small = device_type == "cpu"
     found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
     for dtype in DTYPES:
-        cases = CASES[:1] if small else (*CASES, *CACHED_CASES, *LINEAR_CASES)
+        cases = CASES[:1] if small else (*CASES, *CACHED_CASES, *LINEAR_CASES, *FP8_CASES)
         found += [Check(case.name, replace(case, dtype=dtype)) for case in cases]
     return found + [Before(work.name, work) for work in works(device_type)]
 

@@ -38,6 +38,7 @@ from fusedattn.testing.budget import (
 )
 from fusedattn.testing.cached import check_cached, run_cached
 from fusedattn.testing.cases import CACHED_CASES, CASES, Case, Inputs, make_inputs, results_of
+from fusedattn.testing.fp8 import FP8_CASES, FP8Case, check_fp8
 from fusedattn.testing.linear import check_linear
 from fusedattn.testing.linear_cases import LINEAR_CASES, LinearCase
 
@@ -45,6 +46,7 @@ __all__ = [
     "ALL_TENSORS",
     "CACHED_CASES",
     "CASES",
+    "FP8_CASES",
     "GRADIENTS",
     "LINEAR_CASES",
     "MAX_FACTOR",
@@ -52,6 +54,7 @@ __all__ = [
     "TENSORS",
     "AttentionFunction",
     "Case",
+    "FP8Case",
     "Inputs",
     "LinearCase",
     "Measurement",
@@ -62,6 +65,7 @@ __all__ = [
     "bias_terms",
     "check",
     "check_cached",
+    "check_fp8",
     "check_linear",
     "compare",
     "compare_results",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fusedattn import low_precision, reference
 from fusedattn.attention import attention
 from fusedattn.fp8 import FP8
 from fusedattn.low_precision import RECIPES, Recipe
-from fusedattn.support import Backend
+from fusedattn.support import Backend, not_supported_reasons
 from fusedattn.testing.budget import Ratios, Results, compare_results
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 
@@ -20,7 +20,7 @@ from fusedattn.testing.cases import Case, Inputs, make_inputs
 class FP8Case(Case):
     """An attention problem without gradients, and how its operands are rounded."""
 
-    precision: FP8 = FP8()
+    precision: FP8 = field(default_factory=FP8)
 
 
 # Longer than the 128 tokens that share a scale.
@@ -61,15 +61,32 @@ def fp8_baseline(inputs: Inputs, precision: FP8) -> Results:
 def fp8_golden(inputs: Inputs) -> Results:
     """Out and lse without any rounding, in float64."""
     wide = inputs.to(torch.float64)
-    out, lse, _ = reference.attention(wide.q, wide.k, wide.v, **wide.options)
-    return {"out": out.detach(), "lse": lse.detach()}
+    with torch.no_grad():
+        out, lse, _ = reference.attention(wide.q, wide.k, wide.v, **wide.options)
+    return {"out": out, "lse": lse}
+
+
+def fp8_reasons(case: FP8Case, backend: Backend, device: torch.device | str = "cpu") -> list[str]:
+    """Every reason why a case cannot run on a backend."""
+    x = make_inputs(case, device)
+    with torch.no_grad():
+        return not_supported_reasons(x.q, x.k, x.v, mask=x.mask, precision=case.precision, backend=backend)
 
 
 @torch.no_grad()
-def check_fp8(case: FP8Case, backend: Backend, device: torch.device | str = "cpu") -> dict[str, Ratios]:
-    """Measure out and lse of a case: its error may be 1.5 times (on average 1.1 times) that of the definition."""
-    inputs = make_inputs(case, device)
+def run_fp8(case: FP8Case, inputs: Inputs, backend: Backend) -> Results:
+    """Out and lse of a case."""
     options = inputs.options | {"precision": case.precision, "backend": backend}
     found: Any = attention(inputs.q, inputs.k, inputs.v, return_lse=True, **options)
-    actual = dict(zip(("out", "lse"), found, strict=True))
+    return dict(zip(("out", "lse"), found, strict=True))
+
+
+def compare_fp8(case: FP8Case, inputs: Inputs, actual: Results) -> dict[str, Ratios]:
+    """The errors of :func:`run_fp8`, which may be 1.5 times (on average 1.1 times) those of the definition."""
     return compare_results(actual, fp8_golden(inputs), fp8_baseline(inputs, case.precision), inputs.q.dtype)
+
+
+def check_fp8(case: FP8Case, backend: Backend, device: torch.device | str = "cpu") -> dict[str, Ratios]:
+    """Measure out and lse of a case against the error budget."""
+    inputs = make_inputs(case, device)
+    return compare_fp8(case, inputs, run_fp8(case, inputs, backend))

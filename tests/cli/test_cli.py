@@ -100,7 +100,7 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--device", "tpu"], "--device: got 'tpu', allowed are cpu, cuda and cuda:N"),
         (["demo", "--device", "cuda:99"], "GPUs"),
         (["check", "--feature", "telepathy"], "--feature: got 'telepathy'"),
-        (["check", "--feature", "causl"], "which is in none of the 92 names; near it are 'causal'"),
+        (["check", "--feature", "causl"], "which is in none of the 97 names; near it are 'causal'"),
         (["check", "--against", "telepathy"], "--against: got 'telepathy', allowed are torch.sdpa-math, "),
         (["check", "--against", "no.such:f"], "--against: got 'no.such:f': ModuleNotFoundError: No module named 'no'"),
         (["check", "--against", "math:pi"], "--against: got 'math:pi', which is a float"),
@@ -270,7 +270,7 @@ import sys
 from fusedattn import testing
 from fusedattn.kernels import attention_fwd as kernel
 
-testing.CACHED_CASES = testing.LINEAR_CASES = ()
+testing.CACHED_CASES = testing.LINEAR_CASES = testing.FP8_CASES = ()
 testing.CASES = (testing.Case("tiny", batch=1, nheads_q=1, nheads_kv=1, seqlen_q=8, seqlen_k=8, head_dim=16),)
 launch = kernel.launch
 

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations.kernels_hub": {"fusedattn"},
     "distributed.example": {"fusedattn", "distributed", "cli", "transformer"},
     "cli": {"fusedattn", "attention", "testing", "call_checks", "support", "testing.peers", "transformer", "kernels"}
-    | {"testing.linear", "testing.linear_cases", "virtual_gpu"},
+    | {"testing.fp8", "testing.linear", "testing.linear_cases", "virtual_gpu"},
     "virtual_gpu": {"prepare", "support", "kernels"},
     "fusedattn": {"fusion", "integrations.torch_functions", "attention", "varlen", "weights", "merge", "caches"}
     | {"support", "linear.attention", "linear.state", "feature_maps", *VALUES},
@@ -101,7 +101,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "backends.triton.ops": {"backends.triton.launching", "backends.triton.results", "backends.triton.operands"},
     "backends.triton.launching": {"backends.triton.results", "backends.triton.operands", "kernels", *VALUES},
-    "testing": {"testing.budget", "testing.cached", "testing.cases", "testing.linear", "testing.linear_cases"},
+    "testing": {
+        "testing.budget",
+        "testing.cached",
+        "testing.cases",
+        "testing.fp8",
+        "testing.linear",
+        "testing.linear_cases",
+    },
     "testing.linear": {
         "linear.attention",
         "linear.reference",
@@ -113,6 +120,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing.linear_terms": {"testing.budget", "testing.linear_cases", "feature_maps"},
     "testing.linear_cases": {"testing.triton_functions", "feature_maps"},
+    "testing.fp8": {"attention", "low_precision", "reference", "testing.budget", "testing.cases", "support", *VALUES},
     "testing.cached": {"attention", "caches", "testing.budget", "testing.cases", "support", *VALUES},
     "low_precision": {"call_checks", *VALUES},
     "weights": {"call_checks", "reference", *VALUES},
@@ -236,7 +244,7 @@ LAYERS = (
           ("integrations", "integrations.flash_attn", "integrations.modules", "integrations.torch_flash",
            "integrations.torch_functions", "integrations.torch_nn", "integrations.transformers")),
     Layer("error budget", "test cases, and the error that a function may have",
-          ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.linear",
+          ("testing", "testing.budget", "testing.cached", "testing.cases", "testing.fp8", "testing.linear",
            "testing.linear_cases", "testing.linear_terms", "testing.peers", "testing.triton_functions")),
     Layer("virtual GPU", "Triton's PTX, run on a CPU", ("virtual_gpu",)),
     Layer("public functions", "signatures and their meaning",

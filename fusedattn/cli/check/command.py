@@ -23,7 +23,8 @@ from fusedattn.cli.check.outcome import LABELS, Outcome, failed, number, percent
 from fusedattn.cli.columns import line
 from fusedattn.cli.errors import CommandError
 from fusedattn.support import Backend
-from fusedattn.testing import Case, Inputs, LinearCase, Ratios, Results
+from fusedattn.testing import Case, FP8Case, Inputs, LinearCase, Ratios, Results
+from fusedattn.testing.fp8 import fp8_reasons
 from fusedattn.testing.linear import linear_baseline
 from fusedattn.testing.linear_cases import LinearInputs
 from fusedattn.testing.peers import Peer
@@ -32,6 +33,7 @@ EXPLANATION = f"""\
 Error against float64 relative to that of eager PyTorch in the same dtype, for
 the tensor that uses most of its budget. Allowed are max {testing.MAX_FACTOR}, mean {testing.MEAN_FACTOR} and worst
 row {testing.MAX_FACTOR}, and always one unit in the last place (row "-": a row that needs it).
+For "fp8", eager PyTorch rounds to e4m3 too (fusedattn.low_precision).
 """
 
 AnyCase = Case | LinearCase
@@ -67,8 +69,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.backend == "triton" and (problems := machine.triton_problems(device)):
         raise CommandError(machine.no_triton(problems))
     every: list[AnyCase] = [*testing.CASES, *testing.CACHED_CASES]
-    if not options.against:  # the others compute softmax attention
+    if not options.against:  # the others compute softmax attention, without rounding
         every += testing.LINEAR_CASES
+        if options.backend == "triton":
+            every += testing.FP8_CASES
     chosen = (case for case in every if options.feature.lower() in case.name.lower())
     cases = [replace(case, seed=case.seed + options.seed) for case in chosen]
     if not cases:
@@ -80,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(f"--feature: got {options.feature!r}, which is in none of the {len(names)} names{hint}")
     if machine.versions()["triton"] == "not installed":
         cases = _without_triton(cases)
+    cases = _without_unsupported(cases, options.backend, device)
     others = comparison.find(options.against)
     if device.type == "cpu":
         torch.set_num_threads(1)  # the cases are small: waiting for threads costs more than they save
@@ -105,6 +110,17 @@ def _without_triton(cases: list[AnyCase]) -> list[AnyCase]:
     return [case for case in cases if not case.needs_triton]
 
 
+def _without_unsupported(cases: list[AnyCase], backend: Backend, device: torch.device) -> list[AnyCase]:
+    """The cases that this device can run; prints the reason for the others."""
+    reasons = {case.name: fp8_reasons(case, backend, device) for case in cases if isinstance(case, FP8Case)}
+    left_out = [name for name, found in reasons.items() if found]
+    if left_out:
+        print(f"left out: {', '.join(map(repr, left_out))}: {reasons[left_out[0]][0]}", file=sys.stderr)
+    if len(left_out) == len(cases):
+        raise CommandError("--feature: got only cases that this device cannot run")
+    return [case for case in cases if case.name not in left_out]
+
+
 def _work(cases: list[AnyCase], dtypes: Iterable[str], *, quick: bool) -> list[tuple[AnyCase, str]]:
     """Each case in each dtype; if `quick`, each in one of them, in turn."""
     names = list(dict.fromkeys(dtypes))
@@ -125,6 +141,9 @@ def _rounds(
         if isinstance(case, LinearCase):
             yield {OWN: _of_linear(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device, compiled)}
             continue
+        if isinstance(case, FP8Case):
+            yield {OWN: _of_fp8(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device)}
+            continue
         inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
         outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
         try:
@@ -144,10 +163,19 @@ def _of_linear(case: LinearCase, dtype: str, backend: Backend, device: torch.dev
         return failed(case.name, dtype, error)
 
 
+def _of_fp8(case: FP8Case, dtype: str, backend: Backend, device: torch.device) -> Outcome:
+    try:
+        return Outcome(case.name, dtype, testing.check_fp8(case, backend, device))
+    except Exception as error:
+        return failed(case.name, dtype, error)
+
+
 def measure(case: AnyCase, backend: Backend, device: torch.device) -> dict[str, Ratios]:
     """The share of its budget that each tensor of a case uses."""
     if isinstance(case, LinearCase):
         return testing.check_linear(case, backend, device)
+    if isinstance(case, FP8Case):
+        return testing.check_fp8(case, backend, device)
     return _measure(_make_inputs(case, backend, device), backend)
 
 
