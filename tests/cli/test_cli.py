@@ -212,7 +212,7 @@ def _triton() -> None:
 @pytest.mark.usefixtures("_triton")
 def test_check_passes() -> None:
     out = run("check", "--feature", "causal", "--dtype", "float32", "--device", "cpu").stdout
-    names = [case.name for case in testing.CASES if "causal" in case.name]
+    names = [case.name for case in (*testing.CASES, *testing.FP8_CASES) if "causal" in case.name]
     assert len(re.findall(r" float32 .* ok$", out, re.MULTILINE)) == len(names)
     assert f"{len(names)} of {len(names)} within the budget" in out
     assert all(name in out for name in names)
