@@ -6,6 +6,7 @@ Import this only where kernels are compiled: not in a process with ``TRITON_INTE
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bench.tuning.slots import holding_one_pass
-from fusedattn import attention, attention_varlen, testing
+from fusedattn import FP8, attention, attention_varlen, testing
 from fusedattn.kernels import configs, hopper
-from fusedattn.testing import Case, Ratios
+from fusedattn.testing import Case, FP8Case, Ratios, fp8
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.eager import gpu_eager, tf32_eager
@@ -102,12 +103,17 @@ def _solve(problem: Problem) -> Solution:
         _by_hopper(problem),
         _float32_products("high" if problem.tf32 else "highest"),
     ):
-        found = testing.run(function, inputs)
+        if isinstance(problem.case, FP8Case):
+            found = fp8.run_fp8(problem.case, inputs, "triton")
+        else:
+            found = testing.run(function, inputs)
     return Solution(_judged(problem, inputs, found), gpu.counters)
 
 
 def _judged(problem: Problem, inputs: testing.Inputs, found: testing.Results) -> dict[str, Ratios]:
     """The share of the budget of each result. In float32 its unit is the error of eager PyTorch on a GPU."""
+    if isinstance(problem.case, FP8Case):
+        return fp8.compare_fp8(problem.case, inputs, found)
     eager_on_gpu = {"float32": gpu_eager, "tf32": tf32_eager}.get(problem.dtype, contextlib.nullcontext)
     with eager_on_gpu():
         eager = testing.baseline(inputs)
@@ -169,6 +175,7 @@ def problems() -> Iterator[Problem | CacheProblem]:
         yield from _lengths(arch)
         yield from _orders(arch)
         yield from _hopper(arch)
+        yield from _fp8(arch)
         yield from compiled_caches.problems(arch)
 
 
@@ -263,6 +270,25 @@ def _hopper(arch: configs.Arch) -> Iterator[Problem]:
             yield Problem("hopper", arch, case, settings=settings)
 
 
+def _fp8(arch: configs.Arch) -> Iterator[Problem]:
+    """The forward in 8 bits: every shared case, every tile of its configs, and orders of everything."""
+    if arch != "sm_90":
+        return
+    for case, dtype in itertools.product(testing.FP8_CASES, DTYPES):
+        yield Problem("fp8", arch, replace(case, dtype=dtype))
+    long = FP8Case(**{**vars(LONG), "dtype": torch.bfloat16, "rope": "half", "causal": "bottom_right"})
+    for head_dim, boolean in itertools.product(HEAD_DIMS, (None, "full")):
+        yield Problem("fp8", arch, replace(long, head_dim=head_dim, boolean=boolean))  # type: ignore[arg-type]
+    for settings in (
+        {"asynchronous": "early"},
+        *({"asynchronous": "random", "programs": "random", "schedule": "random", "seed": seed} for seed in range(3)),
+        {"programs": "reversed", "together": False},
+        {"noise": True},
+    ):
+        for precision in (FP8(rotate=True), FP8("tensor")):
+            yield Problem("fp8", arch, replace(long, precision=precision, padding="uneven"), settings=settings)
+
+
 def quick_problems() -> Iterator[Problem | CacheProblem]:
     """A few of them: each style and kernel once."""
     base = replace(LONG, nheads_q=1, dtype=torch.bfloat16)
@@ -279,5 +305,7 @@ def quick_problems() -> Iterator[Problem | CacheProblem]:
     yield Problem("features", "sm_90", replace(mixed, dtype=torch.bfloat16))  # one tile is copied, one in registers
     few = replace(base, seqlen_q=1, seqlen_k=600, nheads_q=4, padding="right", dtype=torch.float16)
     yield Problem("few queries", "sm_90", few, settings={"asynchronous": "early"})
+    fp8_case = replace(testing.FP8_CASES[-1], nheads_q=2, nheads_kv=1, dtype=torch.bfloat16)
+    yield Problem("fp8", "sm_90", fp8_case, settings={"asynchronous": "random", "schedule": "random"})
     yield CacheProblem("sm_90", torch.float16, "e4m3")
     yield CacheProblem("sm_80", torch.bfloat16, "int4, groups of 4", seqlen_q=70)
