@@ -232,12 +232,10 @@ def _reasons_of_fp8(q: Tensor, v: Tensor, options: Options, backend: Backend) ->
     if HAS_TRITON and HAS_KERNELS and _is_gpu(q.device) and not interpreting():
         from fusedattn.kernels import devices
 
-        target = devices.target_of(q.device)
-        if target.backend != "cuda" or target.arch < 89:
-            reasons.append(
-                f"precision: got FP8 on {target.backend} {target.arch}, allowed are NVIDIA GPUs of compute capability "
-                "8.9 and above"
-            )
+        capability = devices.capability_of(q.device)
+        if capability is None or capability < (8, 9):
+            got = "an AMD GPU" if capability is None else f"compute capability {'.'.join(map(str, capability))}"
+            reasons.append(f"precision: got FP8 on {got}, allowed are NVIDIA GPUs of compute capability 8.9 and above")
     return reasons
 
 

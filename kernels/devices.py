@@ -1,11 +1,9 @@
 """The name of a device in the config table, and its resources."""
 
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from fusedattn.kernels.configs import Arch
 
@@ -40,10 +38,9 @@ def arch_of(device: torch.device) -> Arch:
     return _gpu_arch(device.index if device.index is not None else torch.cuda.current_device())
 
 
-def target_of(device: torch.device) -> GPUTarget:
-    """What Triton compiles for a GPU: its backend and its architecture, as 89."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return triton.runtime.driver.active.get_current_target()
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None for others."""
+    return _gpu_capability(device.index if device.index is not None else torch.cuda.current_device())
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -51,6 +48,12 @@ def multiprocessors(device: torch.device) -> int:
     if triton.knobs.runtime.interpret:
         return 3
     return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache
+def _gpu_capability(index: int) -> tuple[int, int] | None:
+    properties = torch.cuda.get_device_properties(index)
+    return None if torch.version.hip is not None else (properties.major, properties.minor)
 
 
 @lru_cache

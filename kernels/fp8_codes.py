@@ -177,7 +177,7 @@ def quantize_fp8(
                 ptrs += offs_d[:, None] * codes.stride_s + offs[None, :]
                 tl.store(ptrs, tl.trans(found), mask=(offs_d < HEAD_DIM)[:, None])
             else:
-                ptrs = head_base(codes, place.batch, head, first_code) + start * codes.stride_s
+                ptrs = head_base(codes, place.batch, head, first_code) + tl.cast(start, tl.int64) * codes.stride_s
                 tl.store(ptrs + offs[:, None] * codes.stride_s + offs_d[None, :], found)
 
 
@@ -246,6 +246,8 @@ def _codes(side: _Side, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             (nheads, shape.seqlen_q, shape.seqlen_k, prologue.n_positions, n_tiles, scales.shape[2]),
         )  # fmt: skip
 
+    if n_programs == 0:
+        return codes, scales
     whole = None
     if how.of_tensor:
         largest, whole = scratch(x, (n_programs,), torch.float32), scratch(x, (1,), torch.float32)

@@ -35,6 +35,7 @@ def reasons_against(
     found = {
         "dtype": q.itemsize != 2 or k.dtype != q.dtype or v.dtype != q.dtype,
         "head_dim": q.shape[3] != HEAD_DIM or v.shape[3] != HEAD_DIM,
+        "codes": problem.codes is not None,
         "score": call.score is not UNMODIFIED or problem.sinks is not None,
         "dropout": call.dropout.seed_ptr is not None,
         "cache": call.cache is not NO_CACHE,

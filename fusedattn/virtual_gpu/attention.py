@@ -23,11 +23,18 @@ def launches_for(arch: Arch, multiprocessors: int = MULTIPROCESSORS) -> Iterator
     """Inside, ``backend="triton"`` takes CPU tensors, and launches are those for `arch`."""
     with (
         patch.object(devices, "arch_of", lambda device: arch),
+        patch.object(devices, "capability_of", lambda device: _capability_of(arch)),
         patch.object(problem, "multiprocessors", lambda device: multiprocessors),
         patch.object(support, "_is_gpu", lambda device: device.type == "cpu"),
         patch.object(prepare, "_known", {}),  # no check made here counts outside, or the other way round
     ):
         yield
+
+
+def _capability_of(arch: Arch) -> tuple[int, int] | None:
+    """The compute capability of an architecture; None for AMD's."""
+    name, _, number = arch.partition("_")
+    return divmod(int(number), 10) if name == "sm" else None
 
 
 @contextmanager
