@@ -11,6 +11,7 @@ PROBLEMS = "tests/virtual_gpu/test_hopper.py -k problems"
 FAULTS = (
     Fault("kernels/attention_fwd.py", "hopper.chosen and hopper.takes(", "hopper.takes(", "hopper: taken though not chosen", CALLS),
     Fault(RULE, '"dropout": call.dropout.seed_ptr is not None', '"dropout": False', "hopper: dropout is dropped", CALLS),
+    Fault(RULE, '"codes": problem.codes is not None', '"codes": False', "hopper: 8 bits become 16", CALLS),
     Fault(RULE, "    odd = odd or upper < 0\n", "", "hopper: gradients of keys with rows that see nothing", CALLS),
     Fault(RULE, "odd = odd or shape.seqlen_q % 4 != 0", "pass", "hopper: statistics at an address that is not aligned", CALLS),
     Fault(RULE, "return in_band or mask.key_range_ptr", "return mask.key_range_ptr", "hopper: NaN behind a diagonal", CALLS),

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fusedattn import Rope, attention, attention_varlen, masks
+from fusedattn import FP8, Rope, attention, attention_varlen, masks
 from fusedattn.kernels import hopper
 from fusedattn.virtual_gpu.attention import compiled_attention
 
@@ -50,6 +50,10 @@ def test_they_run_only_if_chosen() -> None:
         assert _kernels(*_inputs()) == {"attention_fwd"}
     with patch.object(hopper, "FEWEST_QUERIES", N + 1):
         assert _kernels(*_inputs()) == {"attention_fwd"}
+
+
+def test_they_take_no_codes() -> None:
+    assert _kernels(*_inputs(), precision=FP8()) == {"quantize_fp8", "attention_fwd"}
 
 
 @pytest.mark.parametrize("options", [
