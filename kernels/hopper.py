@@ -38,6 +38,7 @@ def reasons_against(
         "score": call.score is not UNMODIFIED or problem.sinks is not None,
         "dropout": call.dropout.seed_ptr is not None,
         "cache": call.cache is not NO_CACHE,
+        "codes": problem.codes is not None,
         "shard": call.sequences.shard_ptr is not None,
         "mask by pair": bool(mask.BY_PAIR.value) or mask.documents is not None,
         "layout": mask.layout is not None,
