@@ -155,7 +155,7 @@ def quantize_fp8(
             largest = tl.maximum(largest, tl.max(tl.where(finite, tl.abs(y), 0.0)))
     if largest_ptr is not None:
         tl.store(largest_ptr + tl.program_id(0), largest)
-    elif block < seqlen:
+    elif (block < seqlen) | (block == 0):  # without keys, blocks of a mask still name the first
         scale = tl.math.div_rn(largest, tl.full((), largest_code("e4m3"), tl.float32))
         scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)
         of_codes = place_of_codes(place, sequences)
@@ -175,7 +175,7 @@ def quantize_fp8(
             start = tl.multiple_of(start, ROWS)
             if TRANSPOSED:
                 ptrs = head_base(codes, place.batch, head, 0) + first_code + start
-                ptrs += offs_d[:, None] * codes.stride_s + offs[None, :]
+                ptrs += offs_d[:, None].to(tl.int64) * codes.stride_s + offs[None, :]
                 tl.store(ptrs, tl.trans(found), mask=(offs_d < HEAD_DIM)[:, None])
             else:
                 ptrs = head_base(codes, place.batch, head, first_code) + start * codes.stride_s
