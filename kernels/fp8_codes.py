@@ -75,8 +75,9 @@ def hadamard(x, ROWS: tl.constexpr, N: tl.constexpr):
 
     The signs are bits of a hash of the feature, because equal features would become one without them.
     """
-    bits = tl.arange(0, N).to(tl.uint32) * 0x9E3779B1
-    bits = (bits ^ (bits >> 15)) * 0x85EBCA6B
+    # The products of a hash wrap around, which a debugging run would report.
+    bits = tl.mul(tl.arange(0, N).to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    bits = tl.mul(bits ^ (bits >> 15), 0x85EBCA6B, sanitize_overflow=False)
     x = tl.where(((bits >> 13) & 1)[None, :] != 0, -x, x)
     for step in tl.static_range(0, _log2(N)):
         x = _butterfly(x, ROWS, N, 1 << step)
