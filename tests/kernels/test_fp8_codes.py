@@ -254,3 +254,34 @@ def test_codes_do_not_depend_on_strides() -> None:
     first, second = of(q, k, v), of(*moved)
     for x, y in zip(first[:3], second[:3], strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def test_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale of a tensor of more blocks than one step of the reduction takes, whose first number is the largest."""
+    monkeypatch.setattr(
+        fp8_codes, "_REDUCTION", launcher.KernelConstants(fp8_codes.largest_of_all, BLOCK=2, num_warps=4)
+    )
+    q, k, v = qkv(3, 300)
+    k[0, 0, 0, 0] = v[0, 0, 0, 0] = 50.0
+    found = of(q, k, v, FP8("tensor"))
+    assert_numbers(found, tuple(definition(x, FP8("tensor")) for x in (q, k, v)))  # type: ignore[arg-type]
+
+
+def test_tokens_beyond_the_tables_of_a_rotation() -> None:
+    """Those behind the last, which have no position, are 0, and in no scale."""
+    q, k, v = qkv(40, 40, batch=1)
+    rope = Rope.from_theta(24, 40, device=DEVICE)
+    found = of(q, k, v, rope=rope)
+    for codes, scale, x in zip(found[:2], found[3][:2], rope.rotate(q, k), strict=True):
+        assert not codes[:, :, 40:].float().any()
+        torch.testing.assert_close(scale[..., 0], x.abs().amax((2, 3)) / 448)
+
+
+@interpreted
+@pytest.mark.parametrize("size", [96, 256])
+def test_no_memory_behind_the_codes_is_read(size: int) -> None:
+    """By blocks of a mask that reach further."""
+    q, k, v = (torch.randn(1, 1, n, 8) for n in (3, 100, 100))
+    blocks = torch.ones(1, 1, 1, -(-100 // size), dtype=torch.bool)
+    with checked_accesses():
+        triton_attention(q, k, v, mask=masks.block_sparse(blocks, (16, size)), precision=FP8())
