@@ -148,9 +148,13 @@ def test_equal_keys_give_the_mean_of_the_values(n: int, precision: FP8) -> None:
 
 
 def test_many_keys() -> None:
-    """Weights below the least code, relative to the largest, are lost; those of one size are not."""
-    q, k, v = qkv(1, 2000, head_dim=1)
+    """Weights below the least code, relative to the largest, are lost; those of one size are not.
+
+    There are more scales of keys than of queries.
+    """
+    q, k, v = qkv(1, 2100, heads=2, head_dim=1)
     k, v = 0.3 * k, v + 1.0
+    v[:, :, 2048:] *= 3.0
     out, _ = attend(q, k, v)
     expected, _, _ = reference.attention(q.double(), k.double(), v.double())
     torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.02)
