@@ -92,7 +92,10 @@ def scales_of_head(scales, place, nheads_q, nheads_kv, head, head_kv, start_m, l
 
 @triton.jit
 def with_keys(scales, start_n):
-    """`start_n`, or the start of another tile if that from `start_n` on has no keys, and hence no codes to read."""
+    """`start_n`, or the start of another tile if that from `start_n` on has no keys, and hence no codes to read.
+
+    A sequence without keys has nothing to read in any tile, but all of its queries see nothing and are 0.
+    """
     if scales.last is not None:
         start_n = tl.minimum(start_n, scales.last)
     return start_n

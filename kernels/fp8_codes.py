@@ -156,7 +156,7 @@ def quantize_fp8(
             largest = tl.maximum(largest, tl.max(tl.where(finite, tl.abs(y), 0.0)))
     if largest_ptr is not None:
         tl.store(largest_ptr + tl.program_id(0), largest)
-    elif (block < seqlen) | (block == 0):  # without keys, blocks of a mask still name the first
+    elif block < seqlen:
         scale = tl.math.div_rn(largest, tl.full((), largest_code("e4m3"), tl.float32))
         scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)
         of_codes = place_of_codes(place, sequences)

@@ -23,7 +23,6 @@ DIFFERENT = f"{_HOSTILE} -k scales_that_differ"
 SEEN = f"{_HOSTILE} -k 'reaches_those or behind_a_window'"
 HIDDEN = f"{_HOSTILE} -k padding_hides"
 ALONE = f"{_HOSTILE} -k 'head_alone or later_blocks'"
-OF_TENSOR = f"{_HOSTILE} -k of_the_largest_number"
 CODED = f"{_CODES} -k those_of_the_definition"
 BEFORE = f"{_CODES} -k done_before"
 INFINITE = f"{_CODES} -k not_finite"
@@ -80,9 +79,8 @@ FAULTS = (
     Fault(CODES, "        largest = tl.load(whole_ptr)\n", "        largest = tl.load(whole_ptr) * 0.5\n", "codes: numbers of a tensor beyond the largest code", CODED),
     Fault(CODES, "            largest = tl.maximum(largest, tl.max(tl.where(finite, tl.abs(y), 0.0)))", "            largest = tl.max(tl.where(finite, tl.abs(y), 0.0))", "codes: the scale of the last rows of a block", CODED),
     Fault(CODES, "tl.max(tl.where(finite, tl.abs(y), 0.0))", "tl.max(tl.abs(y))", "codes: an infinity makes the scale", INFINITE),
-    Fault(CODES, "tl.store(largest_ptr + tl.program_id(0), largest)", "tl.store(largest_ptr + tile, largest)", "codes: the largest number of the last head", OF_TENSOR),
-    Fault(CODES, "elif (block < seqlen) | (block == 0):", "elif block < seqlen:", "codes: no keys, and blocks of a mask that name some", BEHIND),
-    Fault(CODES, "elif (block < seqlen) | (block == 0):", "elif block >= 0:", "codes: a short sequence writes into the next one", OUTSIDE),
+    Fault(CODES, "tl.store(largest_ptr + tl.program_id(0), largest)", "tl.store(largest_ptr + tile, largest)", "codes: the largest number of the last head", f"{_CODES} -k many_blocks"),
+    Fault(CODES, "elif block < seqlen:", "elif block >= 0:", "codes: a short sequence writes into the next one", OUTSIDE),
     Fault(CODES, "scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)", "scale = scale", "codes: scales without a reciprocal", SIZES),
     Fault(CODES, "first_code, _ = rows_of_side(of_codes, OF_QUERIES)", "first_code, _ = rows_of_side(of_codes, True)", "codes: packed keys lie where the queries do", OF_SEQUENCES),
     Fault(CODES, "divisor = tl.where(scale > 0.0, scale, float(\"inf\"))", "divisor = scale", "codes: a block of zeros is NaN", INFINITE),
