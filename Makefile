@@ -94,9 +94,9 @@ compiled: .venv/.test $(TRITONS:%=.triton/%/.installed) ## run the compiled kern
 	exit $$status
 
 N ?= 1000
-fuzz: .venv/.test ## check the kernels on N new problems, hostile ones among them, then on N with caches, then on N of linear attention
+fuzz: .venv/.test ## check the kernels on N new problems, hostile ones among them, then on N with caches, of linear attention and in 8 bits
 	@status=0; \
-	for of in calls caches linear; do $(VENV_PYTHON) -W ignore -m tests.tools.fuzz $(N) --of $$of || status=1; done; \
+	for of in calls caches linear fp8; do $(VENV_PYTHON) -W ignore -m tests.tools.fuzz $(N) --of $$of || status=1; done; \
 	exit $$status
 
 mutants: .venv/.test ## plant faults in the code, and see whether the tests notice

@@ -10,6 +10,9 @@ from typing import Literal, get_args
 
 Scales = Literal["block", "tensor"]
 
+MAX_HEAD_DIM_OF_FP8 = 256
+KEYS_OF_FP8 = 32  # that a product of 8 bits sums
+
 
 @dataclass(frozen=True)
 class FP8:
@@ -24,10 +27,11 @@ class FP8:
             tokens of a head, or ``"tensor"``, all of q, all of k and all of v. Keys and values that ``masks.padding``
             hides do not count; other tokens do, even for queries that do not see them.
         rotate: multiply q and k by a Hadamard matrix first, which spreads outliers over all features and keeps their
-            products.
+            products. It helps if outliers are few. If the same feature is the largest in every token, and products
+            depend on the others, it makes the error larger.
 
-    A NaN or infinity stays in its own token, as without FP8. Numbers below ``2^-10`` times their scale become 0, and so
-    do those of a scale below ``2^-126``.
+    A NaN or infinity reaches no query that does not see it, as without FP8; queries near it may round weights relative
+    to another score. Numbers below ``2^-10`` times their scale become 0, and so do those of a scale below ``2^-126``.
 
     Raises:
         ValueError: `scales` is unknown.

@@ -33,9 +33,18 @@ class BlocksAndRule(NamedTuple):
 
 
 def blocks_and_rule(
-    mask: Mask, nheads: int, seqlen_q: int, seqlen_k: int, shard: Shard, device: torch.device
+    mask: Mask,
+    nheads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    shard: Shard,
+    device: torch.device,
+    least_keys: int = 16,
 ) -> BlocksAndRule:
-    """The pattern of a mask for a call, or a shard, of these sizes; nothing waits for the device."""
+    """The pattern of a mask for a call, or a shard, of these sizes; nothing waits for the device.
+
+    Blocks of keys that are no multiples of `least_keys` are shown pair by pair.
+    """
     pattern, layout = mask.pattern, mask.layout
     assert pattern is not None
     whole = whole_of(nheads, seqlen_q, seqlen_k, shard, device)
@@ -44,7 +53,8 @@ def blocks_and_rule(
     if isinstance(pattern, BlockTable):
         own = pattern.block_q, pattern.block_k
         starts = shard.first_query + pattern.shift(whole), shard.first_key
-        fits = all(size % 16 == 0 and start % size == 0 for size, start in zip(own, starts, strict=True))
+        fits = own[0] % 16 == 0 and own[1] % least_keys == 0
+        fits = fits and all(start % size == 0 for size, start in zip(own, starts, strict=True))
         by_block = fits and (layout is None or sizes == own)
         sizes = own if by_block else sizes
     blocks = blocks_of(mask, sizes, nheads, seqlen_q, seqlen_k, shard, device)

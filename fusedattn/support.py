@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedattn.biases import Bias, as_bias
-from fusedattn.block_tables import BlockTable
-from fusedattn.fp8 import FP8
+from fusedattn.fp8 import FP8, KEYS_OF_FP8, MAX_HEAD_DIM_OF_FP8
 from fusedattn.kv_cache import KVCache
-from fusedattn.mask_parts import Layout
 from fusedattn.masks import Mask, as_mask
 from fusedattn.options import Options
 from fusedattn.qk_norm import QKNorm
@@ -29,8 +27,6 @@ Backend = Literal["triton", "torch"]
 
 MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_WITHOUT_GRADIENTS = 576  # of q and k
-MAX_HEAD_DIM_OF_FP8 = 256
-KEYS_OF_FP8 = 32  # that a product of 8 bits sums
 
 
 @dataclass(frozen=True)
@@ -223,12 +219,11 @@ def _reasons_of_fp8(q: Tensor, v: Tensor, options: Options, backend: Backend) ->
         reasons.append(
             f"precision: got FP8 with head_dim {max(q.shape[-1], v.shape[-1])}, allowed are 1 .. {MAX_HEAD_DIM_OF_FP8}"
         )
-    for blocks in (options.mask.layout, options.mask.pattern):
-        if isinstance(blocks, (Layout, BlockTable)) and blocks.block_k % KEYS_OF_FP8:
-            reasons.append(
-                f"precision: got FP8 with a mask of blocks of {blocks.block_k} keys, allowed are multiples of "
-                f"{KEYS_OF_FP8}"
-            )
+    layout = options.mask.layout
+    if layout is not None and layout.block_k % KEYS_OF_FP8:
+        reasons.append(
+            f"precision: got FP8 with block_sparse of {layout.block_k} keys, allowed are multiples of {KEYS_OF_FP8}"
+        )
     if HAS_TRITON and HAS_KERNELS and _is_gpu(q.device) and not interpreting():
         from fusedattn.kernels import devices
 

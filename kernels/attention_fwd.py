@@ -150,7 +150,7 @@ def accumulate(sums, scores, v_tile, walk, call, block, qk_scale, HAS_RESIDUAL: 
         acc = _add_coded(sums.acc * alpha[:, None], p, factors, v_tile, tile)
         return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
     elif walk.scales is not None:
-        acc = fp8.add_values(sums.acc * alpha[:, None], p, v_tile, fp8.scale_at(walk.scales.v_ptr, block.start_n))
+        acc = fp8.add_values(sums.acc * alpha[:, None], p, v_tile, fp8.scale_of_values(walk.scales, block.start_n))
         return Sums(sums.m_i, sums.l_i, sums.rounded_l_i, sums.kept_l_i, acc)
     else:
         return add_values(sums, alpha, round_to(p, v_tile.dtype), v_tile, tile, HAS_RESIDUAL, LAST=False)
@@ -166,7 +166,7 @@ def _load_rows(
     Those that are not `readable` are 0. None: all exist, in a full block.
     """
     if walk.scales is not None:  # codes of others are 0
-        return load_tile(x, start_n, None, HEAD_DIM, BLOCK, BLOCK_D)
+        return load_tile(x, fp8.with_keys(walk.scales, start_n), None, HEAD_DIM, BLOCK, BLOCK_D)
     elif call.cache.FORMAT is not None:
         keys = start_n + tl.arange(0, BLOCK)
         if readable is None:
@@ -204,6 +204,7 @@ def _load_values(walk, k_tile, start_n, readable, call, BLOCK: tl.constexpr, til
     if tile.SHARES_V:
         return k_tile
     elif walk.scales is not None:
+        start_n = fp8.with_keys(walk.scales, start_n)
         return fp8.load_values(walk.v, start_n, tile.HEAD_DIM_V, BLOCK, tile.BLOCK_DV)
     else:
         return _load_rows(
@@ -223,8 +224,7 @@ def _factors(scale, walk, keys, call, tile):
 def _products(walk, k_tile, start_n, readable, keys, call, tile):
     """Products of the queries and a tile of `keys`, ``(1, BLOCK)``, from `start_n` on."""
     if walk.scales is not None:
-        scale = walk.scales.q * fp8.scale_at(walk.scales.k_ptr, start_n)
-        return fp8.dot_codes(walk.q_tile, tl.trans(k_tile)) * scale
+        return fp8.dot_codes(walk.q_tile, tl.trans(k_tile)) * fp8.scale_of_products(walk.scales, start_n)
     products = dot(walk.q_tile, tl.trans(k_tile), dtype_of(tile.ACC), tile.PRECISION)
     if tile.TAIL > 0:  # features behind the first HEAD_DIM
         END: tl.constexpr = tile.HEAD_DIM + tile.TAIL
@@ -359,7 +359,7 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
         else:
             p = tl.where(pairs, tl.where(poisoned[None, :], float("nan"), p), 0.0)
             if walk.scales is not None:
-                acc = fp8.add_values(acc, p, v_tile, fp8.scale_at(walk.scales.v_ptr, start_n))
+                acc = fp8.add_values(acc, p, v_tile, fp8.scale_of_values(walk.scales, start_n))
             else:
                 acc = dot_add(round_to(p, v_tile.dtype), v_tile, acc, dtype_of(tile.ACC), tile.PRECISION)
     return acc
@@ -390,7 +390,10 @@ def _attend(
         v = inputs.v
     elif inputs.scales.q_scale_ptr is not None:
         place_of_q = fp8.place_of_codes(place, call.sequences)
-        scales = fp8.scales_of_head(inputs.scales, place_of_q, nheads_q, nheads_kv, rows.head, head_kv, rows.start)
+        scales = fp8.scales_of_head(
+            inputs.scales, place_of_q, nheads_q, nheads_kv, rows.head, head_kv, rows.start, call.mask.layout,
+            tile.BOUNDARY,
+        )  # fmt: skip
         k = head_of(inputs.k, place.batch, head_kv, place_of_q.first_k)
         v = fp8.values_of_head(inputs.v, place_of_q, head_kv)
     else:

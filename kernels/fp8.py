@@ -45,11 +45,15 @@ NO_SCALES = CodeScales(None, None, None, None, None)
 
 
 class HeadScales(NamedTuple):
-    """The scale of a tile of queries, and pointers to those of its keys and values, from the first block on."""
+    """The scale of a tile of queries, and pointers to those of its keys and values, from the first block on.
+
+    `last` is the start of the last tile that has keys, if blocks of a mask may reach further, else None.
+    """
 
     q: Any
     k_ptr: Any
     v_ptr: Any
+    last: Any
 
 
 @triton.jit
@@ -72,26 +76,50 @@ def scale_pointer(ptr, n, nheads, place, head, first):
 
 
 @triton.jit
-def scales_of_head(scales, place, nheads_q, nheads_kv, head, head_kv, start_m):
-    """The :class:`HeadScales` of queries from `start_m` on, at a place_of_codes."""
+def scales_of_head(scales, place, nheads_q, nheads_kv, head, head_kv, start_m, layout, BLOCK_N: tl.constexpr):
+    """The :class:`HeadScales` of queries from `start_m` on and tiles of BLOCK_N keys, at a place_of_codes."""
+    last = None
+    if layout is not None:
+        last = tl.maximum(place.seqlen_k - 1, 0) // BLOCK_N * BLOCK_N
     q = tl.load(scale_pointer(scales.q_scale_ptr, scales.n_q, nheads_q, place, head, place.first_q + start_m))
     return HeadScales(
         q,
         scale_pointer(scales.k_scale_ptr, scales.n_k, nheads_kv, place, head_kv, place.first_k),
         scale_pointer(scales.v_scale_ptr, scales.n_k, nheads_kv, place, head_kv, place.first_k),
+        last,
     )
 
 
 @triton.jit
-def scale_at(ptr, start_n):
-    """The scale of the keys or values of the tile from `start_n` on."""
-    return tl.load(ptr + start_n // TOKENS)
+def with_keys(scales, start_n):
+    """`start_n`, or the start of another tile if that from `start_n` on has no keys, and hence no codes to read.
+
+    A sequence without keys has nothing to read in any tile, but all of its queries see nothing and are 0.
+    """
+    if scales.last is not None:
+        start_n = tl.minimum(start_n, scales.last)
+    return start_n
+
+
+@triton.jit
+def scale_of_products(scales, start_n):
+    """The factor of the products of codes of the queries and of the keys from `start_n` on: finite, as 0 times it."""
+    scale = scales.q * tl.load(scales.k_ptr + with_keys(scales, start_n) // TOKENS)
+    return tl.minimum(scale, 3.4028234663852886e38)
+
+
+@triton.jit
+def scale_of_values(scales, start_n):
+    """The scale of the values of the keys from `start_n` on."""
+    return tl.load(scales.v_ptr + with_keys(scales, start_n) // TOKENS)
 
 
 @triton.jit
 def values_of_head(v, place, head_kv):
     """The :class:`Head` of transposed values, at a place_of_codes: its rows are features."""
-    return Head(head_base(v, place.batch, head_kv, 0) + place.first_k, v.stride_s, place.batch, head_kv, 0)
+    # A row is as long as all tokens: offsets inside a tile need int64.
+    stride = tl.cast(v.stride_s, tl.int64)
+    return Head(head_base(v, place.batch, head_kv, 0) + place.first_k, stride, place.batch, head_kv, 0)
 
 
 @triton.jit

@@ -174,7 +174,7 @@ def quantize_fp8(
             start = tl.multiple_of(start, ROWS)
             if TRANSPOSED:
                 ptrs = head_base(codes, place.batch, head, 0) + first_code + start
-                ptrs += offs_d[:, None] * codes.stride_s + offs[None, :]
+                ptrs += offs_d[:, None].to(tl.int64) * codes.stride_s + offs[None, :]
                 tl.store(ptrs, tl.trans(found), mask=(offs_d < HEAD_DIM)[:, None])
             else:
                 ptrs = head_base(codes, place.batch, head, first_code) + tl.cast(start, tl.int64) * codes.stride_s

@@ -65,7 +65,7 @@ PLACES = (
     Fault(CACHED, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "ring: as long as with its sinks", RING),
     Fault(LAUNCHING, "max_seqlen_k = seqlen_k if is_cached else", "max_seqlen_k = seqlen_k // 2 if is_cached else", "packed queries: half of the cache", PACKED),
     Fault(CACHED, "ring=None if n_sinks < 0 else n_slots - n_sinks", "ring=None if n_sinks < 0 else n_slots", "append: a ring as long as with its sinks", RING_STORED),
-    Fault("fusedattn/support.py", "_require_grad((q, k, v, sinks, *parts, *of_norm))", "_require_grad((q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_cache_errors.py -k learned"),
+    Fault("fusedattn/support.py", "_require_grad((q, k, v, options.sinks, *parts, *of_norm))", "_require_grad((q, k, v))", "cache: a bias gets a gradient, of keys in another order", "tests/public/test_cache_errors.py -k learned"),
     Fault(ARGUMENTS, "sequences.cu_q_ptr is None and sequences.lengths_ptr is None", "sequences.cu_q_ptr is None", "layout: bounds at the end of the cache", LAYOUT),
 )
 
@@ -116,8 +116,8 @@ STORES = (
     Fault(QUANTIZING, "x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))", "x = tl.where(x > LARGEST, LARGEST, x)", "codes: numbers below the lowest", CODES),
     Fault(QUANTIZING, "tl.where(magnitude > 0x7F800000, 0x7F, code)", "code", "codes: NaN is a number", CODES),
     Fault(QUANTIZING, "x = tl.where(x == x, x, 0.0)", "x = tl.where(x == x, x, 1.0)", "codes: NaN is 1", CODES),
-    Fault(QUANTIZING, "tl.where(scale < _SMALLEST_SCALE, 0.0, scale)", "scale", "scales: without a finite reciprocal", DEFINITION),
-    Fault(QUANTIZING, "is_scale = scale >= _SMALLEST_SCALE", "is_scale = scale > 0.0", "codes: of a scale without a finite reciprocal", DEFINITION),
+    Fault(QUANTIZING, "tl.where(scale < SMALLEST_SCALE, 0.0, scale)", "scale", "scales: without a finite reciprocal", DEFINITION),
+    Fault(QUANTIZING, "is_scale = scale >= SMALLEST_SCALE", "is_scale = scale > 0.0", "codes: of a scale without a finite reciprocal", DEFINITION),
     Fault(QUANTIZING, "finite = tl.min((tl.abs(x) < float(\"inf\")).to(tl.int32), last) != 0", "finite = tl.max((tl.abs(x) < float(\"inf\")).to(tl.int32), last) != 0", "scales: a token that is not finite has one", DEFINITION),
 )
 # fmt: on

@@ -25,7 +25,7 @@ FAULTS = (
     Fault(LAUNCHING, "        None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses)),\n", "", "replays: of one tensor for several", TESTS),
     Fault(PREPARE, "        *(k.device, k.dtype, k.shape, k.stride()),\n", "", "checks: not done again for another k", "tests/public/test_errors.py -k wrong_arguments"),
     Fault(PREPARE, "        q.is_cuda or interpreting(),\n", "", "checks: of what was interpreted, for what is not", "tests/public/test_errors.py -k without_the_interpreter"),
-    Fault(PREPARE, "if known is None or mask.function is not None or score_mod is not None or options.qk_norm is not None:", "if known is None:", "checks: functions of a known kind of call not looked at", "tests/public/test_errors.py -k unsupported"),
+    Fault(PREPARE, "if known is None or asked or options.qk_norm is not None or options.precision is not None:", "if known is None:", "checks: functions of a known kind of call not looked at", "tests/public/test_errors.py -k unsupported"),
     Fault(LAUNCHER, "        replay.give_up()  # it would not have this launch\n", "", "replays: of the launches that had been compiled before", TESTS),
     Fault(PREPARE, "if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():", "if False:", "checks: sizes that are symbols looked up", "tests/torch_backend/test_dispatch.py -k symbols"),
     Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/bench/test_host_time.py -k hooks"),
@@ -44,5 +44,5 @@ FAULTS = (
     Fault(PIPELINING, "has_descriptors and all(", "all(", "stages: descriptors where a kernel has none", STAGES),
     Fault(PIPELINING, "is not None for x in tiles)", "is not None for x in tiles[:1])", "stages: descriptors of one tile for both", STAGES),
     Fault(PIPELINING, "    if x.itemsize >= 4:\n        return True\n", "", "stages: 4 bytes taken for registers", STAGES),
-    Fault(LAUNCHING, 'async_products=arch in ASYNC_PRODUCTS and (q.itemsize == 2 or precision == "tf32"),', "async_products=False,", "stages: products on Hopper taken for those of threads", "tests/virtual_gpu/test_compiled.py -k quick"),
+    Fault(LAUNCHING, 'async_products=arch in ASYNC_PRODUCTS and (bool(sizes.fp8) or q.itemsize == 2 or precision == "tf32"),', "async_products=False,", "stages: products on Hopper taken for those of threads", "tests/virtual_gpu/test_compiled.py -k quick"),
 )  # fmt: skip

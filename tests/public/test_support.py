@@ -14,6 +14,7 @@ from torch import Tensor
 import fusedattn.support as support
 from bench import support as page
 from fusedattn import (
+    FP8,
     KVCache,
     QKNorm,
     Rope,
@@ -161,7 +162,12 @@ def of_latent_keys(backend: str) -> Tensor:
     return attention(normal(BATCH, HEADS, SEQLEN_Q, 576), k, k[..., :512], backend=backend)
 
 
-# The rows of the table, in its order, up to the first "no".
+def of_codes(backend: str) -> Tensor:
+    with torch.no_grad():
+        return attention(*qkv(), precision=FP8(), backend=backend)
+
+
+# The rows of the table, in its order, up to the first that no backend has.
 CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {}),
     with_options(lambda: {}, heads_kv=1),
@@ -198,6 +204,7 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
     with_options(lambda: {"dropout_p": 0.1}),
     of_packed,
     of_nested,
+    of_codes,
     of_lse,
     of_largest,
     of_weights,
@@ -215,6 +222,8 @@ CALLS: tuple[Callable[[str], Tensor], ...] = (
 
 
 N_WITH_GRADIENTS = len(CALLS) - 4  # the last ones are for inference
+WITHOUT_GRADIENTS = (of_codes, *CALLS[N_WITH_GRADIENTS:])
+ON_ONE_BACKEND = {of_codes: "triton"}
 
 
 def test_the_table_is_that_of_the_package():
@@ -223,6 +232,8 @@ def test_the_table_is_that_of_the_package():
     assert [feature.triton[:2] not in ("no", "") for feature in FEATURES] == [
         i < len(CALLS) for i in range(len(FEATURES))
     ]
+    for call, feature in zip(CALLS, FEATURES, strict=False):
+        assert (feature.torch[:2] == "no") == (ON_ONE_BACKEND.get(call) == "triton"), feature.name
 
 
 @quick.every(5)
@@ -231,10 +242,15 @@ def test_the_table_is_that_of_the_package():
 def test_supported_features_run(row, backend):
     if FEATURES[row].name == "float64" and backend == "triton" and not INTERPRETING:
         pytest.skip("a GPU has no float64 kernels")
-    with torch.set_grad_enabled(row < N_WITH_GRADIENTS):
-        out = CALLS[row](backend)
+    call = CALLS[row]
+    if ON_ONE_BACKEND.get(call, backend) != backend:
+        with pytest.raises(NotImplementedError, match=f"cannot run on backend '{backend}'"):
+            call(backend)
+        return
+    with torch.set_grad_enabled(call not in WITHOUT_GRADIENTS):
+        out = call(backend)
     assert out.isfinite().all()
-    if row < N_WITH_GRADIENTS:
+    if call not in WITHOUT_GRADIENTS:
         out.float().square().sum().backward()
 
 

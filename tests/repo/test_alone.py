@@ -60,7 +60,9 @@ def test_optional_packages_are_absent(site: Path) -> None:
 
 
 def test_tests_run_and_name_the_modules_left_out(site: Path) -> None:
-    without_hypothesis = tuple(f"tests/public/test_{name}.py" for name in ("properties", "fuzz", "fuzz_cached"))
+    without_hypothesis = tuple(
+        f"tests/public/test_{name}.py" for name in ("properties", "fuzz", "fuzz_cached", "fp8_fuzz")
+    )
     without_hypothesis += ("tests/linear/test_fuzz.py",)
     modules = ("tests/kernels/test_devices.py", "tests/bench/test_terminal.py", *without_hypothesis)
     out = python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *modules, "bench/test_speed.py")

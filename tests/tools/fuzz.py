@@ -1,7 +1,7 @@
 """``python -m tests.tools.fuzz 1000``: check 1000 new problems one by one, after those that failed before.
 
-``--of caches`` draws calls with a cache, ``--of linear`` calls of linear attention. Failures are kept in
-``.hypothesis/``. The last line is a summary; ``fuzz.json``, ``fuzz_caches.json`` or ``fuzz_linear.json`` in
+``--of caches`` draws calls with a cache, ``--of linear`` calls of linear attention, ``--of fp8`` calls in 8 bits.
+Failures are kept in ``.hypothesis/``. The last line is a summary; ``fuzz.json``, or ``fuzz_caches.json`` and so on, in
 ``docs/results``, or the file named by ``--out``, has the same as JSON.
 """
 
@@ -24,10 +24,12 @@ from hypothesis.strategies import SearchStrategy
 
 from fusedattn.cli.machine import versions
 from tests.conftest import DEVICE
-from tests.helpers import cached_contract, contract, linear_contract
+from tests.helpers import cached_contract, contract, fp8_contract, linear_contract
 from tests.helpers.cached_eager import NUMBERS
 from tests.helpers.cached_problem import CachedProblem
 from tests.helpers.cached_strategies import cached_problems
+from tests.helpers.fp8_contract import FP8Problem
+from tests.helpers.fp8_strategies import fp8_problems
 from tests.helpers.hostile import FuzzProblem, added_leaves
 from tests.helpers.linear import LinearProblem
 from tests.helpers.linear_strategies import linear_problems
@@ -39,7 +41,7 @@ PROGRESS = 100
 MAX_FAILURES = 5  # finding the smallest problem that fails takes minutes
 
 
-Problem = FuzzProblem | CachedProblem | LinearProblem
+Problem = FuzzProblem | CachedProblem | LinearProblem | FP8Problem
 
 
 def checked(
@@ -211,9 +213,31 @@ def kinds_of_linear(problem: LinearProblem) -> set[str]:
     return {name for name, is_so in found.items() if is_so}
 
 
+def kinds_of_fp8(problem: FP8Problem) -> set[str]:
+    """The kinds of a call in 8 bits."""
+    case = problem.case
+    found = {
+        "several blocks of 128 tokens": case.seqlen_k > 128,
+        "one scale": problem.precision.scales == "tensor",
+        "rotated": problem.precision.rotate,
+        "numbers behind padding": problem.hidden is not None and case.padding is not None,
+        "NaN in keys that nobody sees": problem.unseen is not None,
+        "strided": problem.transposed,
+        "other sizes": problem.size != 1.0,
+        "masked": bool(case.causal or case.boolean or case.tree or case.window or case.documents or case.sparse),
+        "blocks": case.layout is not None,
+        "rope": case.rope is not None,
+        "norm": case.qk_norm is not None,
+        "changed scores": bool(case.bias or case.alibi or case.relative or case.softcap or case.score_mod),
+        "dropout": case.dropout_p > 0,
+    }
+    return {name for name, is_so in found.items() if is_so}
+
+
 SUBJECTS = {
     "calls": Subject(problems(), contract.check, kinds_of_call, "docs/results/fuzz.json"),
     "caches": Subject(cached_problems(), cached_contract.check, kinds_of_cached, "docs/results/fuzz_caches.json"),
+    "fp8": Subject(fp8_problems(), fp8_contract.check, kinds_of_fp8, "docs/results/fuzz_fp8.json"),
     "linear": Subject(linear_problems(), linear_contract.check, kinds_of_linear, "docs/results/fuzz_linear.json"),
 }
 

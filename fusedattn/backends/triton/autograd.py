@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from fusedattn import reference_varlen
 from fusedattn.backends.triton import ops
 from fusedattn.backends.triton.operands import Constants, constants_of
+from fusedattn.fp8 import KEYS_OF_FP8
 from fusedattn.indices import four_dimensional
 from fusedattn.options import Options
 from fusedattn.pattern_blocks import blocks_and_rule
@@ -214,7 +215,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         shard = options.shard.numbers(q.shape[1], q.shape[2], k.shape[2], q.device)
     pattern = None
     if options.mask.pattern is not None:
-        pattern = blocks_and_rule(options.mask, q.shape[1], q.shape[2], k.shape[2], options.shard, q.device)
+        least_keys = 16 if options.precision is None else KEYS_OF_FP8
+        pattern = blocks_and_rule(options.mask, q.shape[1], q.shape[2], k.shape[2], options.shard, q.device, least_keys)
     constants = constants_of(options, keep_residual=needs_gradient, shard=shard, pattern=pattern)
     # Dynamo cannot trace an autograd.Function in every setting (shared inputs, inputs without a gradient), but takes
     # the op as it is, with the same backward.
