@@ -41,7 +41,7 @@ test-integrations: .venv/.test ## run the tests beside torch.nn, transformers an
 # The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels.
 PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0
 INTERPRETED := $(addprefix tests/public/test_,attention.py biases.py learned.py fuzz.py fuzz_cached.py masking.py varlen.py \
-    rope.py qk_norm.py weights.py reference.py gradcheck.py float64.py determinism.py) \
+    rope.py qk_norm.py fp8.py fp8_hostile.py weights.py reference.py gradcheck.py float64.py determinism.py) \
     $(addprefix tests/kernels/test_,decode.py interpreter.py one_pass.py) \
     $(addprefix tests/integrations/test_,torch_functions.py replace_sdpa.py)
 test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests under each of PAIRS of torch and Triton (gigabytes)

@@ -391,9 +391,8 @@ def _attend(
     elif inputs.scales.q_scale_ptr is not None:
         place_of_q = fp8.place_of_codes(place, call.sequences)
         scales = fp8.scales_of_head(
-            inputs.scales, place_of_q, nheads_q, nheads_kv, rows.head, head_kv, rows.start, call.mask.layout,
-            tile.BOUNDARY,
-        )  # fmt: skip
+            inputs.scales, place_of_q, nheads_q, nheads_kv, rows.head, head_kv, rows.start, tile.BOUNDARY
+        )
         k = head_of(inputs.k, place.batch, head_kv, place_of_q.first_k)
         v = fp8.values_of_head(inputs.v, place_of_q, head_kv)
     else:

@@ -47,7 +47,7 @@ NO_SCALES = CodeScales(None, None, None, None, None)
 class HeadScales(NamedTuple):
     """The scale of a tile of queries, and pointers to those of its keys and values, from the first block on.
 
-    `last` is the start of the last tile that has keys, if blocks of a mask may reach further, else None.
+    `last` is the start of the last tile that has keys: blocks of a mask may reach further.
     """
 
     q: Any
@@ -76,17 +76,14 @@ def scale_pointer(ptr, n, nheads, place, head, first):
 
 
 @triton.jit
-def scales_of_head(scales, place, nheads_q, nheads_kv, head, head_kv, start_m, layout, BLOCK_N: tl.constexpr):
+def scales_of_head(scales, place, nheads_q, nheads_kv, head, head_kv, start_m, BLOCK_N: tl.constexpr):
     """The :class:`HeadScales` of queries from `start_m` on and tiles of BLOCK_N keys, at a place_of_codes."""
-    last = None
-    if layout is not None:
-        last = tl.maximum(place.seqlen_k - 1, 0) // BLOCK_N * BLOCK_N
     q = tl.load(scale_pointer(scales.q_scale_ptr, scales.n_q, nheads_q, place, head, place.first_q + start_m))
     return HeadScales(
         q,
         scale_pointer(scales.k_scale_ptr, scales.n_k, nheads_kv, place, head_kv, place.first_k),
         scale_pointer(scales.v_scale_ptr, scales.n_k, nheads_kv, place, head_kv, place.first_k),
-        last,
+        tl.maximum(place.seqlen_k - 1, 0) // BLOCK_N * BLOCK_N,
     )
 
 
@@ -96,9 +93,7 @@ def with_keys(scales, start_n):
 
     A sequence without keys has nothing to read in any tile, but all of its queries see nothing and are 0.
     """
-    if scales.last is not None:
-        start_n = tl.minimum(start_n, scales.last)
-    return start_n
+    return tl.minimum(start_n, scales.last)
 
 
 @triton.jit

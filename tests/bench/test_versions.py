@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers.compiling import compiling
 
-KERNELS = {"attention_fwd", "attention_combine", "cache_append"}
+KERNELS = {"attention_fwd", "attention_combine", "cache_append", "quantize_fp8", "largest_of_all"}
 FEATURES = ("few queries", "decode", "cache", "cache, rotated on reading", "cache of int8", "cache of int4")
-FEATURES += ("cache, chunk", "cache of e4m3, chunk")
+FEATURES += ("cache, chunk", "cache of e4m3, chunk", "fp8", "fp8, tensor", "fp8, packed", "fp8, scores")
 
 
 @pytest.mark.thorough
