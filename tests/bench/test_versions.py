@@ -28,6 +28,6 @@ def test_inference_compiles(tmp_path: Path) -> None:
     assert {r["kernel"]: r["error"] for r in reports if r["error"]} == {}
     assert {r["kernel"] for r in reports} == KERNELS
     forwards = [r for r in reports if r["kernel"] == "attention_fwd"]
-    assert len(forwards) == len(FEATURES)
+    assert len(forwards) == len(FEATURES) - 1  # "fp8" and "fp8, tensor" have the same
     # Copies of a few rows need no fence, so no version may lose their pipeline.
     assert all(r["config"]["num_stages"] > 1 for r in forwards if r["config"]["BLOCK_M"] < 64)
