@@ -66,7 +66,7 @@ def test_tests_run_and_name_the_modules_left_out(site: Path) -> None:
     without_hypothesis += ("tests/linear/test_fuzz.py",)
     modules = ("tests/kernels/test_devices.py", "tests/bench/test_terminal.py", *without_hypothesis)
     out = python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *modules, "bench/test_speed.py")
-    assert re.search(r"\d+ passed, 6 skipped", out)
+    assert re.search(r"\d+ passed, 7 skipped", out)
     assert "left out: tests/bench/test_terminal.py: matplotlib is not installed" in out
     for name in without_hypothesis:
         assert f"left out: {name}: hypothesis is not installed" in out
