@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fusedattn import FP8, KVCache, QKNorm, attention, attention_varlen, biases, masks, not_supported_reasons, support
+from fusedattn.backends.triton import autograd
 from fusedattn.distributed import Context
+from fusedattn.pattern_blocks import blocks_and_rule
 from tests.conftest import DEVICE, triton_attention
 from tests.helpers.interpreted import interpreted
 
@@ -141,6 +143,23 @@ def test_blocks_with_too_few_keys(size: Any) -> None:
     assert reasons(*x, mask=masks.block_sparse(blocks, size)) == [expected]
     assert reasons(*x, mask=masks.top_blocks(torch.rand(1, 1, *shape, device=DEVICE), 1, size)) == []
     assert not_supported_reasons(*x, mask=masks.block_sparse(blocks.mT, (block_k, 32)), precision=FP8()) == []
+
+
+@pytest.mark.parametrize(("precision", "least"), [(FP8(), 32), (None, 16)])
+def test_patterns_of_fewer_keys_become_rules(
+    precision: FP8 | None, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU nothing else shows it: the interpreter sums any number of bytes."""
+    made = []
+
+    def recorded(*arguments: Any) -> Any:
+        made.append(blocks_and_rule(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(autograd, "blocks_and_rule", recorded)
+    mask = masks.top_blocks(torch.rand(1, 1, 7, 7, device=DEVICE), 2, 16)
+    triton_attention(*qkv(100), mask=mask, precision=precision)
+    assert [(x.block_k % least, bool(x.rule)) for x in made] == [(0, precision is not None)]
 
 
 def test_every_reason_at_once() -> None:
