@@ -55,7 +55,7 @@ from fusedattn.kernels.masking import (
     visible,
 )
 from fusedattn.kernels.pairs import Block
-from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
+from fusedattn.kernels.parameters import NOT_SPECIALIZED, QKV, Numbers
 from fusedattn.kernels.pipelining import fenced
 from fusedattn.kernels.primitives import (
     bits_of,
@@ -80,20 +80,6 @@ from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.softmax import exp_scaled
 from fusedattn.kernels.sums import Sums, add_values, empty_sums, online_softmax, whole, with_columns
 from fusedattn.kernels.weights import kept_only
-
-
-class QKV(NamedTuple):
-    """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, descriptors of k and v, or None, and scales.
-
-    If `scales`, :class:`~fusedattn.kernels.fp8.CodeScales`, are not None, q, k and v are codes.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    k_tiles: Any
-    v_tiles: Any
-    scales: Any
 
 
 class Walk(NamedTuple):

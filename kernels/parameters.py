@@ -25,6 +25,20 @@ class Call(NamedTuple):
     cache: CacheArguments = NO_CACHE
 
 
+class QKV(NamedTuple):
+    """q, k and v, each a :class:`~fusedattn.kernels.primitives.Strided`, descriptors of k and v, or None, and scales.
+
+    If `scales`, :class:`~fusedattn.kernels.fp8.CodeScales`, are not None, q, k and v are codes.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    k_tiles: Any
+    v_tiles: Any
+    scales: Any
+
+
 # Numbers that depend on the heads, the lengths, the bounds of a mask, or the tables of a rotation.
 NOT_SPECIALIZED = (
     "nheads_q",

@@ -138,11 +138,8 @@ def _rounds(
 ) -> Iterator[dict[str, Outcome]]:
     """For each case and dtype, the outcome of every function on the same problem."""
     for case, dtype in work:
-        if isinstance(case, LinearCase):
-            yield {OWN: _of_linear(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device, compiled)}
-            continue
-        if isinstance(case, FP8Case):
-            yield {OWN: _of_fp8(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device)}
+        if isinstance(case, LinearCase | FP8Case):
+            yield {OWN: _of_own(replace(case, dtype=getattr(torch, dtype)), dtype, backend, device, compiled)}
             continue
         inputs = _make_inputs(replace(case, dtype=getattr(torch, dtype)), backend, device)
         outcomes, inputs = comparison.measure(others, inputs, case.name, dtype)
@@ -155,16 +152,14 @@ def _rounds(
         yield {OWN: own, **outcomes}
 
 
-def _of_linear(case: LinearCase, dtype: str, backend: Backend, device: torch.device, compiled: str | None) -> Outcome:
+def _of_own(
+    case: LinearCase | FP8Case, dtype: str, backend: Backend, device: torch.device, compiled: str | None
+) -> Outcome:
+    """The outcome of a case that no other function computes."""
     eager = _linear_on_gpu if compiled is not None and case.dtype == torch.float32 else linear_baseline
     try:
-        return Outcome(case.name, dtype, testing.check_linear(case, backend, device, eager))
-    except Exception as error:
-        return failed(case.name, dtype, error)
-
-
-def _of_fp8(case: FP8Case, dtype: str, backend: Backend, device: torch.device) -> Outcome:
-    try:
+        if isinstance(case, LinearCase):
+            return Outcome(case.name, dtype, testing.check_linear(case, backend, device, eager))
         return Outcome(case.name, dtype, testing.check_fp8(case, backend, device))
     except Exception as error:
         return failed(case.name, dtype, error)
