@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedattn import fuse
 from fusedattn.transformer import GPTModel
 from tests.conftest import INTERPRETING
+from tests.distributed.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
@@ -91,29 +90,24 @@ def spread(model: Any, how: str) -> Any:
     return fully_shard(model, **options)
 
 
-def in_each_process(rank: int, directory: str, backend: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=WORLD)
+def train_each_case(backend: str) -> list[Any]:
+    """(loss, gradients by name) of each case, in this process of two."""
     share = BATCH // WORLD
+    mine = whole_batch()[dist.get_rank() * share :][:share]
     found = []
-    try:
-        for name, how in CASES:
-            torch.manual_seed(0)
-            model = spread(fuse(MODELS[name](), backend=backend), how)
-            loss, grads = train_a_step(model, whole_batch()[rank * share : (rank + 1) * share])
-            dist.all_reduce(loss)
-            found.append((loss / WORLD, {key.removeprefix("module."): grad for key, grad in grads.items()}))
-    finally:
-        dist.destroy_process_group()
-    torch.save(found, f"{directory}/results{rank}")
+    for name, how in CASES:
+        torch.manual_seed(0)
+        model = spread(fuse(MODELS[name](), backend=backend), how)
+        loss, grads = train_a_step(model, mine)
+        dist.all_reduce(loss)
+        found.append((loss / WORLD, {key.removeprefix("module."): grad for key, grad in grads.items()}))
+    return found
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def results(request, tmp_path_factory) -> list[Any]:
     """Results of each process, in the order of the cases; all cases share processes, which are slow to start."""
-    directory: Path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(in_each_process, (str(directory), request.param), nprocs=WORLD)
-    return [torch.load(directory / f"results{rank}") for rank in range(WORLD)]
+    return in_processes(WORLD, tmp_path_factory.mktemp("processes"), train_each_case, request.param)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=map(" by ".join, CASES))
