@@ -57,7 +57,7 @@ from fusedattn.kernels.primitives import (
 )
 from fusedattn.kernels.problem import Problem, constants_of, sizes_of
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
-from fusedattn.kernels.sequences import place_of, row_base, with_head
+from fusedattn.kernels.sequences import key_row_base, place_of, row_base, with_head
 from fusedattn.kernels.softmax import load_softmax
 from fusedattn.kernels.weights import block_weights, drop
 
@@ -248,6 +248,7 @@ def attention_bwd_dkdv(
     dv_out,
     dq_total,
     dq_total_tiles,
+    nan_rows,
     call,
     rotation,
     nheads_q,
@@ -276,6 +277,10 @@ def attention_bwd_dkdv(
             return
     queries = Queries(q, dout, q_tiles, dout_tiles, rows, tl.arange(0, tile.BLOCK_M))
     offs_n = start_n + tl.arange(0, tile.BLOCK_N)
+    if nan_rows is not None:
+        first = key_row_base(place, head_kv, nheads_kv, seqlen_k)
+        if not has_marked(nan_rows, first + offs_n, offs_n < place.seqlen_k):
+            return
     keys = offs_n[:, None]
     bounds = bounds_of(call.mask, place, numbers)
     key_visible = load_key_visible(call.mask, place, bounds, offs_n)
@@ -505,22 +510,17 @@ def launch(
         _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.one_pass, dq_total)
         dq_sum.launch(dq_total, rows.shift, dq, problem)
         return
+    by_hopper = hopper.chosen and hopper.takes_backward(q, k, v, dout, problem)
+    if by_hopper:
+        from fusedattn.kernels import hopper_bwd  # Gluon is loaded only where it runs
     if dkdv is not None:
-        if hopper.chosen and hopper.takes_backward(q, k, v, dout, problem, of_keys=True):
-            from fusedattn.kernels import hopper_bwd  # Gluon is loaded only where it runs
-
-            hopper_bwd.launch_dkdv(q, k, v, dout, rows, dkdv, problem)
-        else:
-            _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv)
+        nan_rows = hopper_bwd.launch_dkdv(q, k, v, dout, rows, dkdv, problem) if by_hopper else None
+        if nan_rows is not None or not by_hopper:
+            _launch_dkdv(q, k, v, dout, rows, dkdv, problem, configs.dkdv, nan_rows=nan_rows)
     if dq is not None:
-        nan_rows = None
-        if hopper.chosen and hopper.takes_backward(q, k, v, dout, problem, of_keys=False):
-            from fusedattn.kernels import hopper_bwd
-
-            nan_rows = hopper_bwd.launch_dq(q, k, v, dout, rows, dq, problem)
-            if nan_rows is None:
-                return
-        _launch_dq(q, k, v, dout, rows, dq, problem, configs.dq, nan_rows)
+        nan_rows = hopper_bwd.launch_dq(q, k, v, dout, rows, dq, problem) if by_hopper else None
+        if nan_rows is not None or not by_hopper:
+            _launch_dq(q, k, v, dout, rows, dq, problem, configs.dq, nan_rows)
 
 
 def _launch_dkdv(
@@ -533,8 +533,12 @@ def _launch_dkdv(
     problem: Problem,
     config: TileConfig,
     dq_total: torch.Tensor | None = None,
+    nan_rows: torch.Tensor | None = None,
 ) -> None:
-    """Fill `dkdv`; if `dq_total` is given, add dq to it (kernels/dq_sum.py)."""
+    """Fill `dkdv` or, if `nan_rows` is given, the tiles that have such a row (kernels/hopper_bwd.py).
+
+    If `dq_total` is given, add dq to it (kernels/dq_sum.py).
+    """
     # dq is the transpose of a product that has a row for each feature.
     rows_of_products = config.BLOCK_N if dq_total is None else max(config.BLOCK_N, triton.next_power_of_2(k.shape[3]))
     full_first = full_blocks_first(config, problem.async_products)
@@ -553,6 +557,7 @@ def _launch_dkdv(
             rows,
             *map(strided, dkdv),
             *sums,
+            None if nan_rows is None else OptionalRows(nan_rows),
             problem.call,
             rotation_arguments(problem.prologue_k.rotation),
         ),
@@ -572,7 +577,7 @@ def _launch_dq(
     config: TileConfig,
     nan_rows: torch.Tensor | None,
 ) -> None:
-    """Fill `dq` or, if `nan_rows` is given, the tiles that have such a row (kernels/hopper_fwd.py)."""
+    """Fill `dq` or, if `nan_rows` is given, the tiles that have such a row (kernels/hopper_bwd.py)."""
     config = fenced(config, problem.async_products, config.BLOCK_M, k, v, has_descriptors=True)
     shape = problem.shape
     n_tiles = triton.cdiv(shape.max_seqlen_q, config.BLOCK_M)

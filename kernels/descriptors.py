@@ -34,6 +34,11 @@ def strides_of(x: torch.Tensor) -> list[int] | None:
     return [stride_b, stride_h, stride_s, 1] if aligned and allowed else None
 
 
+def is_addressable(x: torch.Tensor) -> bool:
+    """Whether a descriptor can have the address and the strides of ``x``."""
+    return x.data_ptr() % ALIGNMENT == 0 and strides_of(x) is not None
+
+
 def tiles_of(x: torch.Tensor, block: int, style: Style) -> TensorDescriptor | None:
     """``x`` for :func:`full_tile`, in tiles of `block` rows of one head; None if they are loaded by pointers."""
     if style == "pointers" or x.numel() == 0 or x.data_ptr() % ALIGNMENT:

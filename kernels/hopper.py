@@ -10,14 +10,12 @@ import torch
 import triton
 
 from fusedattn.kernels.cached import NO_CACHE
-from fusedattn.kernels.descriptors import ALIGNMENT, strides_of
+from fusedattn.kernels.descriptors import is_addressable
 from fusedattn.kernels.epilogue import Results
+from fusedattn.kernels.hopper_configs import DKDV, FEWEST_QUERIES, FORWARD
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.versions import TRITON_VERSION
-
-HEAD_DIM = 128  # at 64 the general kernels are faster
-FEWEST_QUERIES = 1024  # with fewer, a program has too little work to hide its beginning and its end
 
 chosen = os.environ.get("FUSEDATTN_HOPPER") == "1"  # asked where kernels are launched
 
@@ -34,7 +32,7 @@ def reasons_against(
     call, mask = problem.call, problem.call.mask
     found = {
         "dtype": q.itemsize != 2 or k.dtype != q.dtype or v.dtype != q.dtype,
-        "head_dim": q.shape[3] != HEAD_DIM or v.shape[3] != HEAD_DIM,
+        "head_dim": q.shape[3] not in FORWARD or v.shape[3] != q.shape[3],
         "codes": problem.codes is not None,
         "score": call.score is not UNMODIFIED or problem.sinks is not None,
         "dropout": call.dropout.seed_ptr is not None,
@@ -45,16 +43,28 @@ def reasons_against(
         "padding": mask.valid_ptr is not None and TRITON_VERSION < (3, 7),  # its compiler fails
         "few queries": problem.rotates_in_place or problem.shape.max_seqlen_q < FEWEST_QUERIES,
         "return_max": results is not None and results.largest is not None,
-        "strides": any(x.data_ptr() % ALIGNMENT or strides_of(x) is None for x in (q, k, v)),
+        "strides": not all(map(is_addressable, (q, k, v))),
     }
     return [name for name, is_so in found.items() if is_so]
 
 
 def hides_values(problem: Problem) -> bool:
     """Whether a tile may have values that one of its queries does not see; rows that do not exist arrive as 0."""
-    band, mask, sequences = problem.band, problem.call.mask, problem.call.sequences
-    in_band = band.has_upper or band.has_lower or mask.prefix_ptr is not None
-    return in_band or mask.key_range_ptr is not None or sequences.cu_k_ptr is not None
+    band = problem.band
+    return band.has_upper or band.has_lower or hides_rows(problem)
+
+
+def hides_rows(problem: Problem) -> bool:
+    """Whether a tile may have queries that see nothing at all, or rows of another sequence."""
+    band, mask, shape = problem.band, problem.call.mask, problem.shape
+    first_sees = min(band.sizes["upper_start"], band.sizes["upper_end"] + shape.seqlen_k - shape.seqlen_q)
+    return (
+        band.has_lower
+        or first_sees < 0
+        or mask.prefix_ptr is not None
+        or mask.key_range_ptr is not None
+        or problem.call.sequences.cu_k_ptr is not None
+    )
 
 
 def _is_hopper() -> bool:
@@ -64,22 +74,6 @@ def _is_hopper() -> bool:
     return bool(target.backend == "cuda" and target.arch == 90)
 
 
-def takes_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, problem: Problem, *, of_keys: bool
-) -> bool:
-    """Whether a kernel for Hopper, if `chosen`, computes the gradients of keys and values, or those of queries."""
-    if not _is_hopper():
-        return False
-    against = reasons_against(q, k, v, None, problem)
-    rotates = problem.prologue_q.rotation is not None or problem.prologue_k.rotation is not None
-    odd = dout.data_ptr() % ALIGNMENT or strides_of(dout) is None or problem.call.sequences.cu_q_ptr is not None
-    if of_keys:
-        # Rows of dout that see nothing must be 0, and those of other sequences.
-        band, mask, shape = problem.band, problem.call.mask, problem.shape
-        odd = odd or band.has_lower or mask.key_range_ptr is not None or mask.prefix_ptr is not None
-        upper = min(band.sizes["upper_start"], band.sizes["upper_end"] + shape.seqlen_k - shape.seqlen_q)
-        odd = odd or upper < 0
-        # The accelerator reads a line of statistics from a multiple of 16 bytes on.
-        odd = odd or shape.seqlen_q % 4 != 0
-        odd = odd or shape.n_sequences * shape.nheads_q * shape.seqlen_q >= 2**31 - 2**10
-    return not (against or rotates or odd)
+def takes_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, problem: Problem) -> bool:
+    """Whether kernels for Hopper, if `chosen`, compute the gradients of queries, keys and values."""
+    return _is_hopper() and q.shape[3] in DKDV and is_addressable(dout) and not reasons_against(q, k, v, None, problem)

@@ -25,17 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fusedattn.kernels import launcher, replay
 from fusedattn.kernels.attention_bwd_rows import BackwardRows
 from fusedattn.kernels.epilogue import OptionalRows
-from fusedattn.kernels.hopper import hides_values
+from fusedattn.kernels.hopper import hides_rows, hides_values
+from fusedattn.kernels.hopper_configs import DKDV, DQ, ROWS
 from fusedattn.kernels.hopper_parts import (
     MOST_REGISTERS,
     REGISTERS,
-    ROWS,
     boxes_of,
     layout_of,
-    line_of,
     operand_of,
     request,
-    request_line,
     ring_of,
     store_rows,
 )
@@ -52,31 +50,19 @@ from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
 from fusedattn.kernels.primitives import program_tile, strided
 from fusedattn.kernels.problem import Problem, sizes_of
-from fusedattn.kernels.sequences import place_of, row_base, with_head
+from fusedattn.kernels.sequences import key_row_base, place_of, row_base, with_head
 
 OWN = 2 * ROWS  # keys or queries of a program
-BLOCK = 64  # queries or keys of a block
-_ROWS, _OWN, _BLOCK = tl.constexpr(ROWS), tl.constexpr(OWN), tl.constexpr(BLOCK)
+_ROWS, _OWN = tl.constexpr(ROWS), tl.constexpr(OWN)
 
 
-class QueryBoxes(NamedTuple):
+class Boxes(NamedTuple):
     """Tensors as the tensor memory accelerator reads them; Triton passes no descriptor in a tuple."""
 
     q: Any
     k: Any
     v: Any
     dout: Any
-
-
-class Boxes(NamedTuple):
-    """The same, and the row statistics in lines."""
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    shift: Any
-    delta: Any
 
 
 class Sizes(NamedTuple):
@@ -102,101 +88,109 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def _of_keys(call, sizes, numbers):
+def _of_keys(call, sizes, numbers, BLOCK: gl.constexpr):
     """The :class:`Walk` of a program that owns keys."""
     number, head_kv, sequence = program_tile(sizes.n_tiles, sizes.nheads_kv, sizes.heads_in_l2, REVERSED=False)
     group = sizes.nheads_q // sizes.nheads_kv
     place = place_of(call.sequences, sequence, head_kv * group, sizes.nheads_q, sizes.seqlen_q, sizes.seqlen_k)
     bounds = bounds_of(call.mask, place, numbers)
-    blocks = query_blocks(call.mask, place, bounds, group, number * _OWN, _BLOCK, _OWN, _BLOCK)
+    blocks = query_blocks(call.mask, place, bounds, group, number * _OWN, BLOCK, _OWN, BLOCK)
     return Walk(place, head_kv, group, number * _OWN, bounds, blocks)
 
 
 @gluon.jit
-def _queries_of(i, walk, call):
+def _queries_of(i, walk, call, BLOCK: gl.constexpr):
     """(head, first query) of block `i`: boundary blocks of all heads, then full ones."""
     n_boundary = walk.blocks.n_boundary
     all_boundary = walk.group * n_boundary
     n_full = tl.maximum(walk.blocks.n_full, 1)
     j = i - all_boundary
     first_head = walk.head_kv * walk.group
-    start = walk.blocks.start + (walk.blocks.n_left + j % n_full) * _BLOCK
+    start = walk.blocks.start + (walk.blocks.n_left + j % n_full) * BLOCK
     head = first_head + j // n_full
     if i < all_boundary:
-        start = boundary_queries(i % n_boundary, walk.blocks, call.mask, walk.place, walk.start, _BLOCK)
+        start = boundary_queries(i % n_boundary, walk.blocks, call.mask, walk.place, walk.start, BLOCK)
         head = first_head + i // n_boundary
     return head, start
 
 
 @gluon.jit
-def _requests_of_queries(boxes, outs, call, sizes, numbers, q, dout, own, mine):
-    """The warp that requests tiles: keys and values once, then queries, dout and their statistics."""
-    walk = _of_keys(call, sizes, numbers)
+def _requests_of_queries(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine):
+    """The warp that requests tiles: keys and values once, then queries and dout. It copies their statistics itself:
+    the accelerator reads lines from multiples of 16 bytes on only."""
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    BLOCK: gl.constexpr = q.tiles.shape[1]
+    walk = _of_keys(call, sizes, numbers, BLOCK)
     n = walk.group * (walk.blocks.n_boundary + walk.blocks.n_full)
-    request(boxes.k, walk.place.batch, walk.head_kv, walk.start, own, 0)
-    request(boxes.v, walk.place.batch, walk.head_kv, walk.start, own, 1)
+    key = walk.place.first_k + walk.start
+    request(boxes.k, walk.place.batch, walk.head_kv, key, own, 0)
+    request(boxes.v, walk.place.batch, walk.head_kv, key, own, 1)
+    columns = gl.arange(0, BLOCK, layout=gl.BlockedLayout([BLOCK // 32], [32], [1], [0]))
     for i in range(n):
-        slot = i % 2
-        phase = i // 2 & 1
-        head, start = _queries_of(i, walk, call)
-        stats = (walk.place.batch * sizes.nheads_q + head) * sizes.seqlen_q + start
+        slot = i % STAGES
+        phase = i // STAGES & 1
+        head, start = _queries_of(i, walk, call, BLOCK)
+        queries = start + columns
+        exist = (queries >= 0) & (queries < walk.place.seqlen_q)
+        stats = row_base(with_head(walk.place, head)) + queries
+        row = walk.place.first_q + start
         mbarrier.wait(q.empty.index(slot), phase ^ 1)
-        mbarrier.expect(q.full.index(slot), boxes.q.block_type.nbytes + boxes.shift.block_type.nbytes)
-        request(boxes.q, walk.place.batch, head, start, q, slot, EXPECT=False)
-        request_line(boxes.shift, stats, q, mine.shift, slot)
+        request(boxes.q, walk.place.batch, head, row, q, slot)
         mbarrier.wait(dout.empty.index(slot), phase ^ 1)
-        mbarrier.expect(dout.full.index(slot), boxes.dout.block_type.nbytes + boxes.delta.block_type.nbytes)
-        request(boxes.dout, walk.place.batch, head, start, dout, slot, EXPECT=False)
-        request_line(boxes.delta, stats, dout, mine.delta, slot)
+        request(boxes.dout, walk.place.batch, head, row, dout, slot)
+        mine.shift.index(slot).store(gl.load(rows.shift + stats, mask=exist, other=float("inf")))
+        mine.delta.index(slot).store(gl.load(rows.delta + stats, mask=exist, other=0.0))
+        mbarrier.arrive(dout.full.index(slot), count=1)
 
 
 class Lines(NamedTuple):
-    """Row statistics of a ring's tiles, ``(2, BLOCK)``."""
+    """Statistics of the rows of each tile of a ring, ``(n, BLOCK)``; inf and 0 for rows that do not exist."""
 
     shift: Any
     delta: Any
 
 
 @gluon.jit
-def _pairs_of_keys(i, walk, call, keys):
-    """Which pairs of boundary block `i` are visible, ``(ROWS, BLOCK)``, and which queries exist, ``(BLOCK,)``."""
-    head, start = _queries_of(i, walk, call)
-    queries = start + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, keys.type.layout.parent))
+def _pairs_of_keys(i, walk, call, keys, BLOCK: gl.constexpr):
+    """Which pairs of boundary block `i` are visible, ``(ROWS, BLOCK)``."""
+    head, start = _queries_of(i, walk, call, BLOCK)
+    queries = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, keys.type.layout.parent))
     exist = (queries >= 0) & (queries < walk.place.seqlen_q)
     key_visible = load_key_visible(call.mask, walk.place, walk.bounds, keys)
     block = Block(start, walk.start, queries[None, :], keys[:, None])
     place = with_head(walk.place, head)
-    return visible(call.mask, place, walk.bounds, block, exist[None, :], key_visible[:, None]), exist
+    return visible(call.mask, place, walk.bounds, block, exist[None, :], key_visible[:, None])
 
 
 @gluon.jit
 def _dkdv_step(dkt, dvt, i, n_boundary, walk, call, qk_scale, keys, k_tile, v_tile, q, dout, mine):
     """Add a block of queries to the products in flight of dk and dv."""
     HEAD_DIM: gl.constexpr = q.tiles.shape[2]
-    SCORES: gl.constexpr = layout_of(64)
+    STAGES: gl.constexpr = q.tiles.shape[0]
+    BLOCK: gl.constexpr = q.tiles.shape[1]
+    SCORES: gl.constexpr = layout_of(BLOCK)
     WEIGHTS: gl.constexpr = operand_of(HEAD_DIM)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = q.tiles.dtype
-    slot = i % 2
-    phase = i // 2 & 1
+    slot = i % STAGES
+    before = (i + STAGES - 1) % STAGES
+    phase = i // STAGES & 1
     q_tile = q.tiles.index(slot)
     dout_tile = dout.tiles.index(slot)
-    zeros = gl.zeros([_ROWS, _BLOCK], gl.float32, layout=SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK], gl.float32, layout=SCORES)
     mbarrier.wait(q.full.index(slot), phase)
     scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     # Operands of the products before are free from here on.
     s, dk, dv = warpgroup_mma_wait(0, deps=[scores, dkt, dvt])
     mbarrier.wait(dout.full.index(slot), phase)
     dpt = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.arrive(dout.empty.index(1 - slot), count=1, pred=i > 0)
-    mbarrier.arrive(q.empty.index(1 - slot), count=1, pred=i > 0)
+    mbarrier.arrive(dout.empty.index(before), count=1, pred=i > 0)
+    mbarrier.arrive(q.empty.index(before), count=1, pred=i > 0)
     shift = mine.shift.index(slot).load(BY_COLUMN)
     p = gl.exp2(s * qk_scale - shift[None, :])
-    delta = mine.delta.index(slot).load(BY_COLUMN)
     if i < n_boundary:
-        pairs, exist = _pairs_of_keys(i, walk, call, keys)
-        p = tl.where(pairs, p, 0.0)
-        delta = tl.where(exist, delta, 0.0)  # a line may go on with the numbers of other heads
+        p = tl.where(_pairs_of_keys(i, walk, call, keys, BLOCK), p, 0.0)
+    delta = mine.delta.index(slot).load(BY_COLUMN)
     dvt = warpgroup_mma(gl.convert_layout(p.to(DTYPE), WEIGHTS), dout_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dpt])
     ds = p * (dp - delta[None, :])
@@ -205,14 +199,15 @@ def _dkdv_step(dkt, dvt, i, n_boundary, walk, call, qk_scale, keys, k_tile, v_ti
 
 
 @gluon.jit
-def _dkdv(boxes, outs, call, sizes, numbers, q, dout, own, mine, GROUP: gl.constexpr):
+def _dkdv(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine, GROUP: gl.constexpr):
     """A group of warps: the gradients of 64 keys and values."""
     HEAD_DIM: gl.constexpr = q.tiles.shape[2]
+    BLOCK: gl.constexpr = q.tiles.shape[1]
     SUMS: gl.constexpr = layout_of(HEAD_DIM)
-    walk = _of_keys(call, sizes, numbers)
+    walk = _of_keys(call, sizes, numbers, BLOCK)
     n_boundary = walk.group * walk.blocks.n_boundary
     n = n_boundary + walk.group * walk.blocks.n_full
-    keys = walk.start + GROUP * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout_of(64)))
+    keys = walk.start + GROUP * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout_of(BLOCK)))
     k_tile = own.tiles.index(0).slice(GROUP * _ROWS, _ROWS, dim=0)
     v_tile = own.tiles.index(1).slice(GROUP * _ROWS, _ROWS, dim=0)
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, layout=SUMS)
@@ -233,10 +228,14 @@ def _dkdv(boxes, outs, call, sizes, numbers, q, dout, own, mine, GROUP: gl.const
     dk *= numbers.scale
     store_rows(outs.dk, place.batch, walk.head_kv, place.first_k, walk.start, of_rows, exist, dk)
     store_rows(outs.dv, place.batch, walk.head_kv, place.first_k, walk.start, of_rows, exist, dv)
+    if outs.nan_rows is not None:
+        bad = tl.maximum(gl.max((dk != dk).to(gl.int32), 1), gl.max((dv != dv).to(gl.int32), 1)).to(gl.int8)
+        first = key_row_base(place, walk.head_kv, sizes.nheads_kv, sizes.seqlen_k)
+        gl.store(outs.nan_rows.ptr + first + of_rows, bad, mask=exist)
 
 
 class Gradients(NamedTuple):
-    """Tensors that a kernel fills, each a Strided; nan_rows as in hopper_fwd."""
+    """Tensors that a kernel fills, each a Strided; nan_rows, of queries or keys, as in hopper_fwd."""
 
     dq: Any
     dk: Any
@@ -245,13 +244,13 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def _first_of_keys(boxes, outs, call, sizes, numbers, q, dout, own, mine):
-    _dkdv(boxes, outs, call, sizes, numbers, q, dout, own, mine, 0)
+def _first_of_keys(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine):
+    _dkdv(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine, 0)
 
 
 @gluon.jit
-def _second_of_keys(boxes, outs, call, sizes, numbers, q, dout, own, mine):
-    _dkdv(boxes, outs, call, sizes, numbers, q, dout, own, mine, 1)
+def _second_of_keys(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine):
+    _dkdv(boxes, rows, outs, call, sizes, numbers, q, dout, own, mine, 1)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -260,8 +259,7 @@ def hopper_bwd_dkdv(
     k_boxes,
     v_boxes,
     dout_boxes,
-    shift_line,
-    delta_line,
+    rows,
     outs,
     call,
     nheads_q,
@@ -277,20 +275,23 @@ def hopper_bwd_dkdv(
     n_positions,
     scale,
     qk_scale,
+    STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     sizes = Sizes(nheads_q, nheads_kv, seqlen_q, seqlen_k, n_tiles, heads_in_l2)
-    boxes = Boxes(q_boxes, k_boxes, v_boxes, dout_boxes, shift_line, delta_line)
-    q = ring_of(boxes.q, 2, 2)
-    dout = ring_of(boxes.dout, 2, 2)
+    boxes = Boxes(q_boxes, k_boxes, v_boxes, dout_boxes)
+    BLOCK: gl.constexpr = q_boxes.block_type.shape[2]
+    q = ring_of(boxes.q, STAGES, 2)
+    dout = ring_of(boxes.dout, STAGES, 2, WRITERS=2)
     own = ring_of(boxes.k, 2, 0)  # the keys, then the values
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     mine = Lines(
-        gl.allocate_shared_memory(gl.float32, [2, _BLOCK], boxes.shift.layout),
-        gl.allocate_shared_memory(gl.float32, [2, _BLOCK], boxes.delta.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LINES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LINES),
     )
     fence_async_shared()
-    arguments = (boxes, outs, call, sizes, numbers, q, dout, own, mine)
+    arguments = (boxes, rows, outs, call, sizes, numbers, q, dout, own, mine)
     gl.warp_specialize(
         [(_first_of_keys, arguments), (_second_of_keys, arguments), (_requests_of_queries, arguments)],
         [4, 1],
@@ -299,23 +300,29 @@ def hopper_bwd_dkdv(
 
 
 @gluon.jit
-def _of_queries(call, sizes, numbers):
+def _of_queries(call, sizes, numbers, BLOCK: gl.constexpr):
     """The :class:`Walk` of a program that owns queries."""
     number, head, sequence = program_tile(
         sizes.n_tiles, sizes.nheads_q, sizes.heads_in_l2, REVERSED=call.mask.HAS_UPPER
     )
     place = place_of(call.sequences, sequence, head, sizes.nheads_q, sizes.seqlen_q, sizes.seqlen_k)
     bounds = bounds_of(call.mask, place, numbers)
-    blocks = key_blocks(call.mask, place, bounds, number * _OWN, _OWN, _BLOCK, _BLOCK)
+    blocks = key_blocks(call.mask, place, bounds, number * _OWN, _OWN, BLOCK, BLOCK)
     return Walk(place, head // (sizes.nheads_q // sizes.nheads_kv), 1, number * _OWN, bounds, blocks)
 
 
 @gluon.jit
-def _keys_of(i, walk, call):
+def _n_keys(walk):
+    """The number of blocks of keys that the queries of a program visit: none if there are no such queries."""
+    return tl.where(walk.start < walk.place.seqlen_q, walk.blocks.n_boundary + walk.blocks.n_full, 0)
+
+
+@gluon.jit
+def _keys_of(i, walk, call, BLOCK: gl.constexpr):
     """The first key of block `i`: boundary blocks, then full ones."""
-    start = walk.blocks.start + (walk.blocks.n_left + i - walk.blocks.n_boundary) * _BLOCK
+    start = walk.blocks.start + (walk.blocks.n_left + i - walk.blocks.n_boundary) * BLOCK
     if i < walk.blocks.n_boundary:
-        start = boundary_keys(i, walk.blocks, call.mask, walk.place, walk.start, _BLOCK)
+        start = boundary_keys(i, walk.blocks, call.mask, walk.place, walk.start, BLOCK)
     return start
 
 
@@ -323,26 +330,27 @@ def _keys_of(i, walk, call):
 def _requests_of_keys(boxes, rows, outs, call, sizes, numbers, q, dout, k, v):
     """The warp that requests tiles: queries and dout once, then keys and values."""
     STAGES: gl.constexpr = k.tiles.shape[0]
-    walk = _of_queries(call, sizes, numbers)
+    BLOCK: gl.constexpr = k.tiles.shape[1]
+    walk = _of_queries(call, sizes, numbers, BLOCK)
     for group in gl.static_range(2):
-        row = walk.start + group * _ROWS
+        row = walk.place.first_q + walk.start + group * _ROWS
         request(boxes.q, walk.place.batch, walk.place.head, row, q, group)
         request(boxes.dout, walk.place.batch, walk.place.head, row, dout, group)
-    for i in range(walk.blocks.n_boundary + walk.blocks.n_full):
+    for i in range(_n_keys(walk)):
         slot = i % STAGES
         phase = i // STAGES & 1
-        start = _keys_of(i, walk, call)
+        row = walk.place.first_k + _keys_of(i, walk, call, BLOCK)
         mbarrier.wait(k.empty.index(slot), phase ^ 1)
-        request(boxes.k, walk.place.batch, walk.head_kv, start, k, slot)
+        request(boxes.k, walk.place.batch, walk.head_kv, row, k, slot)
         mbarrier.wait(v.empty.index(slot), phase ^ 1)
-        request(boxes.v, walk.place.batch, walk.head_kv, start, v, slot)
+        request(boxes.v, walk.place.batch, walk.head_kv, row, v, slot)
 
 
 @gluon.jit
-def _pairs_of_queries(i, walk, call, queries):
+def _pairs_of_queries(i, walk, call, queries, BLOCK: gl.constexpr):
     """Which pairs of boundary block `i` are visible, ``(ROWS, BLOCK)``."""
-    start = _keys_of(i, walk, call)
-    keys = start + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, queries.type.layout.parent))
+    start = _keys_of(i, walk, call, BLOCK)
+    keys = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, queries.type.layout.parent))
     exist = queries < walk.place.seqlen_q
     key_visible = load_key_visible(call.mask, walk.place, walk.bounds, keys)
     block = Block(walk.start, start, queries[:, None], keys[None, :])
@@ -355,11 +363,12 @@ def _dq_step(
 ):  # fmt: skip
     """Add a block of keys to the product in flight of dq."""
     STAGES: gl.constexpr = k.tiles.shape[0]
-    SCORES: gl.constexpr = layout_of(64)
+    BLOCK: gl.constexpr = k.tiles.shape[1]
+    SCORES: gl.constexpr = layout_of(BLOCK)
     WEIGHTS: gl.constexpr = operand_of(k.tiles.shape[2])
     slot = i % STAGES
     phase = i // STAGES & 1
-    zeros = gl.zeros([_ROWS, _BLOCK], gl.float32, layout=SCORES)
+    zeros = gl.zeros([_ROWS, BLOCK], gl.float32, layout=SCORES)
     k_tile = k.tiles.index(slot)
     mbarrier.wait(k.full.index(slot), phase)
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -374,7 +383,7 @@ def _dq_step(
     mbarrier.arrive(v.empty.index(slot), count=1)
     ds = p * (dp - delta[:, None])
     if i < n_boundary:
-        ds = tl.where(_pairs_of_queries(i, walk, call, queries), ds, 0.0)
+        ds = tl.where(_pairs_of_queries(i, walk, call, queries, BLOCK), ds, 0.0)
     return warpgroup_mma(gl.convert_layout(ds.to(k.tiles.dtype), WEIGHTS), k_tile, dq, is_async=True)
 
 
@@ -382,11 +391,12 @@ def _dq_step(
 def _dq(boxes, rows, outs, call, sizes, numbers, q, dout, k, v, GROUP: gl.constexpr):
     """A group of warps: the gradients of 64 queries."""
     HEAD_DIM: gl.constexpr = q.tiles.shape[2]
+    BLOCK: gl.constexpr = k.tiles.shape[1]
     SUMS: gl.constexpr = layout_of(HEAD_DIM)
-    walk = _of_queries(call, sizes, numbers)
+    walk = _of_queries(call, sizes, numbers, BLOCK)
     n_boundary = walk.blocks.n_boundary
-    n = n_boundary + walk.blocks.n_full
-    queries = walk.start + GROUP * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout_of(64)))
+    n = _n_keys(walk)
+    queries = walk.start + GROUP * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout_of(BLOCK)))
     stats = row_base(walk.place) + queries
     exist = queries < walk.place.seqlen_q
     shift = gl.load(rows.shift + stats, mask=exist, other=float("inf"))
@@ -450,7 +460,7 @@ def hopper_bwd_dq(
 ):
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, scale, qk_scale)
     sizes = Sizes(nheads_q, nheads_kv, seqlen_q, seqlen_k, n_tiles, heads_in_l2)
-    boxes = QueryBoxes(q_boxes, k_boxes, v_boxes, dout_boxes)
+    boxes = Boxes(q_boxes, k_boxes, v_boxes, dout_boxes)
     q = ring_of(boxes.q, 2, 0)
     dout = ring_of(boxes.dout, 2, 0)
     k = ring_of(boxes.k, STAGES, 2)
@@ -465,8 +475,8 @@ def hopper_bwd_dq(
 
 
 @lru_cache(maxsize=16)
-def _constants(kernel: Any, **parameters: int) -> launcher.KernelConstants:
-    return launcher.KernelConstants(kernel, num_warps=4, maxnreg=MOST_REGISTERS, REGISTERS=REGISTERS, **parameters)
+def _constants(kernel: Any, stages: int) -> launcher.KernelConstants:
+    return launcher.KernelConstants(kernel, num_warps=4, maxnreg=MOST_REGISTERS, STAGES=stages, REGISTERS=REGISTERS)
 
 
 def launch_dkdv(
@@ -477,22 +487,25 @@ def launch_dkdv(
     rows: BackwardRows,
     dkdv: tuple[torch.Tensor, torch.Tensor],
     problem: Problem,
-) -> None:
-    """Fill `dkdv`, as :func:`fusedattn.kernels.attention_bwd.launch` does."""
-    shape = problem.shape
+) -> torch.Tensor | None:
+    """Fill `dkdv`; returns rows of them that have a NaN, as :func:`fusedattn.kernels.hopper_fwd.launch` does."""
+    shape, config = problem.shape, DKDV[q.shape[3]]
     n_tiles = triton.cdiv(shape.max_seqlen_k, OWN)
+    nan_rows = replay.scratch(k, k.shape[:3], torch.int8) if hides_rows(problem) else None
     launcher.launch(
-        _constants(hopper_bwd_dkdv),
+        _constants(hopper_bwd_dkdv, config.STAGES),
         n_tiles * shape.nheads_kv * shape.n_sequences,
         (
-            *(boxes_of(x, n) for x, n in ((q, BLOCK), (k, OWN), (v, OWN), (dout, BLOCK))),
-            *(line_of(x, BLOCK) for x in (rows.shift, rows.delta)),
-            Gradients(None, strided(dkdv[0]), strided(dkdv[1]), None),
+            *(boxes_of(x, n) for x, n in ((q, config.BLOCK), (k, OWN), (v, OWN), (dout, config.BLOCK))),
+            rows,
+            Gradients(None, *map(strided, dkdv), None if nan_rows is None else OptionalRows(nan_rows)),
             problem.call,
         ),
         (*sizes_of(q, v, problem, n_tiles, of_keys=True), problem.scale, problem.qk_scale),
         problem.known_call,
     )
+    problem.prologue_k.rotate_back(dkdv[0])
+    return nan_rows
 
 
 def launch_dq(
@@ -505,14 +518,14 @@ def launch_dq(
     problem: Problem,
 ) -> torch.Tensor | None:
     """Fill `dq`; returns rows that have a NaN, as :func:`fusedattn.kernels.hopper_fwd.launch` does."""
-    shape = problem.shape
+    shape, config = problem.shape, DQ[q.shape[3]]
     n_tiles = triton.cdiv(shape.max_seqlen_q, OWN)
     nan_rows = replay.scratch(q, q.shape[:3], torch.int8) if hides_values(problem) else None
     launcher.launch(
-        _constants(hopper_bwd_dq, STAGES=3),
+        _constants(hopper_bwd_dq, config.STAGES),
         n_tiles * shape.nheads_q * shape.n_sequences,
         (
-            *(boxes_of(x, n) for x, n in ((q, ROWS), (k, BLOCK), (v, BLOCK), (dout, ROWS))),
+            *(boxes_of(x, n) for x, n in ((q, ROWS), (k, config.BLOCK), (v, config.BLOCK), (dout, ROWS))),
             rows,
             Gradients(strided(dq), None, None, None if nan_rows is None else OptionalRows(nan_rows)),
             problem.call,
@@ -520,4 +533,5 @@ def launch_dq(
         (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
         problem.known_call,
     )
+    problem.prologue_q.rotate_back(dq)
     return nan_rows

@@ -21,23 +21,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fusedattn.kernels import launcher, replay
+from fusedattn.kernels.descriptors import is_addressable
 from fusedattn.kernels.epilogue import OptionalRows, Results, residual_factor, store_statistics
 from fusedattn.kernels.hopper import hides_values
+from fusedattn.kernels.hopper_configs import FORWARD, ROWS
 from fusedattn.kernels.hopper_parts import (
     MOST_REGISTERS,
     REGISTERS,
-    ROWS,
     boxes_of,
     layout_of,
     operand_of,
     request,
     ring_of,
     store_rows,
+    tiles_in_shared,
 )
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
@@ -49,8 +52,6 @@ from fusedattn.kernels.sequences import place_of, row_base
 from fusedattn.kernels.softmax import softmax_update
 
 BLOCK_M = 2 * ROWS
-BLOCK_N = 128
-STAGES = 2
 _ROWS, _BLOCK_M = tl.constexpr(ROWS), tl.constexpr(BLOCK_M)
 
 
@@ -79,21 +80,23 @@ class Sizes(NamedTuple):
 
 class Shared(NamedTuple):
     """Shared memory: a :class:`~fusedattn.kernels.hopper_parts.Ring` each of q, k and v; ones, ``(8, BLOCK_N)``;
-    mbarriers by which the groups of warps take turns."""
+    mbarriers by which the groups of warps take turns; for each group a tile of out, or None."""
 
     q: Any
     k: Any
     v: Any
     ones: Any
     turns: Any
+    out: Any
 
 
 class Boxes(NamedTuple):
-    """Tensors as the tensor memory accelerator reads them."""
+    """Tensors as the tensor memory accelerator reads them, and out as it writes it, or None."""
 
     q: Any
     k: Any
     v: Any
+    out: Any
 
 
 class Job(NamedTuple):
@@ -134,7 +137,7 @@ def _job(number, call, sizes, numbers, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _requests(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr):
     """The warp that requests tiles: queries once for each job, keys and values of its blocks from the last on."""
-    q, k, v, _, _ = shared
+    q, k, v = shared.q, shared.k, shared.v
     STAGES: gl.constexpr = k.tiles.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
     total = 0  # blocks so far
@@ -178,7 +181,7 @@ def _blocks(
     KEEPS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Add the blocks from `first` to `stop`; the last has weights, but its values are still to be added."""
-    q, k, v, ones, turns = shared
+    q, k, v, ones, turns = shared.q, shared.k, shared.v, shared.ones, shared.turns
     q_tile = q.tiles.index(GROUP)
     acc, rounded, p, m_i, l_i = sums
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
@@ -228,7 +231,7 @@ def _multiply(
     boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """A group of warps: the weights and values of 64 queries of each job."""
-    q, k, v, ones, turns = shared
+    q, k, v, ones, turns = shared.q, shared.k, shared.v, shared.ones, shared.turns
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
     HEAD_DIM: gl.constexpr = k.tiles.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
@@ -293,12 +296,17 @@ def _multiply(
                 acc = warpgroup_mma_wait(0, deps=[values])
             mbarrier.arrive(v.empty.index(slot), count=1)
         if job.exists:
-            _store(acc, rounded, m_i, l_i, results, job, softmax_scale, GROUP)
+            _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, GROUP)
+    if boxes.out is not None:
+        tma.store_wait(0)  # shared memory ends with the program
 
 
 @gluon.jit
-def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, GROUP: gl.constexpr):
-    """Write the results of 64 rows, as kernels/epilogue.py does."""
+def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, GROUP: gl.constexpr):
+    """Write the results of 64 rows, as kernels/epilogue.py does. The accelerator stores out while the next job begins.
+
+    It stores no row behind the last of the tensor.
+    """
     VALUES: gl.constexpr = acc.type.layout
     BY_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     DTYPE: gl.constexpr = results.out.ptr.dtype.element_ty
@@ -313,7 +321,15 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, GROUP: gl.conste
     l_i = tl.where(unseen, 1.0, l_i)
     store_statistics(m_i, l_i, unseen, results, stats, exist, softmax_scale, 1)
     out = tl.where(unseen[:, None], 0.0, acc * (1.0 / l_i)[:, None]).to(DTYPE)
-    store_rows(results.out, place.batch, place.head, place.first_q, job.start_m, queries, exist, out)
+    if boxes.out is not None:
+        out_tile = shared.out.index(GROUP)
+        tma.store_wait(0)  # until that of the job before is read
+        out_tile.store(out)
+        fence_async_shared()
+        first = job.start_m + GROUP * _ROWS
+        tma.async_copy_shared_to_global(boxes.out, [place.batch, place.head, first, 0], out_tile)
+    else:
+        store_rows(results.out, place.batch, place.head, place.first_q, job.start_m, queries, exist, out)
     if results.rounding_residual is not None:
         residual = encode_residual(acc * residual_factor(l_i, l_i, rounded_l_i)[:, None], out)
         into = results.rounding_residual
@@ -337,6 +353,7 @@ def hopper_fwd(
     q_boxes,
     k_boxes,
     v_boxes,
+    out_boxes,
     results,
     call,
     nheads_q,
@@ -357,7 +374,7 @@ def hopper_fwd(
     TURNS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    boxes = Boxes(q_boxes, k_boxes, v_boxes)  # Triton passes no descriptor in a tuple
+    boxes = Boxes(q_boxes, k_boxes, v_boxes, out_boxes)  # Triton passes no descriptor in a tuple
     BLOCK_N: gl.constexpr = k_boxes.block_type.shape[2]
     DTYPE: gl.constexpr = k_boxes.dtype
     numbers = Numbers(lower_start, upper_start, lower_end, upper_end, n_positions, 1.0, qk_scale)
@@ -375,7 +392,10 @@ def hopper_fwd(
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
     mbarrier.arrive(turns.index(0), count=1)  # the first group begins
-    shared = Shared(q, k, v, ones, turns)
+    out = None
+    if out_boxes is not None:
+        out = tiles_in_shared(out_boxes, 2)
+    shared = Shared(q, k, v, ones, turns, out)
     arguments = (boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS)
     gl.warp_specialize(
         [(_first_group, arguments), (_second_group, arguments), (_requests, arguments)],
@@ -385,9 +405,9 @@ def hopper_fwd(
 
 
 @lru_cache
-def _constants(turns: bool) -> launcher.KernelConstants:
+def _constants(stages: int, turns: bool) -> launcher.KernelConstants:
     return launcher.KernelConstants(
-        hopper_fwd, num_warps=4, maxnreg=MOST_REGISTERS, STAGES=STAGES, TURNS=turns, REGISTERS=REGISTERS
+        hopper_fwd, num_warps=4, maxnreg=MOST_REGISTERS, STAGES=stages, TURNS=turns, REGISTERS=REGISTERS
     )
 
 
@@ -399,7 +419,7 @@ def launch(
     Returns:
         int8, of the shape of lse: rows with a NaN, which may come from a hidden value. None if nothing is hidden.
     """
-    shape = problem.shape
+    shape, config = problem.shape, FORWARD[q.shape[3]]
     n_tiles = triton.cdiv(shape.max_seqlen_q, BLOCK_M)
     n_tile_ids = n_tiles * shape.nheads_q * shape.n_sequences
     nan_rows = None
@@ -408,12 +428,13 @@ def launch(
     # If tiles differ in work, the GPU hands them out one by one, and groups without turns are faster.
     even = nan_rows is None
     launcher.launch(
-        _constants(turns=even),
+        _constants(config.STAGES, turns=even),
         programs_of(int(even), n_tile_ids, q.device)[0],
         (
             boxes_of(q, ROWS),
-            boxes_of(k, BLOCK_N),
-            boxes_of(v, BLOCK_N),
+            boxes_of(k, config.BLOCK),
+            boxes_of(v, config.BLOCK),
+            boxes_of(results.out, ROWS) if _stores_boxes(results.out, problem) else None,
             Stored(*results.strided()[:5], None if nan_rows is None else OptionalRows(nan_rows)),
             problem.call,
         ),
@@ -421,3 +442,8 @@ def launch(
         problem.known_call,
     )
     return nan_rows
+
+
+def _stores_boxes(out: torch.Tensor, problem: Problem) -> bool:
+    """Whether the accelerator stores out: not if rows of another sequence may follow, and only if tiles fit."""
+    return out.shape[3] < 256 and problem.call.sequences.cu_q_ptr is None and is_addressable(out)

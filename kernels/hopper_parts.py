@@ -18,7 +18,6 @@ from fusedattn.kernels.primitives import head_base
 # Triton 3.8 has another name.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-ROWS = 64  # of a product, for each group of warps
 MOST_REGISTERS = 168  # of a thread, as a kernel begins: 12 warps take all that a multiprocessor has
 REGISTERS = 240, 24  # of a thread that multiplies, and of one that requests tiles
 
@@ -53,17 +52,24 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def ring_of(boxes, n: gl.constexpr, READERS: gl.constexpr):
-    """An empty :class:`Ring` of n tiles of the size of `boxes`, each of which READERS groups of warps read.
-
-    Tiles that are filled once have 0 readers, and no use for `empty`.
-    """
+def tiles_in_shared(boxes, n: gl.constexpr):
+    """Shared memory for n tiles of the size of `boxes`, ``(n, rows, head_dim)``."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     shape: gl.constexpr = boxes.block_type.shape
-    tiles = gl.allocate_shared_memory(boxes.dtype, [n, shape[2], shape[3]], LAYOUT)
+    return gl.allocate_shared_memory(boxes.dtype, [n, shape[2], shape[3]], LAYOUT)
+
+
+@gluon.jit
+def ring_of(boxes, n: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
+    """An empty :class:`Ring` of n tiles of the size of `boxes`, each of which READERS groups of warps read.
+
+    Tiles that are filled once have 0 readers, and no use for `empty`. A tile is full after a request and, with two
+    WRITERS, one more arrival.
+    """
+    tiles = tiles_in_shared(boxes, n)
     full = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=WRITERS)
     empty = full
     if READERS > 0:
         empty = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
@@ -80,12 +86,6 @@ def request(boxes, batch, head, row, ring, slot, EXPECT: gl.constexpr = True):
     _load(boxes, [batch, head, row, 0], ring.full.index(slot), ring.tiles.index(slot))
 
 
-@gluon.jit
-def request_line(line, first, ring, lines, slot):
-    """Ask for numbers of a tensor of one dimension, which arrive with a tile of the ring."""
-    _load(line, [first], ring.full.index(slot), lines.index(slot))
-
-
 def boxes_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """A ``(batch, nheads, seqlen, head_dim)`` tensor in boxes of `rows` rows of one head; strides are checked."""
     # The constructor would check all this again.
@@ -93,20 +93,6 @@ def boxes_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
     vars(boxes).update(_defaults(), base=x, shape=list(x.shape), strides=strides_of(x))
     boxes.block_shape = [1, 1, rows, x.shape[3]]
     return boxes
-
-
-def line_of(x: torch.Tensor, n: int) -> TensorDescriptor:
-    """A contiguous float32 tensor as one dimension, in pieces of `n` numbers."""
-    line = object.__new__(TensorDescriptor)
-    vars(line).update(_line_defaults(), base=x, shape=[x.numel()])
-    line.block_shape = [n]
-    return line
-
-
-@lru_cache
-def _line_defaults() -> dict[str, Any]:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return vars(TensorDescriptor(torch.empty(64), [64], [1], [64], layout))
 
 
 @lru_cache

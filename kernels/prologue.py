@@ -78,8 +78,9 @@ def qk_prologue(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
+    TRANSPOSE: tl.constexpr = False,
 ):
-    """One program prepares BLOCK rows of one head, of queries or of keys."""
+    """One program prepares BLOCK rows of one head, of queries or of keys; with TRANSPOSE it rotates gradients back."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
     place = place_of(sequences, sequence, head, nheads, seqlen_q, seqlen_k)
     first, seqlen = rows_of_side(place, OF_QUERIES)
@@ -90,7 +91,7 @@ def qk_prologue(
     if norm.NORMALIZES:
         y = normalize_tile(y, norm, head, first, rows, exist, place.batch, HEAD_DIM, BLOCK_D, ACC)
     if rotation.ROTARY_DIM > 0:
-        y = rotate_tile(y, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE=False)
+        y = rotate_tile(y, rotation, place, start, n_positions, BLOCK, BLOCK_D, ACC, OF_QUERIES, TRANSPOSE)
     store_tile(head_of(out, place.batch, head, first), start, seqlen, y, HEAD_DIM, BLOCK, BLOCK_D)
 
 
@@ -241,18 +242,29 @@ class Prologue:
         if self.norm is None and self.rotation is None:
             return x
         out = replay.scratch(x, x.shape, x.dtype)
+        norm = NO_NORM if self.norm is None else self.norm_arguments(x)
+        self._launch(_constants(qk_prologue, x.shape[3], x.dtype, self.of_queries), x, out, norm)
+        return out
+
+    def rotate_back(self, dx: torch.Tensor) -> None:
+        """Rotate the gradient of a rotated tensor back, in place."""
+        if self.rotation is not None:
+            constants = _constants(qk_prologue, dx.shape[3], dx.dtype, self.of_queries, TRANSPOSE=True)
+            self._launch(constants, dx, dx, NO_NORM)
+
+    def _launch(
+        self, constants: launcher.KernelConstants, x: torch.Tensor, out: torch.Tensor, norm: NormArguments
+    ) -> None:
         n_tiles = -(-self.longest // rope_rows(x.shape[3]))
         launcher.launch(
-            _constants(qk_prologue, x.shape[3], x.dtype, self.of_queries),
+            constants,
             n_tiles * x.shape[1] * self.shape.n_sequences,
             (
-                strided(x), strided(out), self.sequences,
-                NO_NORM if self.norm is None else self.norm_arguments(x),
+                strided(x), strided(out), self.sequences, norm,
                 NO_ROTATION if self.rotation is None else self.rotation.arguments,
             ),
             (x.shape[1], self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_tiles),
         )  # fmt: skip
-        return out
 
     def backward(
         self, x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, *, needs_weight: bool
@@ -302,7 +314,9 @@ def _of_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel: Any, head_dim: int, dtype: torch.dtype, of_queries: bool) -> launcher.KernelConstants:
+def _constants(
+    kernel: Any, head_dim: int, dtype: torch.dtype, of_queries: bool, **parameters: bool
+) -> launcher.KernelConstants:
     return launcher.KernelConstants(
         kernel,
         OF_QUERIES=of_queries,
@@ -311,4 +325,5 @@ def _constants(kernel: Any, head_dim: int, dtype: torch.dtype, of_queries: bool)
         BLOCK_D=block_d(head_dim),
         ACC=accumulator(dtype),
         num_warps=4,
+        **parameters,
     )

@@ -143,6 +143,12 @@ def row_base(place):
     return (tl.cast(place.batch, tl.int64) * place.nheads + place.head) * place.n_rows + place.first_q
 
 
+@triton.jit
+def key_row_base(place, head_kv, nheads_kv, seqlen_k):
+    """The offset of a head's first key in a contiguous ``(batch, nheads_kv, seqlen_k)`` tensor."""
+    return (tl.cast(place.batch, tl.int64) * nheads_kv + head_kv) * seqlen_k + place.first_k
+
+
 class Shape(NamedTuple):
     """The sizes of an attention, for the host.
 
