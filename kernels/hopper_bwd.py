@@ -183,17 +183,18 @@ def _dkdv_step(dkt, dvt, i, n_boundary, walk, call, qk_scale, keys, k_tile, v_ti
     # Operands of the products before are free from here on.
     s, dk, dv = warpgroup_mma_wait(0, deps=[scores, dkt, dvt])
     mbarrier.wait(dout.full.index(slot), phase)
-    dpt = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    delta = mine.delta.index(slot).load(BY_COLUMN)
+    # The sum begins at -delta, which thus needs no registers beside p.
+    dpt = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros - delta[None, :], is_async=True)
     mbarrier.arrive(dout.empty.index(before), count=1, pred=i > 0)
     mbarrier.arrive(q.empty.index(before), count=1, pred=i > 0)
     shift = mine.shift.index(slot).load(BY_COLUMN)
     p = gl.exp2(s * qk_scale - shift[None, :])
     if i < n_boundary:
         p = tl.where(_pairs_of_keys(i, walk, call, keys, BLOCK), p, 0.0)
-    delta = mine.delta.index(slot).load(BY_COLUMN)
     dvt = warpgroup_mma(gl.convert_layout(p.to(DTYPE), WEIGHTS), dout_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dpt])
-    ds = p * (dp - delta[None, :])
+    ds = p * dp
     dkt = warpgroup_mma(gl.convert_layout(ds.to(DTYPE), WEIGHTS), q_tile, dk, is_async=True)
     return dkt, dvt
 

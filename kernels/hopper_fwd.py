@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -35,10 +34,12 @@ from fusedattn.kernels.hopper_parts import (
     MOST_REGISTERS,
     REGISTERS,
     boxes_of,
+    end_stores,
     layout_of,
     operand_of,
     request,
     ring_of,
+    store_box,
     store_rows,
     tiles_in_shared,
 )
@@ -214,6 +215,7 @@ def _blocks(
             s = _masked(s, job, i, call, queries, keys, BLOCK_N)
         weights, alpha, m_i, l_i = softmax_update(s, m_i, l_i, qk_scale, 0)
         next_p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+        mbarrier.wait(v.full.index(before), (now - 1) // STAGES & 1)  # a branch, over which ptxas moves nothing
         # p is an operand until here: the compiler must not reuse its registers before.
         if KEEPS:
             acc, rounded, p, next_p = warpgroup_mma_wait(0, deps=[values, counts, p, next_p])
@@ -298,7 +300,7 @@ def _multiply(
         if job.exists:
             _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, GROUP)
     if boxes.out is not None:
-        tma.store_wait(0)  # shared memory ends with the program
+        end_stores()  # shared memory ends with the program
 
 
 @gluon.jit
@@ -322,12 +324,8 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
     store_statistics(m_i, l_i, unseen, results, stats, exist, softmax_scale, 1)
     out = tl.where(unseen[:, None], 0.0, acc * (1.0 / l_i)[:, None]).to(DTYPE)
     if boxes.out is not None:
-        out_tile = shared.out.index(GROUP)
-        tma.store_wait(0)  # until that of the job before is read
-        out_tile.store(out)
-        fence_async_shared()
         first = job.start_m + GROUP * _ROWS
-        tma.async_copy_shared_to_global(boxes.out, [place.batch, place.head, first, 0], out_tile)
+        store_box(boxes.out, place.batch, place.head, first, shared.out.index(GROUP), out)
     else:
         store_rows(results.out, place.batch, place.head, place.first_q, job.start_m, queries, exist, out)
     if results.rounding_residual is not None:

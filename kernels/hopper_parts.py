@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedattn.kernels.descriptors import strides_of
 from fusedattn.kernels.primitives import head_base
 
-# Triton 3.8 has another name.
+# Triton 3.8 has other names.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 MOST_REGISTERS = 168  # of a thread, as a kernel begins: 12 warps take all that a multiprocessor has
 REGISTERS = 240, 24  # of a thread that multiplies, and of one that requests tiles
@@ -84,6 +85,21 @@ def request(boxes, batch, head, row, ring, slot, EXPECT: gl.constexpr = True):
     if EXPECT:
         mbarrier.expect(ring.full.index(slot), boxes.block_type.nbytes)
     _load(boxes, [batch, head, row, 0], ring.full.index(slot), ring.tiles.index(slot))
+
+
+@gluon.jit
+def store_box(boxes, batch, head, row, tile, values):
+    """Have the tensor memory accelerator store values, from shared memory that :func:`end_stores` waits for."""
+    end_stores()
+    tile.store(values)
+    fence_async_shared()
+    _store(boxes, [batch, head, row, 0], tile)
+
+
+@gluon.jit
+def end_stores():
+    """Wait until the stores that this group of warps requested have read shared memory."""
+    tma.store_wait(0)
 
 
 def boxes_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
