@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
 
 class Shared(NamedTuple):
     """Shared memory: a :class:`~fusedattn.kernels.hopper_parts.Ring` each of q, k and v; ones, ``(8, BLOCK_N)``;
-    mbarriers by which the groups of warps take turns; for each group a tile of out, or None."""
+    mbarriers by which the groups of warps take turns, or None; for each group a tile of out, or None."""
 
     q: Any
     k: Any
@@ -385,14 +385,17 @@ def hopper_fwd(
     ones = gl.allocate_shared_memory(DTYPE, [8, BLOCK_N], LAYOUT)
     if results.rounding_residual is not None:
         ones.store(gl.full([8, BLOCK_N], 1.0, DTYPE, layout=FLAT))
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    fence_async_shared()
-    mbarrier.arrive(turns.index(0), count=1)  # the first group begins
     out = None
     if out_boxes is not None:
         out = tiles_in_shared(out_boxes, 2)
+    turns = None
+    if TURNS:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turns.index(0), count=1)
+        mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
+    if TURNS:
+        mbarrier.arrive(turns.index(0), count=1)  # the first group begins
     shared = Shared(q, k, v, ones, turns, out)
     arguments = (boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS)
     gl.warp_specialize(
