@@ -10,7 +10,7 @@ from bench.codegen.disassembly import Instruction
 
 T = TypeVar("T")
 
-# Branches whose targets are in registers. Code from Triton has none.
+# Branches whose targets are in registers. In code from Triton they choose the task of a warp, from a table.
 INDIRECT = ("BRX", "BRXU", "JMX", "JMXU")
 
 
@@ -30,7 +30,7 @@ def states_before(
 
     Raises:
         NotImplementedError: the kernel has several functions, each with addresses from 0 on, or branches to an address
-            in a register.
+            in a register for which there is no table.
     """
     successors = _successors(instructions, through_calls=through_calls)
     states: list[T | None] = [None] * len(instructions)
@@ -63,18 +63,18 @@ def _successors(instructions: list[Instruction], *, through_calls: bool) -> list
             meetings.setdefault(barrier.strip(), []).append(places[int(target, 16)])
     found = []
     for place, (name, x) in enumerate(zip(names, instructions, strict=True)):
-        if name in INDIRECT:
+        if name in INDIRECT and not x.table:
             raise NotImplementedError(f"branches: got {x.opcode} at {x.address:#x}, allowed are those to an address")
         jumps = name == "BRA" or (name == "CALL" and through_calls)
         address = re.search(r"0x[0-9a-f]+\s*$", x.operands) if jumps else None
-        targets = [places[int(address[0], 16)]] if address else []
+        targets = [places[int(address[0], 16)]] if address else [places[to] for to in x.table]
         if name == "BSYNC":  # continues behind itself, or perhaps at the target of its BSSY
             meeting = meetings.get(x.operands.strip(), [])
             targets = [] if place + 1 in meeting else meeting
         elif name == "RET":
             targets = returns
         # A branch may also have its condition among its operands.
-        ends = name in ("EXIT", "RET") or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
+        ends = name in ("EXIT", "RET", *INDIRECT) or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
         falls = x.predicate or not ends
         found.append(targets + [place + 1] * (falls and place + 1 < len(instructions)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 class Instruction:
     """An instruction and its branch target; addresses come from the disassembly, or just count.
 
-    `encoding`, 128 bits, is known if the disassembly has it; an instruction without a `predicate` always runs.
+    `encoding`, 128 bits, is known if the disassembly has it; an instruction without a `predicate` always runs. `table`
+    has the targets of a branch to an address in a register.
     """
 
     address: int
@@ -19,10 +21,17 @@ class Instruction:
     operands: str = ""
     encoding: int | None = None
     predicate: str = ""
+    table: tuple[int, ...] = ()
 
 
-def sass_instructions(sass: str) -> list[Instruction]:
-    """The instructions of a disassembly by cuobjdump."""
+def branch_tables(elf: str) -> dict[int, tuple[int, ...]]:
+    """The targets of branches to addresses in registers, by the address of the branch; `elf` is from cuobjdump -elf."""
+    pattern = re.compile(r"Offset of Indirect Branch:\s+(0x[0-9a-f]+).*\n\s*Targets:((?:\s+0x[0-9a-f]+)+)")
+    return {int(at, 16): tuple(int(x, 16) for x in targets.split()) for at, targets in pattern.findall(elf)}
+
+
+def sass_instructions(sass: str, tables: Mapping[int, tuple[int, ...]] | None = None) -> list[Instruction]:
+    """The instructions of a disassembly by cuobjdump, with the tables of their branches."""
     encoding = r"(?:\s+/\* 0x([0-9a-f]{16}) \*/\s+/\* 0x([0-9a-f]{16}) \*/)?"
     pattern = re.compile(rf"/\*([0-9a-f]{{4,6}})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)([^;\n]*);{encoding}")
     found = []
@@ -30,7 +39,8 @@ def sass_instructions(sass: str) -> list[Instruction]:
         target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
         to = int(target[1], 16) if target else None
         bits = int(high + low, 16) if low else None
-        found.append(Instruction(int(address, 16), opcode, to, operands, bits, predicate))
+        table = (tables or {}).get(int(address, 16), ())
+        found.append(Instruction(int(address, 16), opcode, to, operands, bits, predicate, table))
     return found
 
 

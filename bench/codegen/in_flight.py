@@ -67,7 +67,7 @@ def touches(instructions: list[Instruction]) -> list[Touch]:
     """The touches of a kernel for sm_90, in program order.
 
     Raises:
-        NotImplementedError: the kernel has several functions, or branches to an address in a register.
+        NotImplementedError: the kernel has several functions, or branches to an address in a register without a table.
     """
     if not any(map(product_of, instructions)):
         return []

@@ -8,7 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.codegen.disassembly import Instruction, amdgcn_instructions, sass_instructions
+from bench.codegen.control_flow import INDIRECT
+from bench.codegen.disassembly import Instruction, amdgcn_instructions, branch_tables, sass_instructions
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.loops import Loop, loop_of
 from bench.codegen.undefined import Undefined, undefined
@@ -48,13 +49,18 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        command = [str(tools / "cuobjdump"), "-sass", str(path)]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        def shown(what: str) -> str:
+            command = [str(tools / "cuobjdump"), what, str(path)]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        sass = shown("-sass")
+        tables = branch_tables(shown("-elf")) if re.search(rf"\b(?:{'|'.join(INDIRECT)})\b", sass) else {}
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ptxas_log)
     registers = re.search(r"Used (\d+) registers", ptxas_log)
     if spills is None or registers is None:
         raise RuntimeError(f"ptxas printed no register count:\n{ptxas_log}")
-    instructions = sass_instructions(sass)
+    instructions = sass_instructions(sass, tables)
     loops = product_loops(instructions)
     return MachineCode(
         registers=int(registers[1]),

@@ -41,7 +41,7 @@ def undefined(instructions: list[Instruction]) -> list[Undefined]:
     """The reads of registers that some path has not written, in program order.
 
     Raises:
-        NotImplementedError: the kernel has several functions, or branches to an address in a register.
+        NotImplementedError: the kernel has several functions, or branches to an address in a register without a table.
     """
     accesses = [(uniform_read(x), uniform_written(x)) for x in instructions]
 
