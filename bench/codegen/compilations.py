@@ -22,9 +22,11 @@ import triton
 from bench.codegen import launches, machine_code, ones, ttgir
 from bench.codegen.machine_code import MachineCode
 from bench.codegen.occupancy import ctas_per_sm
+from bench.codegen.register_budget import WARP_GROUP, Plan
 from bench.codegen.report import Report
 from bench.tuning.slots import holding_one_pass
 from fusedattn.kernels import configs
+from fusedattn.kernels.hopper_configs import FORWARD, ROWS
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,7 +36,8 @@ HEAD_DIMS = (64, 128, 256)  # one for each entry of the config table but the las
 ALL = ("plain", "causal", "causal+rope", "all but boolean", "all")
 HEAVIEST = ALL[-2:]
 ONE_PASS = tuple(name for name in launches.FEATURES if name.startswith("one pass"))
-WHOLE = tuple(name for name in launches.FEATURES if name not in (*ALL, *ONE_PASS, "latent"))
+HOPPER = tuple(name for name in launches.FEATURES if name.startswith("hopper"))  # by the kernels in Gluon
+WHOLE = tuple(name for name in launches.FEATURES if name not in (*ALL, *ONE_PASS, *HOPPER, "latent"))
 
 # dtype -> the head_dims and features that are compiled in it. fp16 and bf16 differ only in the names of instructions;
 # tf32, which the user must allow, runs the configs of fp32.
@@ -48,8 +51,9 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         ((64,), ONE_PASS),
         ((512,), ("causal", "everything", "decode")),
         ((launches.KEYS,), ("latent",)),
+        (tuple(FORWARD), HOPPER),
     ),
-    "fp16": (((128,), (*HEAVIEST, "linear")),),
+    "fp16": (((128,), (*HEAVIEST, "linear", "hopper, padding")),),
     "fp32": (
         (HEAD_DIMS, ALL),
         ((64,), WHOLE),
@@ -66,6 +70,8 @@ QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
         (HEAD_DIMS, ("linear", "norm")),
         ((128,), ("norm across heads", "fp8, tensor", "fp8, packed", "fp8, scores")),
         (HEAD_DIMS, ("fp8",)),
+        (tuple(FORWARD), ("hopper", "hopper, causal+rope")),
+        ((128,), ("hopper, packed",)),
     ),
     "fp32": ((HEAD_DIMS, (*HEAVIEST, "decode", "linear", "norm")),),
 }
@@ -110,7 +116,9 @@ def cases(options: argparse.Namespace) -> list[Case]:
             chosen = tuple(name for name in names if not options.features or name in options.features)
             if target not in launches.FP8_TARGETS:
                 chosen = tuple(name for name in chosen if not name.startswith("fp8"))
-            inference = () if options.quick else HEAVIEST
+            if target != "sm_90":
+                chosen = tuple(name for name in chosen if name not in HOPPER)
+            inference = HOPPER if options.quick else (*HEAVIEST, *HOPPER)
             if chosen:
                 found.append(Case(target, dtype, head_dim, chosen, tuple(options.kernel), inference))
     if not found:
@@ -188,15 +196,18 @@ def _configured(case: Case) -> Iterator[None]:
 
 def _report(case: Case, launch: launches.Launch) -> Report:
     # Not every kernel depends on the dtype and head_dim of the case.
-    typed = "ACC" in launch.constants
+    is_gluon = launch.boxes is not None
+    typed = "ACC" in launch.constants or is_gluon
+    config = _config(launch)
     report = Report(
         kernel=launch.kernel,
         target=case.target,
         head_dim=case.head_dim if typed else 0,
         dtype=case.dtype if typed else "any",
         features="+".join(launch.features) or "plain",
-        config=_config(launch),
-        has_products="PRECISION" in launch.constants,
+        config=config,
+        has_products="PRECISION" in launch.constants or is_gluon,
+        plan=Plan(config["num_warps"], *launch.constants["REGISTERS"]) if is_gluon else None,
         fingerprint=launch.fingerprint,
         error=launch.error,
         ones="+".join(case.features).replace(" ", "-") if case.ones else "",
@@ -232,9 +243,19 @@ def _config(launch: launches.Launch) -> dict[str, int]:
     options = {"num_warps": 4, "num_stages": 0} | launch.options
     if metadata is not None:
         options = {name: getattr(metadata, name, value) for name, value in options.items()}
+    if launch.boxes is not None:
+        return options | _tile_of_gluon(launch, options["num_warps"])
     style = {
         "descriptors": launch.has_descriptors,
         "pipelined": launch.constants.get("PIPELINED", False),
         "persistent": launch.is_persistent,
     }
     return tile | options | {name: 1 for name, value in style.items() if value}
+
+
+def _tile_of_gluon(launch: launches.Launch, warps: int) -> dict[str, int]:
+    """The rows of a program, and of a block that it visits. One group of warps requests tiles, the others own rows."""
+    boxes, own = launch.boxes or {}, ROWS * (warps // WARP_GROUP - 1)
+    walks_over_queries = launch.kernel.endswith("dkdv")
+    tile = {"BLOCK_M": boxes["q"], "BLOCK_N": own} if walks_over_queries else {"BLOCK_M": own, "BLOCK_N": boxes["k"]}
+    return tile | {"num_stages": launch.constants["STAGES"]}

@@ -2,20 +2,25 @@
 
 Triton and its assembler are deterministic: the same IR, options and assembler give the same machine code. So a kernel
 that the baseline has with the same fingerprint need not be compiled again. Places in the source are left out, and
-functions are inlined, so moving or renaming a helper changes no fingerprint.
+functions are inlined, so moving or renaming a helper changes no fingerprint. A kernel in Gluon is written in the GPU
+dialect, so its IR is that of the source; its first pass inlines functions, and runs here before the hash.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir, passes
+from triton.backends.compiler import Language
 
 HEX_DIGITS = 16
+WARP_GROUP = 4  # warps that share out registers together
 
 
 class Known(Exception):  # noqa: N818 -- not an error
@@ -27,7 +32,7 @@ class Seen:
     """The last compilation inside :func:`watching`; empty if there was none."""
 
     fingerprint: str = ""
-    options: dict[str, int] = field(default_factory=dict)  # num_warps and num_stages
+    options: dict[str, int] = field(default_factory=dict)  # num_warps, of all tasks together, and num_stages
 
 
 @contextmanager
@@ -43,8 +48,11 @@ def watching(known: Collection[str]) -> Iterator[Seen]:
         lower = stages["ttgir"]  # takes the IR that all targets share
 
         def lower_unless_known(module: Any, metadata: Any) -> Any:
-            seen.fingerprint = _of(module, options, capability)
-            seen.options = {"num_warps": options.num_warps, "num_stages": options.num_stages}
+            if language == Language.GLUON:
+                _inline(module)
+            text = module.str_nodebug()
+            seen.fingerprint = _of(text, options, capability)
+            seen.options = {"num_warps": _all_warps(text, options.num_warps), "num_stages": options.num_stages}
             if seen.fingerprint in known:
                 raise Known(seen.fingerprint)
             return lower(module, metadata)
@@ -57,11 +65,23 @@ def watching(known: Collection[str]) -> Iterator[Seen]:
         yield seen
 
 
-def _of(module: Any, options: Any, capability: int | None) -> str:
-    """The fingerprint of a kernel; `capability` is None for AMD, where LLVM assembles, which is a part of Triton."""
+def _inline(module: Any) -> None:
+    manager = ir.pass_manager(module.context)
+    passes.gluon.add_inliner(manager)
+    manager.run(module, "inline")
+
+
+def _all_warps(text: str, own: int) -> int:
+    """The warps of a program: its own and those of its other tasks, in whole groups."""
+    others = [int(n) for n in re.findall(r"^\s*partition\d+\(.*\bnum_warps\((\d+)\)", text, re.MULTILINE)]
+    return own + -(-sum(others) // WARP_GROUP) * WARP_GROUP
+
+
+def _of(text: str, options: Any, capability: int | None) -> str:
+    """The fingerprint of a kernel by its IR; `capability` is None for AMD, where LLVM assembles, which is a part of Triton."""
     # The paths of libraries belong to the machine.
     chosen = sorted((name, value) for name, value in vars(options).items() if name != "extern_libs")
-    parts = [module.str_nodebug(), repr(chosen)]
+    parts = [text, repr(chosen)]
     if capability is not None:
         nvidia = triton.knobs.nvidia
         parts.append((nvidia.ptxas if capability < 100 else nvidia.ptxas_blackwell).version)

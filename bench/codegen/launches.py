@@ -37,7 +37,7 @@ from fusedattn import (
     linear_attention,
     masks,
 )
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, hopper
 from fusedattn.linear.state import empty_state
 from fusedattn.masks import Mask
 from fusedattn.testing import triton_functions
@@ -89,6 +89,11 @@ FEATURES: dict[str, frozenset[str]] = {
     "one pass, causal+rope": frozenset({"one pass", "causal", "rope"}),
     "one pass, padding": frozenset({"one pass", "causal", "padding", "rope", "positions"}),
     "one pass, packed": frozenset({"one pass", "causal", "window", "rope", "packed"}),
+    "hopper": frozenset({"hopper"}),
+    "hopper, causal+rope": frozenset({"hopper", "causal", "rope"}),
+    "hopper, padding": frozenset({"hopper", "causal", "padding"}),
+    "hopper, window": frozenset({"hopper", "causal", "window"}),
+    "hopper, packed": frozenset({"hopper", "causal", "window", "packed"}),
     "linear": frozenset({"linear", "causal", "padding", "state"}),
     "linear, all keys": frozenset({"linear", "padding"}),
     "linear, packed": frozenset({"linear", "causal", "packed"}),
@@ -134,6 +139,8 @@ class Launch:
     """One compiled launch: values of the kernel's constexpr parameters, optional arguments that it got, whether tensor
     descriptors are among them, whether its programs walk over tiles, launch options, and the result.
 
+    For a kernel in Gluon, `boxes` has the rows of each tensor that it requests at a time; for others it is None.
+
     `compiled` is Triton's CompiledKernel; if it is None, `error` says why, or the fingerprint was known. `log` is the
     output of ptxas.
     """
@@ -148,6 +155,7 @@ class Launch:
     compiled: Any
     log: str
     error: str
+    boxes: dict[str, int] | None = None
 
 
 # Names of switches and optional tensors in reports; others have the name of the kernel's parameter.
@@ -180,6 +188,7 @@ NAMES = {
     "rounded_sum": "residual",
     "rounding_residual": "residual",
     "reciprocal": "unbounded",
+    "nan_rows": "marks",
 }
 # Arguments that follow from another switch, or are always present.
 IMPLIED = {
@@ -206,7 +215,7 @@ IMPLIED = {
     *("words", "special", "PIPELINED", "FULL_FIRST", "weighted", "kept_sum"),
 }
 # Tuples of one tensor and its strides that are optional.
-_IN_MEMORY = ("allowed", "tree", "bias", "relative", "rounding_residual", "dq_total")
+_IN_MEMORY = ("allowed", "tree", "bias", "relative", "rounding_residual", "dq_total", "nan_rows")
 
 
 def features_of(arguments: dict[str, Any], owner: str = "") -> Iterator[str]:
@@ -241,6 +250,12 @@ def constants_of(fn: JITFunction, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(x, "value", x) for name, x in tile.items()} | beside
 
 
+def boxes_of(arguments: dict[str, Any]) -> dict[str, int]:
+    """The rows of the boxes in which a kernel in Gluon reads and writes tensors, by the name of the tensor."""
+    boxes = {name.removesuffix("_boxes"): x for name, x in arguments.items() if name.endswith("_boxes")}
+    return {name: x.block_shape[-2] for name, x in boxes.items() if x is not None}
+
+
 @dataclass(frozen=True)
 class NoDevice:
     """The part of a Triton driver that compiling needs."""
@@ -273,7 +288,9 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = (), known: Collecti
         if kernels and fn.__name__ not in kernels:
             return None
         parameters = {name: value for name, value in named.items() if name in fn.signature.parameters}
-        arguments = fn.signature.bind(*args, **parameters).arguments
+        bound = fn.signature.bind(*args, **parameters)
+        bound.apply_defaults()
+        arguments = bound.arguments
         chosen = {name: value for name, value in named.items() if name in ("num_warps", "num_stages")}
         log, compiled, error = io.StringIO(), None, ""
         try:
@@ -298,6 +315,7 @@ def compiling(arch: configs.Arch, kernels: Collection[str] = (), known: Collecti
                 compiled=compiled,
                 log=log.getvalue(),
                 error=error,
+                boxes=boxes_of(arguments) if fn.is_gluon() else None,
             )
         )
         return compiled
@@ -329,9 +347,13 @@ def call(
 ) -> None:
     """Call ``attention()`` on the CPU, forward and (training) backward, with every gradient and that of lse.
 
-    A call in few bits has no backward.
+    A call in few bits has no backward. One with "hopper" runs the kernels for Hopper wherever they take it.
     """
-    sizes = sizes or Sizes.of(features)
+    with patch.object(hopper, "chosen", "hopper" in features), patch.object(hopper, "FEWEST_QUERIES", 1):
+        _call(head_dim, dtype, features, training, sizes or Sizes.of(features))
+
+
+def _call(head_dim: int, dtype: torch.dtype, features: frozenset[str], training: bool, sizes: Sizes) -> None:
     training = training and "fp8" not in features
     if "linear" in features:
         _call_linear(head_dim, dtype, features, sizes)

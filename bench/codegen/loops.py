@@ -46,11 +46,18 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("SHFL", "REDUX", "MATCH"), "shuffle"),
 }
 
-# Names of the innermost loops with products, in program order, by their number in a kernel.
+# Names of the innermost loops with products, in program order, by their number in a kernel. Those of the kernels for
+# Hopper stand in it twice, once for each group of warps; in the backward one loop has all blocks.
 LOOPS: dict[str, dict[int, tuple[str, ...]]] = {
     "attention_fwd": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
     "attention_bwd_dkdv": {2: ("boundary", "full"), 1: ("boundary",)},
     "attention_bwd_dq": {3: ("full", "boundary", "repair"), 2: ("boundary", "repair")},
+    "hopper_fwd": {
+        4: ("boundary", "full", "boundary 2", "full 2"),
+        6: ("boundary", "full", "left", "boundary 2", "full 2", "left 2"),
+    },
+    "hopper_bwd_dkdv": {2: ("all", "all 2")},
+    "hopper_bwd_dq": {2: ("all", "all 2")},
 }
 
 

@@ -12,6 +12,7 @@ from bench.codegen.control_flow import INDIRECT
 from bench.codegen.disassembly import Instruction, amdgcn_instructions, branch_tables, sass_instructions
 from bench.codegen.in_flight import Touch, touches
 from bench.codegen.loops import Loop, loop_of
+from bench.codegen.register_budget import Stretch, stretches
 from bench.codegen.undefined import Undefined, undefined
 
 # Matrix products: wgmma of sm_90, mma of all others, tcgen05 of sm_100; mfma of AMD.
@@ -29,7 +30,8 @@ class MachineCode:
     `spill_bytes` counts stores and loads of one thread. `loop_instructions` are the lengths of the innermost loops that
     multiply tiles, in program order, and `loop_spills` the numbers of instructions in each that spill or reload;
     `loops` are their steps, empty for AMD. `touches` are those of registers that a wgmma may still need,
-    `undefined` reads of uniform registers that may not have been written.
+    `undefined` reads of uniform registers that may not have been written. `stretches` are those between changes of the
+    number of registers, if warps share them out.
     """
 
     registers: int
@@ -42,6 +44,7 @@ class MachineCode:
     loops: tuple[Loop, ...] = ()
     touches: tuple[Touch, ...] = ()
     undefined: tuple[Undefined, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
 
 
 def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
@@ -73,6 +76,7 @@ def of_cubin(cubin: bytes, ptxas_log: str, tools: Path) -> MachineCode:
         loops=tuple(map(loop_of, loops)),
         touches=tuple(touches(instructions)),
         undefined=tuple(undefined(instructions)),
+        stretches=stretches(instructions, int(registers[1])),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.codegen.in_flight import Touch
 from bench.codegen.loops import Loop
+from bench.codegen.register_budget import Plan, Stretch, faults_of
 from bench.codegen.undefined import Undefined
 from fusedattn.kernels.devices import SHARED_MEMORY
 
@@ -17,7 +18,8 @@ class Report:
     """One compilation. head_dim is 0 and dtype "any" for kernels that depend on neither; `config` is the tile, warps
     and stages; the figures are those of :class:`bench.codegen.machine_code.MachineCode`, and 0 with an `error`.
     `ones` names a call with sizes of 1: no baseline has its figures, and it need not be fast. `is_known` says that the
-    kernel was not compiled, because the baseline has its `fingerprint`."""
+    kernel was not compiled, because the baseline has its `fingerprint`. `plan` has the registers of groups of warps, in
+    a kernel that gives them different tasks: one in Gluon."""
 
     kernel: str
     target: str
@@ -41,6 +43,8 @@ class Report:
     loops: tuple[Loop, ...] = ()
     touches: tuple[Touch, ...] = ()
     undefined: tuple[Undefined, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    plan: Plan | None = None
     transposed_products: int = 0
     ones: str = ""
 
@@ -57,7 +61,7 @@ class Report:
     @property
     def walks_over(self) -> str:
         """The side of the tile that a program of an attention kernel moves along."""
-        return "BLOCK_M" if self.kernel == "attention_bwd_dkdv" else "BLOCK_N"
+        return "BLOCK_M" if self.kernel.endswith("bwd_dkdv") else "BLOCK_N"
 
     @property
     def boundary(self) -> int:
@@ -93,6 +97,8 @@ class Report:
         faults = [] if self.ones else list(self._slow)
         if self.shared_bytes > SHARED_MEMORY[self.target]:  # type: ignore[index]
             faults.append(f"uses {self.shared_bytes} bytes of shared memory")
+        if self.plan is not None:
+            faults += faults_of(self.stretches, self.registers, self.plan)
         if self.undefined:
             faults.append(f"reads uniform registers that may not have been written: {len(self.undefined)} instructions")
         if self.target == "sm_90" and self.transposed_products:
@@ -113,6 +119,7 @@ class Report:
             # do not fill one.
             is_few = self.kernel == "attention_fwd" and self.config.get("BLOCK_M", 64) < 64
             needs_hgmma = self.target == "sm_90" and self.dtype != "tf32" and self.head_dim <= 128 and not is_few
+            needs_hgmma |= self.plan is not None
             if needs_hgmma and not self.hgmma:
                 yield "has no HGMMA"
             elif not self.tensor_core:
