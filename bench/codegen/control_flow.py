@@ -74,7 +74,7 @@ def _successors(instructions: list[Instruction], *, through_calls: bool) -> list
         elif name == "RET":
             targets = returns
         # A branch may also have its condition among its operands.
-        ends = name in ("EXIT", "RET", *INDIRECT) or (bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x"))
-        falls = x.predicate or not ends
+        always_jumps = bool(targets) and name != "BSYNC" and x.operands.strip().startswith("0x")
+        falls = x.predicate or not (name in ("EXIT", "RET", *INDIRECT) or always_jumps)
         found.append(targets + [place + 1] * (falls and place + 1 < len(instructions)))
     return found

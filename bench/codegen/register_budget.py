@@ -89,6 +89,9 @@ def _stretch(allowed: int, instructions: list[Instruction]) -> Stretch:
 
 def faults_of(found: Sequence[Stretch], at_start: int, plan: Plan) -> Iterator[str]:
     """Where a kernel that begins with `at_start` registers for a thread does not keep to the plan."""
+    if not found:
+        yield f"never changes its {at_start} registers, planned are {plan.multiplying} and {plan.requesting}"
+        return
     multiplying = [x for x in found if x.products]
     requesting = [x for x in found if x.requests]
     for what, selected, planned in (
@@ -96,8 +99,8 @@ def faults_of(found: Sequence[Stretch], at_start: int, plan: Plan) -> Iterator[s
         ("requests tiles", requesting, plan.requesting),
     ):
         others = sorted({x.allowed for x in selected} - {planned})
-        if others or not selected:
-            yield f"{what} with {' or '.join(map(str, others)) or 'no'} registers, planned are {planned}"
+        if others:
+            yield f"{what} with {' or '.join(map(str, others))} registers, planned are {planned}"
     for x in found:
         if x.used > x.allowed:
             yield f"uses {x.used} registers where a thread has {x.allowed}"
@@ -108,6 +111,7 @@ def faults_of(found: Sequence[Stretch], at_start: int, plan: Plan) -> Iterator[s
     if begins_with > available:
         yield f"begins with {begins_with} registers, a multiprocessor has {available}"
     other_warps = plan.warps - WARP_GROUP * len(multiplying)
-    together = LANES * (WARP_GROUP * sum(x.allowed for x in multiplying) + other_warps * plan.requesting)
+    of_others = max((x.allowed for x in requesting), default=plan.requesting)
+    together = LANES * (WARP_GROUP * sum(x.allowed for x in multiplying) + other_warps * of_others)
     if together > begins_with:
         yield f"waits forever: its warps ask for {together} registers, it begins with {begins_with}"

@@ -25,12 +25,9 @@ FP8_TARGETS = ("sm_90", "sm_100")
 
 
 def kernels() -> set[str]:
-    """Names of all kernels that `make codegen` compiles: those that a :class:`launcher.KernelConstants` is built for.
-
-    Those in Gluon are no part of it yet.
-    """
+    """All kernels that `make codegen` compiles: those that a :class:`launcher.KernelConstants` is built for."""
     sources = (path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    nodes = [x for source in sources if "@gluon.jit" not in source for x in ast.walk(ast.parse(source))]
+    nodes = [x for source in sources for x in ast.walk(ast.parse(source))]
     compiled = {x.name for x in nodes if isinstance(x, ast.FunctionDef) and x.decorator_list}
     calls = (x for x in nodes if isinstance(x, ast.Call) and x.args)
     makers = ("constants_of", "_constants", "launcher.KernelConstants")
@@ -73,7 +70,9 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     faults = {f"{r['kernel']} {r['head_dim']} {r['dtype']} {r['features']}": r["faults"] for r in reports}
     assert not {key: found for key, found in faults.items() if found}, result.stderr
     assert result.returncode == 0, result.stderr
-    lacking = set() if target == "sm_90" else {"attention_bwd_dq_sum"}
+    for_hopper = {name for name in kernels() if name.startswith("hopper_")}
+    assert len(for_hopper) == 3
+    lacking = set() if target == "sm_90" else {"attention_bwd_dq_sum"} | for_hopper
     lacking |= set() if target in FP8_TARGETS else {"quantize_fp8", "largest_of_all"}
     assert {r["kernel"] for r in reports} == kernels() - lacking
     fields = {field.name for field in dataclasses.fields(Report)}
@@ -99,6 +98,7 @@ def test_features_narrow_the_list() -> None:
     """Features are compiled where they are listed, or at the head_dims that the command names."""
     script = """
 from bench.codegen import __main__, compilations
+from fusedattn.kernels.hopper_configs import FORWARD
 
 def cases(*arguments):
     options = __main__._parser().parse_args(["--target=sm_90", *arguments])
@@ -106,6 +106,7 @@ def cases(*arguments):
 
 assert cases("--features=latent") == {("bf16", 576, "latent")}
 assert cases("--features=dropout") == {("bf16", 128, "dropout"), ("fp32", 64, "dropout")}
+assert cases("--features=hopper") == {("bf16", head_dim, "hopper") for head_dim in FORWARD}
 found = cases("--features=plain", "--features=dropout", "--dtype=fp16", "--head-dim=80")
 assert found == {("fp16", 80, "plain", "dropout")}
 cases("--features=latent", "--dtype=fp16")

@@ -162,6 +162,12 @@ def test_code_that_cannot_be_followed_is_refused() -> None:
     assert touches(disassembly("BRX R2 -0x10", "EXIT")) == []  # without products there is nothing to follow
 
 
+def test_a_branch_by_a_table_leads_to_each_of_its_targets() -> None:
+    lines = (RUNNING, "BRX R2 -0x20", WAIT, WRITE, "EXIT", WRITE, "EXIT")
+    for table, found_at in (((0x20,), []), ((0x20, 0x50), [0x50])):
+        assert [touch.address for touch in touches(disassembly(*lines, tables={0x10: table}))] == found_at
+
+
 @pytest.mark.parametrize(
     ("code", "results", "sources"),
     [
