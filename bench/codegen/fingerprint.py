@@ -78,7 +78,7 @@ def _all_warps(text: str, own: int) -> int:
 
 
 def _of(text: str, options: Any, capability: int | None) -> str:
-    """The fingerprint of a kernel's IR; `capability` is None for AMD, where LLVM assembles, which is a part of Triton."""
+    """The fingerprint of a kernel's IR; `capability` is None for AMD, where LLVM assembles, a part of Triton."""
     # The paths of libraries belong to the machine.
     chosen = sorted((name, value) for name, value in vars(options).items() if name != "extern_libs")
     parts = [text, repr(chosen)]

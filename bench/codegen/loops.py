@@ -139,6 +139,21 @@ class Loop:
         return n / len(self.steps)
 
     @property
+    def idle_exponentials(self) -> int:
+        """The number of exponentials that the warp computes while no wgmma of its own is running."""
+        n, running, is_open = 0, 0, False
+        for _ in range(2):  # as above
+            n = 0
+            for step in self.steps:
+                if step.kind == "wait":
+                    running = min(running, step.pending)
+                elif step.kind == "wgmma":
+                    running += step.commits
+                    is_open = not step.commits
+                n += step.kind == "mufu" and not running and not is_open
+        return n
+
+    @property
     def style(self) -> str:
         """A short description of how it multiplies and fetches."""
         if self.counts["wgmma"]:
