@@ -136,7 +136,7 @@ def _job(number, call, sizes, numbers, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _requests(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr):
+def _requests(boxes, results, call, sizes, numbers, softmax_scale, shared):
     """The warp that requests tiles: queries once for each job, keys and values of its blocks from the last on."""
     q, k, v = shared.q, shared.k, shared.v
     STAGES: gl.constexpr = k.tiles.shape[0]
@@ -179,7 +179,7 @@ def _masked(s, job, i, call, queries, keys, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _blocks(
     sums, first, stop, total, job, call, qk_scale, queries, keys, shared, MASKED: gl.constexpr, GROUP: gl.constexpr,
-    KEEPS: gl.constexpr, TURNS: gl.constexpr,
+    KEEPS: gl.constexpr,
 ):  # fmt: skip
     """Add the blocks from `first` to `stop`; the last has weights, but its values are still to be added."""
     q, k, v, ones, turns = shared.q, shared.k, shared.v, shared.ones, shared.turns
@@ -197,14 +197,14 @@ def _blocks(
         slot = now % STAGES
         before = (now - 1) % STAGES
         mbarrier.wait(k.full.index(slot), now // STAGES & 1)
-        if TURNS:
+        if turns is not None:
             mbarrier.wait(turns.index(GROUP), now & 1)
         scores = warpgroup_mma(q_tile, k.tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v.full.index(before), (now - 1) // STAGES & 1)
         values = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         if KEEPS:
             counts = warpgroup_mma(p, ones.permute((1, 0)), rounded, is_async=True)
-        if TURNS:
+        if turns is not None:
             mbarrier.arrive(turns.index(1 - GROUP), count=1)
         if KEEPS:
             s = warpgroup_mma_wait(2, deps=[scores])
@@ -230,7 +230,7 @@ def _blocks(
 
 @gluon.jit
 def _multiply(
-    boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr, GROUP: gl.constexpr
+    boxes, results, call, sizes, numbers, softmax_scale, shared, GROUP: gl.constexpr
 ):  # fmt: skip
     """A group of warps: the weights and values of 64 queries of each job."""
     q, k, v, ones, turns = shared.q, shared.k, shared.v, shared.ones, shared.turns
@@ -258,11 +258,11 @@ def _multiply(
         if job.n > 0:
             mbarrier.wait(q.full.index(GROUP), jobs & 1)
             mbarrier.wait(k.full.index(total % STAGES), total // STAGES & 1)
-            if TURNS:
+            if turns is not None:
                 mbarrier.wait(turns.index(GROUP), total & 1)
             k_tile = k.tiles.index(total % STAGES).permute((1, 0))
             scores = warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
-            if TURNS:
+            if turns is not None:
                 mbarrier.arrive(turns.index(1 - GROUP), count=1)
             s = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.empty.index(total % STAGES), count=1)
@@ -273,16 +273,16 @@ def _multiply(
             last_full = tl.maximum(job.blocks.n_boundary - job.blocks.n_left, 1)
             first_left = tl.maximum(job.n - job.blocks.n_left, 1)
             sums = _blocks(
-                sums, 1, last_full, total, job, call, numbers.qk_scale, queries, keys, shared, True, GROUP, KEEPS, TURNS
+                sums, 1, last_full, total, job, call, numbers.qk_scale, queries, keys, shared, True, GROUP, KEEPS
             )
             sums = _blocks(
                 sums, last_full, first_left, total, job, call, numbers.qk_scale, queries, keys, shared, False, GROUP,
-                KEEPS, TURNS,
+                KEEPS,
             )  # fmt: skip
             if call.mask.HAS_LOWER:
                 sums = _blocks(
                     sums, first_left, job.n, total, job, call, numbers.qk_scale, queries, keys, shared, True, GROUP,
-                    KEEPS, TURNS,
+                    KEEPS,
                 )  # fmt: skip
             acc, rounded, p, m_i, l_i = sums
             mbarrier.arrive(q.empty.index(GROUP), count=1)
@@ -337,13 +337,13 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
 
 
 @gluon.jit
-def _first_group(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr):
-    _multiply(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS, 0)
+def _first_group(boxes, results, call, sizes, numbers, softmax_scale, shared):
+    _multiply(boxes, results, call, sizes, numbers, softmax_scale, shared, 0)
 
 
 @gluon.jit
-def _second_group(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS: gl.constexpr):
-    _multiply(boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS, 1)
+def _second_group(boxes, results, call, sizes, numbers, softmax_scale, shared):
+    _multiply(boxes, results, call, sizes, numbers, softmax_scale, shared, 1)
 
 
 @gluon.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_tile_ids"))
@@ -397,7 +397,7 @@ def hopper_fwd(
     if TURNS:
         mbarrier.arrive(turns.index(0), count=1)  # the first group begins
     shared = Shared(q, k, v, ones, turns, out)
-    arguments = (boxes, results, call, sizes, numbers, softmax_scale, shared, TURNS)
+    arguments = (boxes, results, call, sizes, numbers, softmax_scale, shared)
     gl.warp_specialize(
         [(_first_group, arguments), (_second_group, arguments), (_requests, arguments)],
         [4, 1],
