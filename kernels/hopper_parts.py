@@ -40,8 +40,9 @@ def store_rows(x, batch, head, first, start, rows, exist, tile):
     """Write those of some `rows`, ``(ROWS,)``, near `start`, of a head from row `first` on, that `exist`."""
     columns = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, tile.type.layout))
     ptr = head_base(x, batch, head, first) + tl.cast(start, tl.int64) * x.stride_s
-    offs = (rows - start)[:, None] * x.stride_s + columns[None, :]
-    gl.store(ptr + offs, tile.to(x.ptr.dtype.element_ty), mask=exist[:, None])
+    # Columns come last: their places are constants in the instructions.
+    ptrs = (ptr + (rows - start) * x.stride_s)[:, None] + columns[None, :]
+    gl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=exist[:, None])
 
 
 class Ring(NamedTuple):
