@@ -309,9 +309,7 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
 
     It stores no row behind the last of the tensor.
     """
-    VALUES: gl.constexpr = acc.type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    DTYPE: gl.constexpr = results.out.ptr.dtype.element_ty
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     place = job.place
     queries = job.start_m + GROUP * _ROWS + gl.arange(0, _ROWS, layout=BY_ROW)
     exist = queries < place.seqlen_q
@@ -322,18 +320,39 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
     unseen = l_i == 0.0
     l_i = tl.where(unseen, 1.0, l_i)
     store_statistics(m_i, l_i, unseen, results, stats, exist, softmax_scale, 1)
-    out = tl.where(unseen[:, None], 0.0, acc * (1.0 / l_i)[:, None]).to(DTYPE)
+    if results.nan_rows is not None:
+        gl.store(results.nan_rows.ptr + stats, gl.max((acc != acc).to(gl.int32), 1).to(gl.int8), mask=exist)
+    factor = tl.where(unseen, 0.0, 1.0 / l_i)
+    residual_of = residual_factor(l_i, l_i, rounded_l_i)
+    if acc.shape[1] > 128:  # in pieces: registers for results do not suffice
+        HALF: gl.constexpr = acc.shape[1] // 2
+        left, right = acc.reshape([_ROWS, 2, HALF]).permute((0, 2, 1)).split()
+        _store_values(left, queries, exist, factor, residual_of, results, job, boxes, shared, 0, GROUP)
+        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, HALF, GROUP)
+    else:
+        _store_values(acc, queries, exist, factor, residual_of, results, job, boxes, shared, 0, GROUP)
+
+
+@gluon.jit
+def _store_values(
+    acc, queries, exist, factor, residual_of, results, job, boxes, shared, COLUMN: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Write out, and what rounding took from it, from column COLUMN on."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    place = job.place
+    queries = gl.convert_layout(queries, BY_ROW)
+    exist = gl.convert_layout(exist, BY_ROW)
+    factor = gl.convert_layout(factor, BY_ROW)
+    out = (acc * factor[:, None]).to(results.out.ptr.dtype.element_ty)
     if boxes.out is not None:
         first = job.start_m + GROUP * _ROWS
         store_box(boxes.out, place.batch, place.head, first, shared.out.index(GROUP), out)
     else:
-        store_rows(results.out, place.batch, place.head, place.first_q, job.start_m, queries, exist, out)
+        store_rows(results.out, place.batch, place.head, place.first_q, job.start_m, queries, exist, out, COLUMN)
     if results.rounding_residual is not None:
-        residual = encode_residual(acc * residual_factor(l_i, l_i, rounded_l_i)[:, None], out)
+        residual = encode_residual(acc * gl.convert_layout(residual_of, BY_ROW)[:, None], out)
         into = results.rounding_residual
-        store_rows(into, place.batch, place.head, place.first_q, job.start_m, queries, exist, residual)
-    if results.nan_rows is not None:
-        gl.store(results.nan_rows.ptr + stats, gl.max((acc != acc).to(gl.int32), 1).to(gl.int8), mask=exist)
+        store_rows(into, place.batch, place.head, place.first_q, job.start_m, queries, exist, residual, COLUMN)
 
 
 @gluon.jit

@@ -36,10 +36,13 @@ def operand_of(n):
 
 
 @gluon.jit
-def store_rows(x, batch, head, first, start, rows, exist, tile):
-    """Write those of some `rows`, ``(ROWS,)``, near `start`, of a head from row `first` on, that `exist`."""
+def store_rows(x, batch, head, first, start, rows, exist, tile, column=0):
+    """Write those of some `rows`, ``(ROWS,)``, near `start`, of a head from row `first` on, that `exist`.
+
+    `tile` has their columns from `column` on.
+    """
     columns = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, tile.type.layout))
-    ptr = head_base(x, batch, head, first) + tl.cast(start, tl.int64) * x.stride_s
+    ptr = head_base(x, batch, head, first) + tl.cast(start, tl.int64) * x.stride_s + column
     # Columns come last: their places are constants in the instructions.
     ptrs = (ptr + (rows - start) * x.stride_s)[:, None] + columns[None, :]
     gl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=exist[:, None])
