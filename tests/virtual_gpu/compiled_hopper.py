@@ -67,22 +67,43 @@ def test_calls_that_they_do_not_take(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("inputs", [
-    _inputs(dtype=torch.float32), _inputs(features=64), _inputs(n=60),
+    _inputs(dtype=torch.float32), _inputs(features=96), _inputs(n=60),
     [x[..., 4:] for x in _inputs(features=132)],
 ], ids=["float32", "head_dim", "few queries", "address"])  # fmt: skip
 def test_tensors_that_they_do_not_take(inputs: list[torch.Tensor]) -> None:
     assert not [name for name in _kernels(*inputs) if name.startswith("hopper")]
 
 
+def test_the_general_kernels_follow_where_values_may_be_hidden() -> None:
+    """For NaN there; for gradients of keys only if a row may see nothing. A kernel of its own turns RoPE back."""
+    q, k, v = _inputs(n=198)
+    names = _kernels(q, k[:, :, :90], v[:, :, :90], mask=masks.causal(), backward=True)
+    assert {"hopper_bwd_dkdv", "attention_bwd_dkdv", "hopper_bwd_dq", "attention_bwd_dq"} <= names
+    names = _kernels(*_inputs(n=500), rope=Rope.from_theta(FEATURES, 500), backward=True)
+    assert names == {"qk_prologue", "attention_bwd_rows", "hopper_fwd", "hopper_bwd_dkdv", "hopper_bwd_dq"}
+
+
 def test_gradients_that_they_do_not_take() -> None:
-    """Of keys: rows that see nothing, and lengths whose statistics the accelerator cannot read. With RoPE: all."""
-    assert "attention_bwd_dkdv" in _kernels(*_inputs(n=198), backward=True)
-    q, k, v = _inputs()
-    assert "attention_bwd_dkdv" in _kernels(q, k[:, :, :90], v[:, :, :90], mask=masks.causal(), backward=True)
-    rope = Rope.from_theta(FEATURES, 500)
-    names = _kernels(*_inputs(n=500), rope=rope, backward=True)
-    assert {"hopper_fwd", "attention_bwd_dkdv", "attention_bwd_dq"} <= names
-    assert not names & {"hopper_bwd_dkdv", "hopper_bwd_dq"}
+    names = _kernels(*_inputs(n=100, features=256), backward=True)
+    assert names == {"hopper_fwd", "attention_bwd_rows", "attention_bwd_dkdv", "attention_bwd_dq"}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_of_rows_that_see_nothing(bad: float) -> None:
+    """The first 108 queries see no key; whatever arrives for them reaches no gradient."""
+    q, k, v = (x.requires_grad_() for x in _inputs(n=198))
+    k, v = k[:, :, :90], v[:, :, :90]
+    dout = torch.randn_like(q)
+    grads = []
+    for value in (0.0, bad):
+        dout[:, :, :108] = value
+        with compiled_attention("sm_90") as gpu:
+            out = attention(q, k, v, mask=masks.causal(), backend="triton")
+            grads.append(torch.autograd.grad(out, (q, k, v), dout))
+    assert "hopper_bwd_dkdv" in gpu.counters
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.01, rtol=0.02)
+    assert not grads[1][0][:, :, :108].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -102,11 +123,15 @@ def test_values_behind_a_mask(bad: float) -> None:
 
 def test_sequences_beside_one_with_nan() -> None:
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in _inputs())
-    with compiled_attention("sm_90") as gpu:
-        cu_seqlens = torch.tensor([0, 90, N], dtype=torch.int32)
-        before = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 110, 110, backend="triton")
-        v[90:] = float("nan")
-        after = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 110, 110, backend="triton")
-    assert "hopper_fwd" in gpu.counters
-    torch.testing.assert_close(after[:90], before[:90], atol=0.02, rtol=0.02)
-    assert after[90:].isnan().all()
+    cu_seqlens = torch.tensor([0, 90, N], dtype=torch.int32)
+    found = []
+    for value in (1.0, float("nan")):
+        v[90:] = value
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        with compiled_attention("sm_90") as gpu:
+            out = attention_varlen(*given, cu_seqlens, cu_seqlens, 110, 110, backend="triton")
+            found.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+    assert {"hopper_fwd", "hopper_bwd_dkdv", "hopper_bwd_dq"} <= set(gpu.counters)
+    for before, after in zip(*found, strict=True):
+        torch.testing.assert_close(after[:90].detach(), before[:90].detach(), atol=0.02, rtol=0.02)
+    assert all(x[90:].isnan().all() for x in found[1][:2])
