@@ -1,10 +1,14 @@
 """Which calls the kernels for Hopper take.
 
 They are written in Gluon, which states what Triton leaves to its compiler: one warp requests tiles, two groups of four
-warps multiply. Everything that they do not take goes to the general kernels.
+warps multiply. Everything that they do not take goes to the general kernels. They run only if chosen: with
+``FUSEDATTN_HOPPER=1`` where they were faster on a GPU, with ``FUSEDATTN_HOPPER=all`` wherever they can.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import triton
@@ -12,12 +16,26 @@ import triton
 from fusedattn.kernels.cached import NO_CACHE
 from fusedattn.kernels.descriptors import is_addressable
 from fusedattn.kernels.epilogue import Results
-from fusedattn.kernels.hopper_configs import DKDV, FEWEST_QUERIES, FORWARD
+from fusedattn.kernels.hopper_configs import DKDV, FEWEST_QUERIES, FORWARD, ROWS
 from fusedattn.kernels.problem import Problem
 from fusedattn.kernels.scores import UNMODIFIED
 from fusedattn.kernels.versions import TRITON_VERSION
 
-chosen = os.environ.get("FUSEDATTN_HOPPER") == "1"  # asked where kernels are launched
+Choice = Literal["faster", "all"]
+_CHOICES: dict[str, Choice] = {"1": "faster", "all": "all"}
+
+chosen = _CHOICES.get(os.environ.get("FUSEDATTN_HOPPER", ""))  # asked where kernels are launched
+
+
+@contextlib.contextmanager
+def choosing(choice: Choice | None) -> Iterator[None]:
+    """Inside, `choice` is what is chosen, in all threads."""
+    global chosen
+    before, chosen = chosen, choice
+    try:
+        yield
+    finally:
+        chosen = before
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Results, problem: Problem) -> bool:
@@ -41,11 +59,18 @@ def reasons_against(
         "mask by pair": bool(mask.BY_PAIR.value) or mask.documents is not None,
         "layout": mask.layout is not None,
         "padding": mask.valid_ptr is not None and TRITON_VERSION < (3, 7),  # its compiler fails
-        "few queries": problem.rotates_in_place or problem.shape.max_seqlen_q < FEWEST_QUERIES,
+        "few queries": problem.rotates_in_place or problem.shape.max_seqlen_q <= ROWS,
+        "slower": chosen != "all" and not _is_faster(q.shape[3], problem),
         "return_max": results is not None and results.largest is not None,
         "strides": not all(map(is_addressable, (q, k, v))),
     }
     return [name for name, is_so in found.items() if is_so]
+
+
+def _is_faster(head_dim: int, problem: Problem) -> bool:
+    """Whether the general kernels were slower on an H200: docs/decisions/0036. 256 features were not measured."""
+    is_long = problem.shape.max_seqlen_q >= FEWEST_QUERIES
+    return head_dim == 128 and is_long and problem.call.mask.valid_ptr is None
 
 
 def hides_values(problem: Problem) -> bool:

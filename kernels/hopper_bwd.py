@@ -490,7 +490,7 @@ def launch_dkdv(
     problem: Problem,
 ) -> torch.Tensor | None:
     """Fill `dkdv`; returns rows of them that have a NaN, as :func:`fusedattn.kernels.hopper_fwd.launch` does."""
-    shape, config = problem.shape, DKDV[q.shape[3]]
+    shape, config, (dk, dv) = problem.shape, DKDV[q.shape[3]], dkdv
     n_tiles = triton.cdiv(shape.max_seqlen_k, OWN)
     nan_rows = replay.scratch(k, k.shape[:3], torch.int8) if hides_rows(problem) else None
     launcher.launch(
@@ -499,13 +499,13 @@ def launch_dkdv(
         (
             *(boxes_of(x, n) for x, n in ((q, config.BLOCK), (k, OWN), (v, OWN), (dout, config.BLOCK))),
             rows,
-            Gradients(None, *map(strided, dkdv), None if nan_rows is None else OptionalRows(nan_rows)),
+            Gradients(None, strided(dk), strided(dv), None if nan_rows is None else OptionalRows(nan_rows)),
             problem.call,
         ),
         (*sizes_of(q, v, problem, n_tiles, of_keys=True), problem.scale, problem.qk_scale),
         problem.known_call,
     )
-    problem.prologue_k.rotate_back(dkdv[0])
+    problem.prologue_k.rotate_back(dk)
     return nan_rows
 
 

@@ -365,6 +365,17 @@ def _second_group(boxes, results, call, sizes, numbers, softmax_scale, shared):
     _multiply(boxes, results, call, sizes, numbers, softmax_scale, shared, 1)
 
 
+@gluon.jit
+def _turns_of_groups():
+    """An mbarrier for each group of warps, on which the other one arrives; it is the turn of the first."""
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
+    mbarrier.arrive(turns.index(0), count=1)
+    return turns
+
+
 @gluon.jit(do_not_specialize=(*NOT_SPECIALIZED, "n_tile_ids"))
 def hopper_fwd(
     q_boxes,
@@ -409,12 +420,8 @@ def hopper_fwd(
         out = tiles_in_shared(out_boxes, 2)
     turns = None
     if TURNS:
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(turns.index(0), count=1)
-        mbarrier.init(turns.index(1), count=1)
+        turns = _turns_of_groups()
     fence_async_shared()
-    if TURNS:
-        mbarrier.arrive(turns.index(0), count=1)  # the first group begins
     shared = Shared(q, k, v, ones, turns, out)
     arguments = (boxes, results, call, sizes, numbers, softmax_scale, shared)
     gl.warp_specialize(

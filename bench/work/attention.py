@@ -13,8 +13,10 @@ from torch import Tensor
 from bench.measuring.timing import SetUp, Timed
 from bench.work import counts, functions
 from bench.work.counts import Direction
-from bench.work.work import ONE_PASS, OWN, Contestant, Work
+from bench.work.work import HOPPER, ONE_PASS, OWN, Contestant, Work
 from fusedattn import attention, masks
+from fusedattn.kernels import hopper
+from fusedattn.kernels.devices import capability_of
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 from fusedattn.testing.peers import Peer
 
@@ -81,7 +83,17 @@ class AttentionWork(Work):
         inputs = self.inputs(device)
         others = functions.for_case(self.case, functions_, compiled=self.compiled)
         every: dict[str, Peer] = {**own(self.direction, device), **others}
-        return {name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()}
+        found: dict[str, Callable[[], Contestant]] = {
+            name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()
+        }
+        if (
+            device.type == "cuda"
+            and capability_of(device) == (9, 0)
+            and self.dtype.itemsize == 2
+            and not self.is_decode
+        ):
+            found[HOPPER] = lambda: _by_hopper(found[OWN]())
+        return found
 
 
 def as_models_have_them(inputs: Inputs) -> Inputs:
@@ -103,6 +115,17 @@ def own(direction: Direction, device: torch.device) -> dict[str, Peer]:
 
 def _prepare(function: Peer, inputs: Inputs, direction: Direction) -> Contestant:
     return Contestant(_set_up(function, inputs, direction), lambda: _answer(function, inputs))
+
+
+def _by_hopper(contestant: Contestant) -> Contestant:
+    """The same calls by the kernels for Hopper, where these take them."""
+
+    def set_up() -> Timed:
+        with hopper.choosing("all"):
+            timed = contestant.set_up()
+        return hopper.choosing("all")(timed)
+
+    return Contestant(set_up, hopper.choosing("all")(contestant.answer))
 
 
 def _set_up(function: Peer, inputs: Inputs, direction: Direction) -> SetUp:

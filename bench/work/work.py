@@ -17,6 +17,7 @@ from fusedattn.testing.peers import Peer
 
 OWN = "fusedattn"
 ONE_PASS = f"{OWN}, one pass"  # deterministic=False
+HOPPER = f"{OWN}, for Hopper"  # by the kernels that must be chosen
 
 
 def is_own(name: str) -> bool:

@@ -138,12 +138,9 @@ def _one_pass(problem: Problem) -> contextlib.AbstractContextManager[None]:
     return holding_one_pass() if tried else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _by_hopper(problem: Problem) -> Iterator[None]:
+def _by_hopper(problem: Problem) -> contextlib.AbstractContextManager[None]:
     """The kernels for Hopper, for short sequences too, in the group of that name; else the general kernels."""
-    chosen = problem.group == "hopper"
-    with patch.object(hopper, "chosen", chosen), patch.object(hopper, "FEWEST_QUERIES", 65):
-        yield
+    return hopper.choosing("all" if problem.group == "hopper" else None)
 
 
 @contextlib.contextmanager

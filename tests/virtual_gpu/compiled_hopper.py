@@ -18,7 +18,7 @@ N, FEATURES = 200, 128
 
 @pytest.fixture(autouse=True)
 def chosen() -> Iterator[None]:
-    with patch.object(hopper, "chosen", True), patch.object(hopper, "FEWEST_QUERIES", 65):
+    with hopper.choosing("all"):
         yield
 
 
@@ -46,10 +46,17 @@ def test_a_call_that_they_take() -> None:
 
 
 def test_they_run_only_if_chosen() -> None:
-    with patch.object(hopper, "chosen", False):
+    with hopper.choosing(None):
         assert _kernels(*_inputs()) == {"attention_fwd"}
-    with patch.object(hopper, "FEWEST_QUERIES", N + 1):
-        assert _kernels(*_inputs()) == {"attention_fwd"}
+
+
+def test_those_that_were_faster_run_where_they_were_faster() -> None:
+    with hopper.choosing("faster"), patch.object(hopper, "FEWEST_QUERIES", N):
+        assert _kernels(*_inputs()) == {"hopper_fwd"}
+        assert _kernels(*_inputs(features=64)) == {"attention_fwd"}
+        assert _kernels(*_inputs(n=N - 1)) == {"attention_fwd"}
+        padding = masks.padding(torch.ones(1, N, dtype=torch.bool))
+        assert "hopper_fwd" not in _kernels(*_inputs(), mask=padding)
 
 
 def test_they_take_no_codes() -> None:
