@@ -48,6 +48,11 @@ def folder(device: torch.device) -> str:
     return slug(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernels for Hopper run on it, if chosen."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def slug(text: str) -> str:
     """A text as a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.measuring.environment import is_hopper
 from fusedattn import attention, testing
 from fusedattn.cli.check import command
 from fusedattn.support import Backend, default_backend
@@ -48,6 +49,8 @@ class Gate:
                 ratios["out without gradients"] = without_gradients(make_inputs(case, self.device), self.backend)
                 if self.backend == "triton" and case.cache is None:
                     ratios |= self._of_out_alone(case)
+                if is_hopper(self.device):
+                    ratios |= self._by_hopper(case)
             except Exception as error:  # a kernel that fails is not correct either
                 self.failures[_described(case)] = f"{type(error).__name__}: {error}"
                 self.used[case] = float("inf")
@@ -63,6 +66,14 @@ class Gate:
         function = functools.partial(_without_lse, backend=self.backend, deterministic=False)
         found = testing.measure(function, make_inputs(case, self.device)).ratios
         return {f"{name} in one pass": found[name] for name in ("dq", "dk", "dv")}
+
+    def _by_hopper(self, case: Case) -> dict[str, Ratios]:
+        """Ratios of the same by the kernels for Hopper, where these take the case."""
+        from fusedattn.kernels import hopper
+
+        with hopper.choosing("all"):
+            found = command.measure(case, self.backend, self.device)
+        return {f"{name} by the kernels for Hopper": ratios for name, ratios in found.items()}
 
     def report(self) -> dict[str, Any]:
         """The verdict as JSON; green if something was checked and nothing failed."""

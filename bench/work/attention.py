@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.measuring.environment import is_hopper
 from bench.measuring.timing import SetUp, Timed
 from bench.work import counts, functions
 from bench.work.counts import Direction
 from bench.work.work import HOPPER, ONE_PASS, OWN, Contestant, Work
 from fusedattn import attention, masks
-from fusedattn.kernels import hopper
-from fusedattn.kernels.devices import capability_of
 from fusedattn.testing.cases import Case, Inputs, make_inputs
 from fusedattn.testing.peers import Peer
 
@@ -86,12 +85,7 @@ class AttentionWork(Work):
         found: dict[str, Callable[[], Contestant]] = {
             name: functools.partial(_prepare, function, inputs, self.direction) for name, function in every.items()
         }
-        if (
-            device.type == "cuda"
-            and capability_of(device) == (9, 0)
-            and self.dtype.itemsize == 2
-            and not self.is_decode
-        ):
+        if is_hopper(device) and self.dtype.itemsize == 2 and not self.is_decode:
             found[HOPPER] = lambda: _by_hopper(found[OWN]())
         return found
 
@@ -119,6 +113,7 @@ def _prepare(function: Peer, inputs: Inputs, direction: Direction) -> Contestant
 
 def _by_hopper(contestant: Contestant) -> Contestant:
     """The same calls by the kernels for Hopper, where these take them."""
+    from fusedattn.kernels import hopper
 
     def set_up() -> Timed:
         with hopper.choosing("all"):

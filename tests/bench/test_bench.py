@@ -226,6 +226,46 @@ def test_a_forward_without_gradients_is_checked_too(monkeypatch: pytest.MonkeyPa
     assert failure.startswith("of the error budget out without gradients uses")
 
 
+def test_kernels_that_must_be_chosen_are_checked_and_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for Hopper: while they are chosen, attention is called without its mask, and only they are red."""
+    from fusedattn.kernels import hopper
+
+    def broken(*args: Any, mask: masks.Mask, **options: Any) -> Any:
+        seen.append(hopper.chosen)
+        return attention(*args, mask=None if hopper.chosen == "all" else mask, **options)
+
+    seen: list[Any] = []
+    monkeypatch.setattr("fusedattn.cli.check.command.attention", broken)
+    gate = Gate(CPU)
+    assert gate.passes(WORK.cases())
+    for module in ("bench.measuring.gate", "bench.work.attention"):
+        monkeypatch.setattr(f"{module}.is_hopper", lambda device: True)
+    gate = Gate(CPU)
+    assert not gate.passes(WORK.cases())
+    (failure,) = gate.failures.values()
+    assert "by the kernels for Hopper" in failure
+    assert set(seen) == {None, "all"}
+    assert hopper.chosen is None
+
+
+def test_contestants_by_kernels_that_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedattn.kernels import hopper
+
+    def noting(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(hopper.chosen)
+        return q
+
+    seen: list[Any] = []
+    monkeypatch.setattr("bench.work.attention.is_hopper", lambda device: True)
+    monkeypatch.setattr("bench.work.attention.attention", noting)
+    work = replace(WORK, case=replace(WORK.case, dtype=torch.bfloat16))
+    contestant = work.contestants(CPU, {})["fusedattn, for Hopper"]()
+    contestant.set_up()()
+    assert seen == ["all"]
+    assert hopper.chosen is None
+    assert "fusedattn, for Hopper" not in WORK.contestants(CPU, {})  # float32
+
+
 def test_the_gate_is_green_only_for_checks_that_ran_and_passed() -> None:
     gate = Gate(CPU)
     assert gate.report()["ok"] is False
