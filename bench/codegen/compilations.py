@@ -254,8 +254,11 @@ def _config(launch: launches.Launch) -> dict[str, int]:
 
 
 def _tile_of_gluon(launch: launches.Launch, warps: int) -> dict[str, int]:
-    """The rows of a program, and of a block that it visits. One group of warps requests tiles, the others own rows."""
+    """The rows of a program, and of a block that it visits. One group of warps requests tiles, the others own rows.
+
+    The number of groups is unknown if the kernel fails to compile.
+    """
     boxes, own = launch.boxes or {}, ROWS * (warps // WARP_GROUP - 1)
     walks_over_queries = launch.kernel.endswith("dkdv")
     tile = {"BLOCK_M": boxes["q"], "BLOCK_N": own} if walks_over_queries else {"BLOCK_M": own, "BLOCK_N": boxes["k"]}
-    return tile | {"num_stages": launch.constants["STAGES"]}
+    return {name: rows for name, rows in tile.items() if rows} | {"num_stages": launch.constants["STAGES"]}

@@ -114,6 +114,10 @@ class Report:
             yield f"spills {self.spill_bytes} bytes, {where}"
         if self.serialized_wgmma:
             yield "serialises wgmma"
+        idle = [(loop.idle_exponentials, loop.counts["mufu"]) for loop in self.loops if self.plan is not None]
+        if any(2 * alone > n for alone, n in idle):
+            shown = ", ".join(f"{alone} of {n}" for alone, n in idle)
+            yield f"computes exponentials while none of its products runs, in its loops: {shown}"
         if self.has_products and self.dtype != "fp32":
             # At head_dim 256 the accumulators of a 64-row tile, which HGMMA needs, leave too few registers. Few queries
             # do not fill one.

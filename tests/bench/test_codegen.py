@@ -15,6 +15,7 @@ import pytest
 
 from bench.codegen import baseline, machine_code, tables
 from bench.codegen.in_flight import Touch
+from bench.codegen.loops import LOOPS
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
 from fusedattn.kernels import configs, fp8_configs
@@ -75,6 +76,7 @@ def test_every_config_compiles_to_fit_code(target: configs.Arch, tmp_path: Path)
     lacking = set() if target == "sm_90" else {"attention_bwd_dq_sum"} | for_hopper
     lacking |= set() if target in FP8_TARGETS else {"quantize_fp8", "largest_of_all"}
     assert {r["kernel"] for r in reports} == kernels() - lacking
+    assert all(len(r["loop_instructions"]) in LOOPS[r["kernel"]] for r in reports if r["kernel"] in for_hopper)
     fields = {field.name for field in dataclasses.fields(Report)}
     tiles = {(r["kernel"], Report(**{name: x for name, x in r.items() if name in fields}).tile) for r in reports}
     assert tiles_of(target) <= tiles

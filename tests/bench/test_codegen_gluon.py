@@ -6,8 +6,57 @@ from pathlib import Path
 
 import pytest
 
+from bench.codegen.loops import Loop, loop_of
+from bench.codegen.register_budget import Plan, Stretch
+from bench.codegen.report import Report
 from tests.helpers.compiling import ROOT, output
 from tests.helpers.quick import only
+from tests.helpers.sass import disassembly
+
+SCORES = ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0")
+VALUES = "HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR12].tnspB, R88, gsb0"
+WAIT_FOR_SCORES, WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+PLAN = Plan(warps=12, multiplying=240, requesting=24)
+EXPONENTIALS = ("MUFU.EX2 R4, R4", "MUFU.EX2 R5, R5")
+
+
+def loop(*lines: str) -> Loop:
+    return loop_of(disassembly(*lines, "@P0 BRA 0x0"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "idle"),
+    [
+        ((*SCORES, VALUES, WAIT_FOR_SCORES, *EXPONENTIALS, WAIT), 0),
+        ((*SCORES, VALUES, WAIT_FOR_SCORES, WAIT, *EXPONENTIALS), 2),
+        ((*SCORES, VALUES, WAIT_FOR_SCORES, EXPONENTIALS[0], WAIT, EXPONENTIALS[1]), 1),
+        ((*SCORES, WAIT, *EXPONENTIALS, VALUES), 2),
+        ((WAIT, SCORES[0], *EXPONENTIALS, SCORES[1]), 0),  # it runs before its group has ended
+        ((EXPONENTIALS[0], *SCORES), 0),  # that of the iteration before
+        (EXPONENTIALS, 2),
+    ],
+)
+def test_exponentials_beside_products(lines: tuple[str, ...], idle: int) -> None:
+    assert loop(*lines).idle_exponentials == idle
+
+
+def test_idle_exponentials_are_a_fault_of_the_kernels_for_hopper() -> None:
+    """They issue a product to run beside the softmax; the assembler may move the softmax behind the wait for it."""
+    good = loop(*SCORES, VALUES, WAIT_FOR_SCORES, *EXPONENTIALS, WAIT)
+    half = loop(*SCORES, VALUES, WAIT_FOR_SCORES, EXPONENTIALS[0], WAIT, EXPONENTIALS[1])
+    bad = loop(*SCORES, VALUES, WAIT_FOR_SCORES, WAIT, *EXPONENTIALS)
+
+    def faults(*loops: Loop, plan: Plan | None = PLAN) -> list[str]:
+        tile = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 12, "num_stages": 2}
+        report = Report(
+            "hopper_fwd", "sm_90", 128, "bf16", "plain", tile, has_products=True, registers=168, hgmma=3, tensor_core=3,
+            loops=loops, stretches=(Stretch(240, 238, products=3), Stretch(24, 20, requests=3)), plan=plan,
+        )  # fmt: skip
+        return report.faults
+
+    assert not faults(good, half)
+    assert faults(good, bad) == ["computes exponentials while none of its products runs, in its loops: 0 of 2, 2 of 2"]
+    assert not faults(good, bad, plan=None)
 
 
 @only(registers=(240, 40))

@@ -166,6 +166,8 @@ def test_a_branch_by_a_table_leads_to_each_of_its_targets() -> None:
     lines = (RUNNING, "BRX R2 -0x20", WAIT, WRITE, "EXIT", WRITE, "EXIT")
     for table, found_at in (((0x20,), []), ((0x20, 0x50), [0x50])):
         assert [touch.address for touch in touches(disassembly(*lines, tables={0x10: table}))] == found_at
+    elsewhere = (RUNNING, "BRX R2 -0x20", WRITE, "EXIT", WAIT, "EXIT")  # and to no other place
+    assert not touches(disassembly(*elsewhere, tables={0x10: (0x40,)}))
 
 
 @pytest.mark.parametrize(
