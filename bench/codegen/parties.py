@@ -88,6 +88,8 @@ class _Code:
         following = [i + 1] if i + 1 < len(self.code) else []
         if x.opcode.startswith("EXIT") and not x.predicate:
             return []
+        if x.table:
+            return [self.at[target] for target in x.table]
         if x.target is None or x.target not in self.at:
             return following
         return [self.at[x.target], *(following if x.predicate else [])]
@@ -145,13 +147,26 @@ def _action(step: Step, event: Event | None, tiles: frozenset[int]) -> Action:
         return Action(step, label="products")
     if event.what == "wait":
         return Action(step, "wait", event.barrier, event.amount, "tile" if event.barrier in tiles else "others")
-    if event.what in ("arrive", "copy"):
-        return Action(step, event.what, event.barrier, event.amount)  # type: ignore[arg-type]
+    if event.what == "copy":
+        return Action(step, "copy", event.barrier, event.amount, tensor_of(event.x.place))
+    if event.what == "arrive":
+        return Action(step, "arrive", event.barrier, event.amount)
     return Action(replace(step, kind="issue"))  # a barrier of four warps that are alike
 
 
 def label_of(place: str) -> str:
     """What a product computes: the variable to which the line of the kernel assigns it."""
-    found = re.match(r"([\w.]+):(\d+)", place)
-    assigned = re.match(r"\s*(\w+) = ", linecache.getline(str(KERNELS / found[1]), int(found[2]))) if found else None
+    assigned = re.match(r"\s*(\w+) = ", _lines(place)[0])
     return assigned[1] if assigned else "product"
+
+
+def tensor_of(place: str) -> str:
+    """What a copy reads: the tensor whose boxes a line of the kernel names, which may call the one that copies."""
+    found = re.search(r"\bboxes\.(\w+)", " ".join(_lines(place)))
+    return found[1] if found else "tile"
+
+
+def _lines(place: str) -> list[str]:
+    """The lines of kernels at a place: the innermost, then those that call it."""
+    found = re.findall(r"([\w.]+):(\d+)", place) or [("", "0")]
+    return [linecache.getline(str(KERNELS / name), int(line)) for name, line in found]

@@ -4,7 +4,8 @@ tensor core is busy.
 The four schedulers are alike, so each group of four warps is one warp here, and the warp that requests tiles is
 another. A warp runs a list of :class:`Action`. Issue, pipes and products are those of bench/codegen/model.py. Besides,
 warps wait for mbarriers, which complete a phase when all arrivals and bytes are there. Copies arrive one after the
-other, at the bandwidth of the L2 cache, after its latency.
+other, as fast as one multiprocessor can read the L2 cache, after its latency. How fast all can read it together is a
+bound of the result, not a delay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.codegen.hardware import Machine
 from bench.codegen.loops import Step
 from bench.codegen.model import Warp, begin, tensor_clocks
 
-TENSOR = "tensor core"
+TENSOR, COPIES = "tensor core", "copies"
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Interval:
-    """From `start` to `end`, in clocks: a wait of a party, or the tensor core is busy for it."""
+    """From `start` to `end`, in clocks: a wait of a party, or the tensor core or a copy is busy for it."""
 
-    place: str  # the party, or TENSOR
+    place: str  # the party, TENSOR or COPIES
     label: str
     start: float
     end: float
@@ -161,20 +162,23 @@ class _Replay:
         if action.what == "wait":
             then += self.machine.latencies["shared"]
         elif action.what:
-            self._arrive(now, action)
+            self._arrive(now, party)
         party.warp.at += 1
         if party.warp.at < len(party.actions):
             self.later(then, party)
 
-    def _arrive(self, now: float, action: Action) -> None:
+    def _arrive(self, now: float, party: _Party) -> None:
         """A warp arrives on an mbarrier, or a copy that it asks for will."""
+        action = party.action
         if action.what == "copy":
-            self.free["L2"] = max(now, self.free.get("L2", 0.0)) + action.amount / self.machine.l2_bytes
-            self.mbarriers[action.barrier].arrive(self.free["L2"] + self.machine.latencies["memory"], 0, -action.amount)
+            self.free["port"] = max(now, self.free.get("port", 0.0)) + action.amount / self.machine.port_bytes
+            arrived = self.free["port"] + self.machine.latencies["memory"]
+            self.mbarriers[action.barrier].arrive(arrived, 0, -action.amount)
+            self.found.intervals.append(Interval(COPIES, action.label, now, arrived, party.name))
         else:
             self.mbarriers[action.barrier].arrive(now, 1, action.amount)
-        for party in self.held.pop(action.barrier, []):
-            self.later(now, party)
+        for other in self.held.pop(action.barrier, []):
+            self.later(now, other)
 
     def _note(self, place: str, party: _Party, start: float, end: float) -> None:
         label, intervals = party.action.label, self.found.intervals

@@ -12,7 +12,7 @@ from bench.codegen.loops import Order, Step
 from bench.codegen.timeline import TENSOR, Action, Timeline, replay
 
 # Clocks are easy to follow if a wait costs no more than it must.
-H200 = replace(MACHINES["sm_90"], latencies=MACHINES["sm_90"].latencies | {"shared": 0, "memory": 100}, l2_bytes=32)
+H200 = replace(MACHINES["sm_90"], latencies=MACHINES["sm_90"].latencies | {"shared": 0, "memory": 100}, port_bytes=32)
 FULL, EMPTY, FIRST, SECOND = range(4)  # mbarriers
 BLOCKS = 12
 ISSUE = Action(Step("issue"))
