@@ -4,7 +4,7 @@
 
 compiles the kernels with every config of a small grid, replays them on the timeline, and prints tables, without a GPU.
 --update writes docs/results/hopper.json, and from it the tables of docs/performance.md, the diagram of docs/kernels.md
-and the ranked list bench/candidates/hopper.json.
+and the ranked list bench/candidates/hopper.json. Results of parts and head_dims that were not asked for stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,21 @@ def diagram() -> dict[str, Any]:
     }
 
 
+def merged(known: dict[str, Any], found: dict[str, Any], chosen: list[Variant]) -> dict[str, Any]:
+    """New results, and those that are known of other variants, in the order of :func:`variants`."""
+    order = [json.dumps(asdict(x)) for x in variants(list(TABLES), [])]
+    again = {json.dumps(asdict(x)) for x in chosen}
+
+    def both(name: str, key: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:
+        kept = [x for x in known.get(name, []) if key(x) in order and key(x) not in again]
+        return sorted(kept + found[name], key=lambda x: order.index(key(x)))
+
+    def variant(x: dict[str, Any]) -> str:
+        return json.dumps(x["variant"])
+
+    return found | {name: both(name, variant) for name in ("fits", "left_out")}
+
+
 def save(path: Path, found: dict[str, Any]) -> None:
     """Write results, an entry of a list on each line."""
     parts = []
@@ -114,8 +129,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             fits.append(asdict(found))
     results: dict[str, Any] = {"triton": triton.__version__, "fits": fits, "left_out": left_out}
-    results["general"] = general(options.head_dim or [128])
-    if not options.update:
+    results["general"] = general([DRAWN.head_dim])
+    if options.update:
+        results = merged(hopper_tables.load() if hopper_tables.RESULTS.exists() else {}, results, chosen)
+    else:
         print(hopper_tables.figures(results))
         return 0
     results["diagram"] = diagram()

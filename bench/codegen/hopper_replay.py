@@ -26,7 +26,7 @@ from bench.codegen.hardware import MACHINES
 from bench.codegen.launches import Sizes
 from bench.codegen.parties import actions_of
 from bench.codegen.timeline import Action, Timeline, replay
-from fusedattn.kernels import hopper_bwd, hopper_configs, hopper_fwd
+from fusedattn.kernels import hopper_configs, hopper_fwd
 from fusedattn.kernels.problem import programs_of
 from fusedattn.virtual_gpu.attention import compiled_attention, launches_for
 from fusedattn.virtual_gpu.driver import SHARED_MEMORY
@@ -130,8 +130,6 @@ def configured(variant: Variant) -> Iterator[None]:
             stack.enter_context(
                 patch.object(hopper_fwd, "programs_of", lambda _, n, device: programs_of(persistent, n, device))
             )
-        for module in (hopper_fwd, hopper_bwd):
-            stack.callback(module._constants.cache_clear)
         yield
 
 

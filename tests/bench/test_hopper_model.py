@@ -128,7 +128,7 @@ def test_the_diagram_is_made_from_the_results(tmp_path: Path) -> None:
     ("part", "head_dim", "causal", "tiles"),
     [("fwd", 128, False, 2), ("fwd", 64, True, 2), ("dkdv", 128, False, 1), ("dq", 128, True, 2)],
 )
-def test_a_kernel_is_replayed(part: str, head_dim: int, causal: bool, tiles: int) -> None:  # noqa: FBT001
+def test_a_kernel_is_replayed(part: str, head_dim: int, causal: bool, tiles: int) -> None:
     """The machine code of a kernel has the events of its PTX, and no party waits for ever."""
     lines = output("-c", REPLAYED.format(part=part, head_dim=head_dim, causal=causal, tiles=tiles)).splitlines()
     persistent = part == "fwd" and not causal
@@ -137,5 +137,5 @@ def test_a_kernel_is_replayed(part: str, head_dim: int, causal: bool, tiles: int
         parties, clocks, busy, *labels = line.split()
         assert parties == "3"
         assert float(clocks) > 1000
-        assert 0.2 < float(busy) < 1
+        assert 0.1 < float(busy) < 1
         assert {"tile", "products", "scores", *(("k", "v") if part != "dkdv" else ("q", "dout"))} <= set(labels)
