@@ -54,6 +54,8 @@ class Kernel:
         ctas: programs on a multiprocessor at a time.
         full_clocks, boundary_clocks: from one iteration of a program to its next, with all `ctas` running.
         by_keys: a program owns a tile of keys and walks over the queries of all heads of its group.
+        start_clocks: of a tile besides its iterations; None if that is only to wait for memory twice, for the tile and
+            for its result.
     """
 
     block_m: int
@@ -63,6 +65,7 @@ class Kernel:
     full_clocks: float
     boundary_clocks: float
     by_keys: bool = False
+    start_clocks: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,12 @@ def blocks(kernel: Kernel, problem: Workload) -> Iterator[tuple[int, int]]:
 def estimate(kernel: Kernel, problem: Workload, machine: Machine) -> Estimate:
     """The estimate of one launch. Each place on the GPU takes the next program when it is free, in launch order.
 
-    Besides its iterations, a program waits for memory twice: for its own tile, and for its result.
+    Besides its iterations, a program needs its `start_clocks`.
     """
     heads = problem.batch * (problem.nheads_kv if kernel.by_keys else problem.nheads_q)
+    start = 2 * machine.hbm_latency if kernel.start_clocks is None else kernel.start_clocks
     tiles = [
-        2 * machine.hbm_latency + full * kernel.full_clocks + boundary * kernel.boundary_clocks
+        start + full * kernel.full_clocks + boundary * kernel.boundary_clocks
         for full, boundary in blocks(kernel, problem)
     ]
     if problem.causal and not kernel.by_keys:

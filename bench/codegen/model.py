@@ -69,7 +69,7 @@ def resources_of(loop: Loop, machine: Machine, warps: int, fetched_bytes: int = 
     of_scheduler = warps / SCHEDULERS
     memory = warps * sum(step.memory_bytes for step in loop.steps) + fetched_bytes
     shared = warps * sum(step.shared_bytes for step in loop.steps) + fetched_bytes
-    busy = {"tensor": of_scheduler * sum(_tensor_clocks(step, machine) for step in loop.steps)}
+    busy = {"tensor": of_scheduler * sum(tensor_clocks(step, machine) for step in loop.steps)}
     busy |= {pipe: of_scheduler * clocks * loop.counts[pipe] for pipe, clocks in machine.pipes.items()}
     return busy | {
         "issue": of_scheduler * len(loop.steps),
@@ -78,7 +78,7 @@ def resources_of(loop: Loop, machine: Machine, warps: int, fetched_bytes: int = 
     }
 
 
-def _tensor_clocks(step: Step, machine: Machine) -> float:
+def tensor_clocks(step: Step, machine: Machine) -> float:
     """Clocks for which a matrix instruction keeps the tensor core of its scheduler busy."""
     if not step.macs:
         return 0
@@ -87,7 +87,7 @@ def _tensor_clocks(step: Step, machine: Machine) -> float:
 
 
 @dataclass
-class _Warp:
+class Warp:
     """The state of one warp: its program, the next step, and when its pending work will be done."""
 
     program: int
@@ -110,12 +110,12 @@ def _simulated(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
     """Simulate one scheduler with `warps` warps of each of `ctas` programs; clocks per iteration and program."""
     steps = loop.steps
     turns = itertools.count()  # if two warps are ready, the one that has waited longer goes first
-    ready = [(0.0, next(turns), _Warp(program)) for program in range(ctas) for _ in range(warps)]
+    ready = [(0.0, next(turns), Warp(program)) for program in range(ctas) for _ in range(warps)]
     free: dict[str, float] = {}  # when a pipe is free
-    held: dict[int, list[_Warp]] = {program: [] for program in range(ctas)}  # at a barrier
+    held: dict[int, list[Warp]] = {program: [] for program in range(ctas)}  # at a barrier
     ended = {WARM_UP: 0.0, WARM_UP + MEASURED: 0.0}  # when the last warp had run that many iterations
 
-    def later(time: float, warp: _Warp) -> None:
+    def later(time: float, warp: Warp) -> None:
         heapq.heappush(ready, (time, next(turns), warp))
 
     while ready:
@@ -128,7 +128,7 @@ def _simulated(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
             later(start, warp)
             continue
         free["issue"] = now + 1
-        _begin(step, warp, now, free, machine)
+        begin(step, warp, now, free, machine)
         warp.at += 1
         iterations, rest = divmod(warp.at, len(steps))
         if not rest and iterations in ended:
@@ -146,7 +146,7 @@ def _simulated(loop: Loop, machine: Machine, warps: int, ctas: int) -> float:
     return (ended[WARM_UP + MEASURED] - ended[WARM_UP]) / (MEASURED * ctas)
 
 
-def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine: Machine) -> None:
+def begin(step: Step, warp: Warp, now: float, free: dict[str, float], machine: Machine) -> None:
     """Keep the pipes of a step busy, and note when it will be done."""
 
     def occupy(pipe: str, clocks: float) -> float:
@@ -156,7 +156,7 @@ def _begin(step: Step, warp: _Warp, now: float, free: dict[str, float], machine:
     done, latency = now, machine.latencies.get(step.kind, 0)
     if step.macs:
         # Reading operands from shared memory may take longer than the product.
-        clocks = max(_tensor_clocks(step, machine), SCHEDULERS * step.shared_bytes / machine.shared_bytes)
+        clocks = max(tensor_clocks(step, machine), SCHEDULERS * step.shared_bytes / machine.shared_bytes)
         done = occupy(step.kind, clocks)
     elif step.kind in machine.pipes:
         done = occupy(step.kind, machine.pipes[step.kind])

@@ -15,6 +15,7 @@ import numpy as np
 from fusedattn.virtual_gpu.kinds import kind_of
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.registers import Array, Mask
+from fusedattn.virtual_gpu.trace import Trace
 
 WARP = 32
 SECTOR = 32  # bytes
@@ -63,6 +64,7 @@ class Counters:
     instructions: int = 0  # executed, each once for all threads of the programs that run together
     tolerated: Counter[str] = field(default_factory=Counter)  # breaches of rules that Settings.strict would raise
     barriers: Counter[int] = field(default_factory=Counter)  # waited for by a program, by the threads that they hold
+    trace: Trace | None = None
 
     executed: dict[int, Executed] = field(default_factory=dict)  # by the identity of the instruction
 

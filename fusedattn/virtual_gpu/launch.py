@@ -23,6 +23,7 @@ from fusedattn.virtual_gpu.noise import Noise
 from fusedattn.virtual_gpu.products import Products
 from fusedattn.virtual_gpu.programs import Programs
 from fusedattn.virtual_gpu.tensor_map import TensorMap
+from fusedattn.virtual_gpu.trace import Trace
 
 LANES = 2048  # threads that run together, about: NumPy costs the same for fewer
 _SWIZZLES = {0: 0, 1: 1, 2: 3, 3: 7}  # Triton's modes of a tensor map
@@ -42,6 +43,7 @@ class Settings:
     strict: bool = False  # what Triton's code does although PTX leaves its result open is an error
     fenced_copies: bool = True  # else wgmma needs no fence after cp.async, as Triton before 3.7.1 writes none
     counting: bool = False  # instructions by warp, products, bytes, sectors and bank conflicts
+    tracing: bool = False  # the events that order the work of each warp in time
 
     def __post_init__(self) -> None:
         for name, allowed in SETTINGS.items():
@@ -150,6 +152,7 @@ class Launcher:
 def programs_of(kernel: ptx.Kernel, n_ctas: int, shared_bytes: int, settings: Settings, counters: Counters) -> Programs:
     """What runs `n_ctas` programs of a kernel at a time, each with so much shared memory."""
     counters.counting = settings.counting
+    counters.trace = Trace() if settings.tracing else None
     machine = Machine(
         kernel,
         n_ctas,

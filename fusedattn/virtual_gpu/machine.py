@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +16,11 @@ from fusedattn.virtual_gpu.mbarriers import MBarriers
 from fusedattn.virtual_gpu.noise import Noise
 from fusedattn.virtual_gpu.products import Products
 from fusedattn.virtual_gpu.ptx import Instruction, Kernel
-from fusedattn.virtual_gpu.registers import Array, Registers
+from fusedattn.virtual_gpu.registers import Array, Mask, Registers
 from fusedattn.virtual_gpu.shared_memory import BASE, SharedMemory
 from fusedattn.virtual_gpu.stores import Stores
 from fusedattn.virtual_gpu.tensor_map import TensorMap
+from fusedattn.virtual_gpu.trace import What
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, Fences, InFlight
 
 _SPECIAL = {f"%{name}.{axis}": 32 for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid": 32}
@@ -126,6 +127,22 @@ class Machine:
     def wake(self, cta: int) -> None:
         """A phase of an mbarrier of a program has ended: its threads ask again."""
         self.stalled[cta * self.n_threads : (cta + 1) * self.n_threads] = False
+
+    def warps(self, mask: Mask) -> Array:
+        """The warps that have a thread in the mask, counted over all programs."""
+        if mask is True:
+            return np.arange(self.registers.n_lanes // 32)
+        return np.flatnonzero(mask.reshape(-1, 32).any(axis=1))
+
+    def note(self, what: What, x: Instruction, warps: Iterable[int], barrier: int = 0, amount: int = 0) -> None:
+        """An instruction is an event of warps, counted over all programs: see :mod:`fusedattn.virtual_gpu.trace`."""
+        if self.counters.trace is not None:
+            self.counters.trace.note(what, x, warps, barrier, amount)
+
+    def note_all(self, what: What, x: Instruction, mask: Mask, barrier: int = 0, amount: int = 0) -> None:
+        """The same, of the warps of a mask."""
+        if self.counters.trace is not None:
+            self.counters.trace.note(what, x, self.warps(mask), barrier, amount)
 
     def tensor_map(self, address: int, x: Instruction) -> TensorMap:
         if address not in self.maps:

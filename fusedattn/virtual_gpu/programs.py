@@ -24,6 +24,7 @@ from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import BRANCHES, ENDS, INDEXED, RETURNS, Instruction, name
 from fusedattn.virtual_gpu.registers import Array, Mask, is_number, store
 from fusedattn.virtual_gpu.tensor_map import TensorMap
+from fusedattn.virtual_gpu.trace import Prefixes
 from fusedattn.virtual_gpu.wgmma_registers import GROUP, written_by
 
 MAX_BLOCKS = 2_000_000
@@ -43,6 +44,7 @@ class _Block:
     end: Instruction | None
     has_products: bool
     is_collective: bool  # an instruction is for whole warps
+    prefixes: Prefixes | None  # if events are traced
     entered: Array | int = 0  # how often by each warp of a program, if it is counted
 
 
@@ -73,6 +75,7 @@ class Programs:
             end,
             any(x.opcode.startswith("wgmma") for x in inner),
             any(".sync" in x.opcode for x in inner),
+            Prefixes(instructions) if self.machine.counters.trace is not None else None,
         )
 
     def run(
@@ -86,6 +89,8 @@ class Programs:
         """Run as many programs as the machine has place for, by their numbers in the grid."""
         machine = self.machine
         machine.begin(programs, grid, parameters, maps, memory)
+        if machine.counters.trace is not None:
+            machine.counters.trace.begin(programs, machine.n_threads // WARP)
         n_lanes = machine.registers.n_lanes
         present = len(programs) * machine.n_threads
         self.uniform: int | None = 0 if present == n_lanes else None  # the block of all threads
@@ -105,7 +110,7 @@ class Programs:
         machine.counters.programs += len(programs)
 
     def _loop(self) -> None:
-        blocks, counting = self.blocks, self.machine.counters.counting
+        blocks, counting, trace = self.blocks, self.machine.counters.counting, self.machine.counters.trace
         entered = 0
         while True:
             chosen = self._choose()
@@ -115,6 +120,8 @@ class Programs:
             block = blocks[number]
             if counting:
                 block.entered = block.entered + self._entering(mask)
+            if trace is not None and block.prefixes is not None:
+                trace.enter(block.prefixes)
             self.machine.counters.instructions += len(block.steps) + (block.end is not None)
             if block.has_products or self.machine.in_flight.targets:
                 self._run_checked(block, mask)
@@ -122,6 +129,8 @@ class Programs:
                 for step in block.steps:
                     step(mask)
             self._go_on(number, block, mask)
+            if trace is not None:
+                trace.leave(self.machine.warps(mask))
             entered += 1
             if entered > MAX_BLOCKS:
                 raise DeadlockError(f"{self.machine.kernel.name}: {MAX_BLOCKS} blocks, and no end")
@@ -319,6 +328,7 @@ class Programs:
                 f"{end.opcode}, at {end.place}: got barrier {barrier} of {count} threads; allowed are barriers 0 to "
                 f"15, of whole warps, at most {self.machine.n_threads} threads"
             )
+        self.machine.note_all("barrier", end, mask, barrier, count)
         if mask is True and count == self.machine.n_threads:
             self.machine.counters.barriers[count] += self.machine.n_ctas
             self.machine.shared.races.join_all(slice(None))

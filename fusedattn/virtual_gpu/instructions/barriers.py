@@ -84,6 +84,7 @@ def _init(machine: Machine, x: Instruction) -> Step:
             time = shared.races.make_mbarrier(_granules(machine, lane, address), cta, warp, x)
             used = np.zeros(shared.n_warps, dtype="i8")
             machine.mbarriers.table[cta, address] = MBarrier(count, count, time, warp, used)
+            machine.note("init", x, [lane // 32], address, count)
 
     return step
 
@@ -122,6 +123,7 @@ def _arrive(machine: Machine, x: Instruction) -> Step:
             barrier = used_mbarrier(machine, x, cta, warp, address)
             if not barrier.pending:
                 raise AsyncError(f"{x.opcode}, at {x.place}: more arrivals than the {barrier.expected} of the barrier")
+            machine.note("arrive", x, [lane // 32], address, int(of_lanes[lane]))
             barrier.bytes += int(of_lanes[lane])
             barrier.pending -= 1
             barrier.gathered.append(machine.shared.races.release(cta, warp))
@@ -153,6 +155,8 @@ def _try_wait(machine: Machine, x: Instruction) -> Step:
             for warp in warps:
                 barrier = used_mbarrier(machine, x, cta, int(warp), address)
             done[same] = ended = barrier.phase & 1 != bit
+            if ended:
+                machine.note("wait", x, cta * shared.n_warps + warps, address, barrier.phase)
             if ended and barrier.released is not None:
                 shared.races.acquire(cta, warps, barrier.released)
         found = np.zeros(n_lanes, dtype=bool)

@@ -200,6 +200,7 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             made = machine.mbarriers.at(cta, barrier, x)
             shared.races.require(made.time, made.warp, cta, warp, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
+            machine.note("copy", x, [lane // 32], barrier, tensor.n_bytes)
             copy = _BoxCopy(x, tensor, first, cta, start, barrier, machine, granules)
             machine.global_work.load(copy)
             if machine.box_writes.work:

@@ -123,6 +123,7 @@ def _multiply(machine: Machine, x: Instruction) -> Step:
         groups = np.arange(registers.n_lanes // GROUP) if mask is True else _whole_groups(mask, x)
         require_fence(groups)
         machine.in_flight.begin(targets, sources, groups, x)
+        machine.note_all("product", x, mask, amount=64 * n * k)
         at_b = b.addresses(groups)
         at_a = None if from_registers else a.addresses(groups)
         keep = keeps.reshape(-1, GROUP)[groups]
@@ -197,6 +198,7 @@ def _of_whole_groups(x: Instruction, act: Callable[[Mask], None]) -> Step:
 @builds("wgmma.commit_group.sync.aligned")
 def _commit(machine: Machine, x: Instruction) -> Step:
     def commit(mask: Mask) -> None:
+        machine.note_all("commit", x, mask)
         machine.wgmma.commit(mask)
         machine.fences.commit(mask)
 
@@ -206,7 +208,12 @@ def _commit(machine: Machine, x: Instruction) -> Step:
 @builds("wgmma.wait_group.sync.aligned")
 def _wait(machine: Machine, x: Instruction) -> Step:
     pending = int(name(x, 0))
-    return _of_whole_groups(x, lambda mask: machine.wgmma.wait(pending, mask))
+
+    def wait(mask: Mask) -> None:
+        machine.note_all("products", x, mask, amount=pending)
+        machine.wgmma.wait(pending, mask)
+
+    return _of_whole_groups(x, wait)
 
 
 @builds("wgmma.fence.sync.aligned")
