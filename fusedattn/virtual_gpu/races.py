@@ -136,6 +136,10 @@ class Races:
         agent = self._agent(address)
         return self.known[cta, warps, agent]
 
+    def knows_of_tma(self, cta: int, time: int, address: int) -> bool:
+        """Whether a warp of a program knows what arrived by a time on the mbarrier at an address."""
+        return bool((self.known[cta, :, self._agent(address)] >= time).any())
+
     def begin_reads(self, granules: Array, cta: Array, warps: Array, x: Instruction) -> None:
         """Asynchronous work of several parts will read granules ``(parts, n)``, until :meth:`end_reads`.
 

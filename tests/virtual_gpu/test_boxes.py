@@ -251,9 +251,30 @@ def test_a_phase_ends_when_all_bytes_are_there() -> None:
 
 def test_a_box_that_nobody_waits_for() -> None:
     arguments = _boxed(_expect(N), _load_box(0, 0))
-    fails(AsyncError, arguments.pop("body"), "box", **arguments, orders=[{}], says="nobody waited")
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    run_all(**_boxed(_expect(N), _load_box(0, 0), _wait_for()))
     arguments = _boxed(_load_box(0, 0))
     fails(AsyncError, arguments.pop("body"), **arguments, orders=[{"asynchronous": "early"}], says="nobody expected")
+
+
+def test_a_box_that_nobody_waits_for_while_others_are_waited_for() -> None:
+    """By the same mbarrier in an earlier phase, by another mbarrier, or in another program."""
+    other = MBARRIER + 8
+    first = [_expect(N), _load_box(0, 0, mark="first"), _wait_for()]
+    again = [_expect(N), _load_box(0, 8, to=1024)]
+    arguments = _boxed(*first, "bar.sync 0;", *again)
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    run_all(**_boxed(*first, "bar.sync 0;", *again, _wait_for(1).replace("AGAIN", "NEXT")))
+    second = [_init(at=other), _expect(N, at=other), _load_box(0, 8, to=1024, at=other)]
+    arguments = _boxed(_expect(N), _load_box(0, 0, mark="first"), *second, _wait_for())
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    in_one = ["setp.eq.u32 %p4, %c, 0;", "@%p4 bra END;", _wait_for(), "END:"]
+    arguments = _boxed(_expect(N), _load_box(0, 0), *in_one)
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, grid=(2, 1, 1), says="nobody waited")
+
+
+def test_one_warp_that_waits_for_a_box_is_enough() -> None:
+    run_all(**_boxed(_expect(N), _load_box(0, 0), "setp.lt.u32 %p2, %t, 32;", "@%p2 bra END;", _wait_for(), "END:"))
 
 
 def test_a_box_of_an_mbarrier_that_is_none() -> None:
