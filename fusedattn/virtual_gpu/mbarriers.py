@@ -57,7 +57,7 @@ class MBarriers:
         return barrier
 
     def check_phases(self, name: str) -> None:
-        """Fail if programs end in the middle of a phase: with bytes missing or too many, or only a part of its arrivals."""
+        """Fail if programs end in the middle of a phase: with bytes that do not match, or a part of its arrivals."""
         for (_, address), barrier in self.table.items():
             if barrier.bytes:
                 raise AsyncError(
