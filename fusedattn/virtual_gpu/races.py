@@ -186,6 +186,10 @@ class Races:
             first = _of(self.instruction_at[time])
             raise RaceError(f"{x.opcode}, at {x.place}, by warp {warp}: nothing orders it after {first}, by warp {by}")
 
+    def sees(self, time: int, by: int, cta: int, warp: int) -> bool:
+        """Whether work of the async proxy that a warp starts now sees what another did at a time."""
+        return bool(time <= self.fenced[cta, warp, by])
+
     def _examine_overwriting(
         self,
         granules: Array,

@@ -15,10 +15,12 @@ LOAD_OTHER = "xor.b32 %r3, %a, 128;\nld.shared.b32 %r2, [%r3]; // load"
 
 # Boxes. %s is at 1024; the box lies there, the mbarrier behind it.
 MBARRIER = 3072
+FENCE = "fence.proxy.async.shared::cta;"
 
 
 def _init(count: int = 1, at: int = MBARRIER) -> str:
-    return body_of("setp.eq.u32 %p1, %t, 0;", f"@%p1 mbarrier.init.shared::cta.b64 [%s+{at}], {count};", "bar.sync 0;")
+    init = f"@%p1 mbarrier.init.shared::cta.b64 [%s+{at}], {count}; // init"
+    return body_of("setp.eq.u32 %p1, %t, 0;", init, FENCE, "bar.sync 0;")
 
 
 def _expect(n_bytes: int, at: int = MBARRIER) -> str:
@@ -337,7 +339,6 @@ def _add(*first: int, mark: str = "add", form: str = ADDED) -> str:
 
 
 STORE = "cvt.rn.f32.u32 %r1, %t;\nst.shared.b32 [%a], %r1; // store"
-FENCE = "fence.proxy.async.shared::cta;"
 BULK_COMMIT, BULK_WAIT = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group.read 0;"
 
 
@@ -428,6 +429,17 @@ def test_only_the_thread_that_writes_can_wait(form: str) -> None:
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
     arguments = _sum(*begin, "@!%p1 " + BULK_COMMIT, BULK_WAIT)
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
+
+
+def test_the_accelerator_must_see_that_an_mbarrier_is_initialised() -> None:
+    lines = [_expect(N), _load_box(0, 0), _wait_for()]
+    arguments = _boxed(*lines)
+    body = str(arguments.pop("body"))
+    fails(RaceError, body.replace(FENCE, ""), "box", **arguments, says="no fence.proxy.async after")
+    run(body.replace(FENCE, ""), **arguments, strict=False)  # counted, as Triton writes no fence in some versions
+    run_all(body.replace(FENCE, "").replace("bar.sync 0;", f"bar.sync 0;\n@%p1 {FENCE}"), **arguments)
+    of_others = body.replace(FENCE, f"setp.ge.u32 %p2, %t, 32;\n@%p2 {FENCE}")
+    fails(RaceError, of_others, "box", **arguments, says="no fence.proxy.async after")
 
 
 def test_a_box_of_an_mbarrier_whose_init_its_warp_does_not_know() -> None:
