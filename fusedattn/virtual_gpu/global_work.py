@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedattn.virtual_gpu.errors import RaceError
+from fusedattn.virtual_gpu.errors import AsyncError, RaceError
 from fusedattn.virtual_gpu.groups import Groups
 from fusedattn.virtual_gpu.ptx import Instruction
 from fusedattn.virtual_gpu.races import Races
@@ -42,6 +42,16 @@ class GlobalWork:
 
     def load(self, box: Box) -> None:
         self.boxes.setdefault(box.tensor, {})[box.cta, box.start] = box
+
+    def check_awaited(self, races: Races) -> None:
+        """Fail if a program ends with a box in shared memory of which no warp knows that it arrived.
+
+        An earlier box at the same address was waited for, or the later one would be a race.
+        """
+        for boxes in self.boxes.values():
+            for box in boxes.values():
+                if box.arrived is not None and not races.knows_of_tma(box.cta, box.arrived, box.barrier):
+                    raise AsyncError(f"{box.x.opcode}, at {box.x.place}: nobody waited for it before the program ended")
 
     def read(self, x: Instruction, at: Array, size: int) -> None:
         """Fail if one of `size` bytes at addresses, which are read, is written as a box."""

@@ -56,11 +56,16 @@ class MBarriers:
             raise AsyncError(f"{x.opcode}, at {x.place}: no mbarrier is initialised at shared address {address}")
         return barrier
 
-    def check_bytes(self, name: str) -> None:
-        """Fail if programs end with bytes expected that did not arrive, or the other way round."""
+    def check_phases(self, name: str) -> None:
+        """Fail if programs end in the middle of a phase: with bytes that do not match, or a part of its arrivals."""
         for (_, address), barrier in self.table.items():
             if barrier.bytes:
                 raise AsyncError(
                     f"{name}: the mbarrier at shared address {address} ends with {abs(barrier.bytes)} bytes "
                     + ("expected that did not arrive" if barrier.bytes > 0 else "arrived that nobody expected")
+                )
+            if barrier.pending < barrier.expected:
+                raise AsyncError(
+                    f"{name}: the mbarrier at shared address {address} ends with "
+                    f"{barrier.expected - barrier.pending} of {barrier.expected} arrivals of a phase"
                 )

@@ -106,7 +106,8 @@ class Programs:
         if machine.boxes:
             x = machine.boxes[0].x
             raise AsyncError(f"{x.opcode}, at {x.place}: nobody waited for it before the program ended")
-        machine.mbarriers.check_bytes(machine.kernel.name)
+        machine.mbarriers.check_phases(machine.kernel.name)
+        machine.global_work.check_awaited(machine.shared.races)
         machine.counters.programs += len(programs)
 
     def _loop(self) -> None:

@@ -136,6 +136,10 @@ class Races:
         agent = self._agent(address)
         return self.known[cta, warps, agent]
 
+    def knows_of_tma(self, cta: int, time: int, address: int) -> bool:
+        """Whether a warp of a program knows what arrived by a time on the mbarrier at an address."""
+        return bool((self.known[cta, :, self._agent(address)] >= time).any())
+
     def begin_reads(self, granules: Array, cta: Array, warps: Array, x: Instruction) -> None:
         """Asynchronous work of several parts will read granules ``(parts, n)``, until :meth:`end_reads`.
 
@@ -181,6 +185,10 @@ class Races:
         if by != warp and time > self.known[cta, warp, by]:
             first = _of(self.instruction_at[time])
             raise RaceError(f"{x.opcode}, at {x.place}, by warp {warp}: nothing orders it after {first}, by warp {by}")
+
+    def sees(self, time: int, by: int, cta: int, warp: int) -> bool:
+        """Whether work of the async proxy that a warp starts now sees what another did at a time."""
+        return bool(time <= self.fenced[cta, warp, by])
 
     def _examine_overwriting(
         self,

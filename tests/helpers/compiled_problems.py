@@ -14,17 +14,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from bench.tuning.slots import holding_one_pass
-from fusedattn import FP8, attention, attention_varlen, testing
+from fusedattn import FP8, attention, testing
 from fusedattn.kernels import configs, hopper
+from fusedattn.masks import CausalAlign
 from fusedattn.testing import Case, FP8Case, Ratios, fp8
-from fusedattn.virtual_gpu.attention import compiled_attention
+from fusedattn.virtual_gpu.attention import MULTIPROCESSORS, compiled_attention, launches_for
 from fusedattn.virtual_gpu.counters import Counters
 from fusedattn.virtual_gpu.eager import gpu_eager, tf32_eager
-from tests.helpers import compiled_caches
+from tests.helpers import compiled_caches, packed_problems
 from tests.helpers.compiled_caches import CacheProblem
+from tests.helpers.packed_problems import Lengths
 
 ARCHS: tuple[configs.Arch, ...] = ("sm_90", "sm_80")
 HALVES = (torch.bfloat16, torch.float16)
@@ -46,6 +47,8 @@ class Problem:
     forward: dict[str, Any] = field(default_factory=dict)
     deterministic: bool = True
     packed: bool = False
+    lengths: Lengths = ()  # of packed sequences, of which `case` has the sums
+    multiprocessors: int = MULTIPROCESSORS
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,6 +58,11 @@ class Problem:
     def __str__(self) -> str:
         parts = [self.group, self.arch, self.dtype]
         parts += [self.case.name or f"head_dim {self.case.head_dim}"]
+        if self.group == "hopper":
+            parts += [
+                f"{self.case.seqlen_q} x {self.case.seqlen_k}",
+                *([f"packed {self.lengths}"] * bool(self.lengths)),
+            ]
         parts += [f"{name}={value}" for name, value in {**self.forward, **self.settings}.items()]
         return ", ".join(parts)
 
@@ -71,6 +79,12 @@ class Solution:
         """By the tensor that uses most."""
         return max(x.used for x in self.ratios.values())
 
+
+# Asynchronous work early, late and at random, while warps drift apart.
+_DRIFTING = tuple(
+    {"asynchronous": order, "schedule": "random", "seed": seed, "programs": programs}
+    for seed, (order, programs) in enumerate((("early", "given"), ("late", "reversed"), ("random", "random")))
+)
 
 DRAWS = 15  # of a float32 problem that is beyond its budget: chance decides more there (docs/testing.md)
 
@@ -93,11 +107,12 @@ def solve(problem: Problem | CacheProblem) -> Solution:
 
 def _solve(problem: Problem) -> Solution:
     inputs = testing.make_inputs(problem.case, torch.device("cpu"))
-    function: Callable[..., Any] = partial(
-        _packed if problem.packed else attention, backend="triton", deterministic=problem.deterministic
-    )
+    lengths = _lengths_of(problem)
+    attend: Callable[..., Any] = partial(packed_problems.packed, lengths) if lengths else attention
+    function = partial(attend, backend="triton", deterministic=problem.deterministic)
     with (
         compiled_attention(problem.arch, **problem.settings) as gpu,
+        launches_for(problem.arch, problem.multiprocessors),
         _forward_config(problem.forward),
         _one_pass(problem),
         _by_hopper(problem),
@@ -114,6 +129,10 @@ def _judged(problem: Problem, inputs: testing.Inputs, found: testing.Results) ->
     """The share of the budget of each result. In float32 its unit is the error of eager PyTorch on a GPU."""
     if isinstance(problem.case, FP8Case):
         return fp8.compare_fp8(problem.case, inputs, found)
+    if problem.lengths:
+        reference = partial(packed_problems.each, problem.lengths)
+        truth, eager = testing.run(reference, inputs.to(torch.float64)), testing.run(reference, inputs)
+        return testing.compare_results(found, truth, eager, inputs.q.dtype)
     eager_on_gpu = {"float32": gpu_eager, "tf32": tf32_eager}.get(problem.dtype, contextlib.nullcontext)
     with eager_on_gpu():
         eager = testing.baseline(inputs)
@@ -153,15 +172,12 @@ def _float32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    """attention() of a batch as packed sequences, with an empty one after the first."""
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    stops = [0, *range(1, batch + 1)]
-    stops.insert(1, 1)
-    cu_seqlens = [torch.tensor(stops, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k)]
-    out, lse = attention_varlen(*flat, *cu_seqlens, seqlen_q, seqlen_k, return_lse=True, **options)
-    return out.unflatten(0, (batch, seqlen_q)).transpose(1, 2), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+def _lengths_of(problem: Problem) -> Lengths:
+    """Of packed sequences: those of the problem, or a batch, with an empty sequence after the first."""
+    if problem.lengths or not problem.packed:
+        return problem.lengths
+    one = (problem.case.seqlen_q, problem.case.seqlen_k)
+    return [one, (0, 0), *[one] * (problem.case.batch - 1)]
 
 
 def problems() -> Iterator[Problem | CacheProblem]:
@@ -265,6 +281,43 @@ def _hopper(arch: configs.Arch) -> Iterator[Problem]:
     ):
         for case in (square, replace(square, causal=None, seqlen_k=300, dtype=torch.float16)):
             yield Problem("hopper", arch, case, settings=settings)
+    yield from _ends()
+
+
+def _ends() -> Iterator[Problem]:
+    """Where the kernels for Hopper begin and end, in three orders: every wait must have its arrival.
+
+    One to three tiles of queries and of keys, and a few rows more or less; ranges without keys; packed sequences,
+    which may be empty. Without a mask, one program walks over all tiles, or each tile has a program.
+    """
+    one = replace(LONG, nheads_q=1, head_dim=128, dtype=torch.bfloat16)
+    several = replace(one, nheads_q=2)
+    tiles = itertools.product((128, 256, 384), (128, 256, 384), (-4, 0, 4), (-1, 0, 1))
+    shapes = [(m + more_m, n + more_n) for m, n, more_m, more_n in tiles]
+    causal: tuple[CausalAlign, ...] = ("bottom_right", "top_left")
+    for i, (seqlen_q, seqlen_k) in enumerate(shapes):
+        case, order = replace(one, seqlen_q=seqlen_q, seqlen_k=seqlen_k), i + i // 3 + i // 9
+        yield Problem("hopper", "sm_90", replace(case, causal=causal[i % 2]), settings=_DRIFTING[order % 3])
+        multiprocessors = 1 if i // 3 % 2 else 6
+        yield Problem("hopper", "sm_90", case, multiprocessors=multiprocessors, settings=_DRIFTING[(order + 1) % 3])
+    empty = [
+        replace(several, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=align)
+        for (seqlen_q, seqlen_k), align in itertools.product(((260, 1), (388, 129), (129, 60)), (None, *causal))
+    ]
+    empty += [
+        replace(one, batch=2, seqlen_q=132, seqlen_k=200, padding="right", empty_batch=True),
+        replace(one, batch=2, seqlen_q=260, seqlen_k=200, padding="left", empty_batch=True, causal="bottom_right"),
+        replace(one, seqlen_q=300, seqlen_k=100, window=(50, 0)),  # the first tile of queries sees nothing
+        replace(one, seqlen_q=300, seqlen_k=100, window=(20, 0), causal="top_left"),  # nor does the last
+    ]
+    sequences = ([(130, 200), (0, 0), (3, 5), (70, 0), (0, 66), (129, 1)], [(0, 9), (66, 66)], [(1, 260), (260, 1)])
+    for settings in _DRIFTING:
+        for case in empty:
+            yield Problem("hopper", "sm_90", case, settings=settings)
+        for lengths, align in itertools.product(sequences, (None, *causal)):
+            seqlen_q, seqlen_k = (sum(n) for n in zip(*lengths, strict=True))
+            case = replace(several, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=align)
+            yield Problem("hopper", "sm_90", case, lengths=tuple(lengths), settings=settings)
 
 
 def _fp8(arch: configs.Arch) -> Iterator[Problem]:

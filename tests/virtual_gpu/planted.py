@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,21 +18,47 @@ _WHOLE = replace(_RAGGED, seqlen_q=256, seqlen_k=512)
 _STEEP = replace(_RAGGED, seqlen_q=70, seqlen_k=150, scale=16.0)  # the maxima of rows matter
 _SHORT = replace(_RAGGED, seqlen_k=286, dtype=torch.bfloat16)
 
-# Name -> architecture, cases that the same kernels solve, options of the call.
-PROBLEMS: dict[str, tuple[Arch, tuple[Case, ...], dict[str, Any]]] = {
-    "descriptors": ("sm_90", (_RAGGED, _WHOLE), {}),
-    "descriptors, steep": ("sm_90", (_STEEP,), {}),
-    "wide": ("sm_90", (replace(_RAGGED, seqlen_q=70, seqlen_k=150, head_dim=128),), {}),
-    "one pass": ("sm_90", (_RAGGED, _WHOLE), {"deterministic": False}),
-    "atomics": ("sm_90", (replace(_RAGGED, head_dim=62),), {"deterministic": False}),
-    "pointers": ("sm_90", (replace(_RAGGED, boolean="full"),), {}),
-    "ampere, steep": ("sm_80", (replace(_STEEP, dtype=torch.bfloat16),), {}),
-    "ampere": (
+
+@dataclass(frozen=True)
+class Problem:
+    """Cases that the same kernels solve.
+
+    Attributes:
+        arch, cases, options: the architecture, the cases, and options of the call.
+        orders: settings of the virtual GPU, with which each case is solved until a fault is noticed.
+        only: the kernel in which faults are planted, if it is one; see planting.py.
+        by_hopper: by the kernels for Hopper, which must have the fence after an mbarrier.init that others need not have.
+    """
+
+    arch: Arch
+    cases: tuple[Case, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    orders: tuple[dict[str, Any], ...] = ({},)
+    only: str = ""
+    by_hopper: bool = False
+
+
+PROBLEMS = {
+    "descriptors": Problem("sm_90", (_RAGGED, _WHOLE)),
+    "descriptors, steep": Problem("sm_90", (_STEEP,)),
+    "wide": Problem("sm_90", (replace(_RAGGED, seqlen_q=70, seqlen_k=150, head_dim=128),)),
+    "one pass": Problem("sm_90", (_RAGGED, _WHOLE), {"deterministic": False}),
+    "atomics": Problem("sm_90", (replace(_RAGGED, head_dim=62),), {"deterministic": False}),
+    "pointers": Problem("sm_90", (replace(_RAGGED, boolean="full"),)),
+    "ampere, steep": Problem("sm_80", (replace(_STEEP, dtype=torch.bfloat16),)),
+    "ampere": Problem(
         "sm_80",
         (_SHORT, replace(_WHOLE, seqlen_k=256, dtype=torch.bfloat16), replace(_STEEP, dtype=torch.bfloat16)),
-        {},
     ),
 }
+
+
+class Of(NamedTuple):
+    """Lines of PTX that come from lines of Python with this text; of these the nth, or all."""
+
+    text: str
+    nth: int | None = None
+
 
 New = str | Callable[["re.Match[str]"], str]
 
@@ -46,7 +72,7 @@ class Fault:
         problem, kernel: where.
         old, new: a regular expression that finds its lines of PTX, and what replaces it there.
         nth: the line among those that are executed, from 0; None for each of them, one at a time.
-        harmless: lines, counted as `nth`, whose change breaks nothing, and the reasons.
+        harmless: lines whose change breaks nothing, counted as `nth` or by what they come from, and the reasons.
     """
 
     what: str
@@ -55,7 +81,7 @@ class Fault:
     old: str
     new: New
     nth: int | None = None
-    harmless: tuple[tuple[int, str], ...] = ()
+    harmless: tuple[tuple[int | Of, str], ...] = ()
 
     @property
     def name(self) -> str:

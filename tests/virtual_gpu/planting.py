@@ -11,10 +11,11 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,13 +24,19 @@ import torch
 
 from bench.tuning.slots import ONE_PASS
 from fusedattn import attention, testing
-from fusedattn.kernels import configs
+from fusedattn.kernels import configs, hopper
 from fusedattn.kernels.configs import KernelConfigs, TileConfig
 from fusedattn.testing import Case
-from fusedattn.virtual_gpu.attention import compiled_attention
+from fusedattn.virtual_gpu.attention import compiled_attention, launches_for
 from fusedattn.virtual_gpu.errors import KernelError
+from fusedattn.virtual_gpu.instructions.copies import UNFENCED_MBARRIER
+from fusedattn.virtual_gpu.launch import Launcher
 from fusedattn.virtual_gpu.programs import Programs
-from tests.virtual_gpu.planted import FAULTS, FWD, PROBLEMS, Fault
+from tests.virtual_gpu import planted, planted_hopper
+from tests.virtual_gpu.planted import FWD, Fault, Of
+
+PROBLEMS = {**planted.PROBLEMS, **planted_hopper.PROBLEMS}
+FAULTS = (*planted.FAULTS, *planted_hopper.FAULTS)
 
 _STATEMENT = re.compile(r"\s*(?:@!?[%\w]+\s+)?([a-z][\w.:]*)[\s;]")
 
@@ -64,20 +71,57 @@ def _counted_configs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _by_hopper(chosen: bool) -> Iterator[None]:
+    """The kernels for Hopper, or not; one program walks over all tiles, if it walks over several."""
+    one = launches_for("sm_90", multiprocessors=1) if chosen else nullcontext()
+    with one, patch.object(hopper, "chosen", chosen), patch.object(hopper, "FEWEST_QUERIES", 65):
+        yield
+
+
+@contextmanager
+def _without(kernels: Collection[str]) -> Iterator[None]:
+    """Kernels that are not launched, to save time: their results are not looked at."""
+    launch = Launcher.launch
+
+    def launched(launcher: Launcher, *arguments: Any) -> None:
+        if launcher.metadata.name not in kernels:
+            launch(launcher, *arguments)
+
+    with patch.object(Launcher, "launch", launched):
+        yield
+
+
 def _solve(
     problem: str, case: Case, rewrite: Callable[[str, str], str], kernel: str = "", *, counting: bool = False
 ) -> str | None:
+    """What a run notices in one of the orders of the problem: see :func:`_solve_in_order`."""
+    orders = PROBLEMS[problem].orders
+    found = (_solve_in_order(problem, case, rewrite, kernel, counting=counting, **order) for order in orders)
+    return next(filter(None, found), None)
+
+
+def _solve_in_order(
+    problem: str, case: Case, rewrite: Callable[[str, str], str], kernel: str, **settings: Any
+) -> str | None:
     """What a run notices: an error, or the results that leave the error budget; None if it notices nothing.
 
-    If only the forward has a fault, `kernel`, only the forward runs.
+    If only the forward has a fault, `kernel`, only the forward runs; and of the backward for Hopper only the kernel
+    with the fault.
     """
-    arch, _, options = PROBLEMS[problem]
-    function = functools.partial(attention, backend="triton", **options)
+    given = PROBLEMS[problem]
+    function = functools.partial(attention, backend="triton", **given.options)
     inputs, truth, eager = _case(case)
+    left_out = planted_hopper.BESIDE.get(kernel, ((), ()))
     try:
-        with compiled_attention(arch, counting=counting) as gpu, _counted_configs():
+        with (
+            compiled_attention(given.arch, **settings) as gpu,
+            _counted_configs(),
+            _by_hopper(given.by_hopper),
+            _without(left_out[0]),
+        ):
             gpu.rewrite = rewrite
-            if kernel == FWD:
+            if kernel in (FWD, planted_hopper.FWD):
                 leaves = [
                     x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
                 ]  # for which it keeps rows
@@ -85,8 +129,14 @@ def _solve(
                 actual = {name: x.detach() for name, x in zip(("out", "lse"), results, strict=True)}
             else:
                 actual = dict(testing.run(function, inputs))
+                actual = {name: x for name, x in actual.items() if name not in left_out[1]}
     except KernelError as error:
         return f"{type(error).__name__}: {error}"
+    if given.by_hopper:
+        counters = (x for name, x in gpu.counters.items() if name.startswith("hopper"))
+        broken = [rule for x in counters for rule in x.tolerated if rule.startswith(UNFENCED_MBARRIER)]
+        if broken:
+            return f"tolerated: {broken[0]}"
     wanted = [{name: x[name] for name in actual} for x in (truth, eager)]
     ratios = testing.compare_results(actual, *wanted, case.dtype)
     return "; ".join(f"{name} {x.used:.2g} of the budget" for name, x in ratios.items() if not x.ok) or None
@@ -122,8 +172,8 @@ def honest(problem: str) -> Honest:
 
     noticed = None
     with patch.object(Programs, "count", count):
-        for case in PROBLEMS[problem][1]:
-            noticed = noticed or _solve(problem, case, keep, counting=True)
+        for case in PROBLEMS[problem].cases:
+            noticed = noticed or _solve(problem, case, keep, PROBLEMS[problem].only, counting=True)
     gc.freeze()  # what is known by now stays: collections need not look at it
     return Honest(noticed, ptx, executed)
 
@@ -144,6 +194,29 @@ def places(fault: Fault) -> list[int]:
     return found
 
 
+@cache
+def _files(problem: str, kernel: str) -> dict[str, list[str]]:
+    """The lines of the files that the PTX of a kernel names, by their numbers there."""
+    named = (re.match(r'\s*\.file\s+(\d+) "(.*)"', line) for line in honest(problem).ptx[kernel])
+    return {x[1]: Path(x[2]).read_text(encoding="utf-8").splitlines() for x in named if x}
+
+
+def _source(fault: Fault, i: int) -> str:
+    """The line of Python that a line of PTX comes from."""
+    for line in reversed(honest(fault.problem).ptx[fault.kernel][:i]):
+        if found := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
+            return _files(fault.problem, fault.kernel)[found[1]][int(found[2]) - 1].strip()
+    return ""
+
+
+def _lines_at(at: int | Of, fault: Fault, found: list[int]) -> list[int]:
+    """The lines, by their numbers among those found, that a place of `Fault.harmless` names."""
+    if isinstance(at, int):
+        return [at] if at < len(found) else []
+    of_text = [n for n, i in enumerate(found) if at.text in _source(fault, i)]
+    return of_text if at.nth is None else of_text[at.nth : at.nth + 1]
+
+
 def plant(fault: Fault, *lines: int) -> str | None:
     """What is noticed of a fault in these lines."""
 
@@ -160,7 +233,8 @@ def plant(fault: Fault, *lines: int) -> str | None:
         return "\n".join(parts)
 
     return next(
-        filter(None, (_solve(fault.problem, case, rewrite, fault.kernel) for case in PROBLEMS[fault.problem][1])), None
+        filter(None, (_solve(fault.problem, case, rewrite, fault.kernel) for case in PROBLEMS[fault.problem].cases)),
+        None,
     )
 
 
@@ -217,14 +291,17 @@ def judge(fault: Fault) -> dict[str, Any]:
     """
     found = places(fault)
     chosen = range(len(found)) if fault.nth is None else [range(len(found))[fault.nth]] if found else []
-    excuses: dict[int, str | None] = {n: dict(fault.harmless).get(n) or _next_commit(fault, found[n]) for n in chosen}
+    harmless = [(_lines_at(at, fault, found), reason) for at, reason in fault.harmless]
+    known_reasons = {n: reason for numbers, reason in harmless for n in numbers}
+    excuses: dict[int, str | None] = {n: known_reasons.get(n) or _next_commit(fault, found[n]) for n in chosen}
     noticed = {n: None if excuses[n] else plant(fault, found[n]) for n in chosen}
     known: dict[frozenset[int], Any] = {frozenset([n]): noticed[n] for n in chosen if not excuses[n]}
     for run in _runs([n for n in chosen if not noticed[n] and not excuses[n]]):
         excuses |= {n: _shared_task(fault, found, n, run, known) for n in run}
     lines = honest(fault.problem).ptx[fault.kernel]
     judged = [(n, lines[found[n]].strip(), noticed[n], excuses[n]) for n in chosen]
-    return {"lines": judged, "of": len(found), "honest": honest(fault.problem).noticed}
+    unused = [reason for numbers, reason in harmless if not numbers]
+    return {"lines": judged, "unused": unused, "honest": honest(fault.problem).noticed}
 
 
 def main() -> None:
@@ -233,7 +310,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request in PROBLEMS:  # once more, without a fault
-            answer: Any = [_solve(request, case, lambda name, text: text) for case in PROBLEMS[request][1]]
+            given = PROBLEMS[request]
+            answer: Any = [_solve(request, case, lambda name, text: text, given.only) for case in given.cases]
         else:
             answer = judge(by_name[request])
         print(json.dumps(answer), flush=True)

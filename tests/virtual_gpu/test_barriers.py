@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusedattn.virtual_gpu.errors import AsyncError, DeadlockError, KernelError, MemoryAccessError, RaceError
-from tests.helpers.ptx_programs import OUT, fails, run, run_all
+from tests.helpers.ptx_programs import OUT, body_of, fails, run, run_all
 
 
 def _wait(parity: int, at: str = "%s") -> str:
@@ -227,6 +227,16 @@ def test_an_arrival_too_many() -> None:
 def test_a_program_that_ends_with_bytes_expected() -> None:
     body = f"{_init(1)}\n@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%s], 16;"
     fails(AsyncError, body, says="ends with 16 bytes expected that did not arrive")
+
+
+def test_a_program_that_ends_in_the_middle_of_a_phase() -> None:
+    """An arrival was lost; a barrier on which nobody arrives, or on which nobody waits, may end as it is."""
+    arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%s];"
+    fails(AsyncError, f"{_init(2)}\n{arrive}", says="ends with 1 of 2 arrivals of a phase")
+    two = body_of(arrive, arrive)
+    fails(AsyncError, f"{_init(2)}\n{two}\n{arrive}", says="ends with 1 of 2 arrivals of a phase")
+    run_all(f"{_init(2)}\n{two}")
+    run_all(_init(2))
 
 
 @pytest.mark.parametrize("use", ["mbarrier.arrive.shared::cta.b64 _, [%s+8]", "mbarrier.inval.shared::cta.b64 [%s+8]"])

@@ -15,10 +15,12 @@ LOAD_OTHER = "xor.b32 %r3, %a, 128;\nld.shared.b32 %r2, [%r3]; // load"
 
 # Boxes. %s is at 1024; the box lies there, the mbarrier behind it.
 MBARRIER = 3072
+FENCE = "fence.proxy.async.shared::cta;"
 
 
 def _init(count: int = 1, at: int = MBARRIER) -> str:
-    return body_of("setp.eq.u32 %p1, %t, 0;", f"@%p1 mbarrier.init.shared::cta.b64 [%s+{at}], {count};", "bar.sync 0;")
+    init = f"@%p1 mbarrier.init.shared::cta.b64 [%s+{at}], {count}; // init"
+    return body_of("setp.eq.u32 %p1, %t, 0;", init, FENCE, "bar.sync 0;")
 
 
 def _expect(n_bytes: int, at: int = MBARRIER) -> str:
@@ -251,9 +253,30 @@ def test_a_phase_ends_when_all_bytes_are_there() -> None:
 
 def test_a_box_that_nobody_waits_for() -> None:
     arguments = _boxed(_expect(N), _load_box(0, 0))
-    fails(AsyncError, arguments.pop("body"), "box", **arguments, orders=[{}], says="nobody waited")
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    run_all(**_boxed(_expect(N), _load_box(0, 0), _wait_for()))
     arguments = _boxed(_load_box(0, 0))
     fails(AsyncError, arguments.pop("body"), **arguments, orders=[{"asynchronous": "early"}], says="nobody expected")
+
+
+def test_a_box_that_nobody_waits_for_while_others_are_waited_for() -> None:
+    """By the same mbarrier in an earlier phase, by another mbarrier, or in another program."""
+    other = MBARRIER + 8
+    first = [_expect(N), _load_box(0, 0, mark="first"), _wait_for()]
+    again = [_expect(N), _load_box(0, 8, to=1024)]
+    arguments = _boxed(*first, "bar.sync 0;", *again)
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    run_all(**_boxed(*first, "bar.sync 0;", *again, _wait_for(1).replace("AGAIN", "NEXT")))
+    second = [_init(at=other), _expect(N, at=other), _load_box(0, 8, to=1024, at=other)]
+    arguments = _boxed(_expect(N), _load_box(0, 0, mark="first"), *second, _wait_for())
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, says="nobody waited")
+    in_one = ["setp.eq.u32 %p4, %c, 0;", "@%p4 bra END;", _wait_for(), "END:"]
+    arguments = _boxed(_expect(N), _load_box(0, 0), *in_one)
+    fails(AsyncError, arguments.pop("body"), "box", **arguments, grid=(2, 1, 1), says="nobody waited")
+
+
+def test_one_warp_that_waits_for_a_box_is_enough() -> None:
+    run_all(**_boxed(_expect(N), _load_box(0, 0), "setp.lt.u32 %p2, %t, 32;", "@%p2 bra END;", _wait_for(), "END:"))
 
 
 def test_a_box_of_an_mbarrier_that_is_none() -> None:
@@ -316,7 +339,6 @@ def _add(*first: int, mark: str = "add", form: str = ADDED) -> str:
 
 
 STORE = "cvt.rn.f32.u32 %r1, %t;\nst.shared.b32 [%a], %r1; // store"
-FENCE = "fence.proxy.async.shared::cta;"
 BULK_COMMIT, BULK_WAIT = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group.read 0;"
 
 
@@ -407,6 +429,17 @@ def test_only_the_thread_that_writes_can_wait(form: str) -> None:
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
     arguments = _sum(*begin, "@!%p1 " + BULK_COMMIT, BULK_WAIT)
     fails(AsyncError, arguments.pop("body"), "add", **arguments, says="nobody waited")
+
+
+def test_the_accelerator_must_see_that_an_mbarrier_is_initialised() -> None:
+    lines = [_expect(N), _load_box(0, 0), _wait_for()]
+    arguments = _boxed(*lines)
+    body = str(arguments.pop("body"))
+    fails(RaceError, body.replace(FENCE, ""), "box", **arguments, says="no fence.proxy.async after")
+    run(body.replace(FENCE, ""), **arguments, strict=False)  # counted, as Triton writes no fence in some versions
+    run_all(body.replace(FENCE, "").replace("bar.sync 0;", f"bar.sync 0;\n@%p1 {FENCE}"), **arguments)
+    of_others = body.replace(FENCE, f"setp.ge.u32 %p2, %t, 32;\n@%p2 {FENCE}")
+    fails(RaceError, of_others, "box", **arguments, says="no fence.proxy.async after")
 
 
 def test_a_box_of_an_mbarrier_whose_init_its_warp_does_not_know() -> None:

@@ -196,6 +196,7 @@ COPY_BOX = """
     mov.b32 %r21, {column};
     mov.b32 %r22, {row};
     @%p0 mbarrier.init.shared::cta.b64 [%r20], 1;
+    fence.proxy.async.shared::cta;
     bar.sync 0;
     @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 256;
     @%p0 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%s], [%map, {{%r21, %r22}}], [%r20];

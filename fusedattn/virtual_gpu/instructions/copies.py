@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusedattn.virtual_gpu import global_memory
-from fusedattn.virtual_gpu.errors import MemoryAccessError
+from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
 from fusedattn.virtual_gpu.global_work import Box
 from fusedattn.virtual_gpu.groups import Work
 from fusedattn.virtual_gpu.instructions.builders import Step, builds, unknown
@@ -19,6 +19,8 @@ from fusedattn.virtual_gpu.machine import Machine
 from fusedattn.virtual_gpu.ptx import Address, Instruction, name
 from fusedattn.virtual_gpu.registers import Array, Mask, lanes_of
 from fusedattn.virtual_gpu.tensor_map import TensorMap
+
+UNFENCED_MBARRIER = "boxes that arrive on an mbarrier with no fence.proxy.async after its initialisation"
 
 
 @builds("cp.async.ca.shared.global", "cp.async.cg.shared.global")
@@ -178,6 +180,13 @@ def _checked(
     return shared.granules(places, 16).reshape(1, -1)
 
 
+def _unfenced_mbarrier(machine: Machine, x: Instruction) -> None:
+    """A box will arrive on an mbarrier whose initialisation the accelerator may not see."""
+    if machine.strict:
+        raise RaceError(f"{x.opcode}, at {x.place}: no fence.proxy.async after the mbarrier.init of its mbarrier")
+    machine.counters.tolerated[f"{UNFENCED_MBARRIER}: {x.place}"] += 1
+
+
 @builds(
     *(
         f"cp.async.bulk.tensor.{n}d.shared::{space}.global.mbarrier::complete_tx::bytes"
@@ -199,6 +208,8 @@ def _load_box(machine: Machine, x: Instruction) -> Step:
             granules = _checked(machine, x, tensor, first, int(lane), start, ("read", "write"))
             made = machine.mbarriers.at(cta, barrier, x)
             shared.races.require(made.time, made.warp, cta, warp, x)
+            if not shared.races.sees(made.time, made.warp, cta, warp):
+                _unfenced_mbarrier(machine, x)
             shared.races.begin_write(granules, np.array([[cta]]), np.array([[warp]]), x, of_async=True)
             machine.note("copy", x, [lane // 32], barrier, tensor.n_bytes)
             copy = _BoxCopy(x, tensor, first, cta, start, barrier, machine, granules)
