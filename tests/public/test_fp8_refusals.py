@@ -241,7 +241,7 @@ def test_the_kernels_for_hopper_take_no_codes() -> None:
 
     x = qkv(1100, 128, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "chosen", True)
+        patch.setattr(hopper, "chosen", "all")
         patch.setattr(hopper, "takes", takes)
         patch.setattr(attention_fwd.launcher, "launch", lambda *_: None)
         for precision in (None, FP8()):

@@ -75,7 +75,7 @@ def _counted_configs() -> Iterator[None]:
 def _by_hopper(chosen: bool) -> Iterator[None]:
     """The kernels for Hopper, or not; one program walks over all tiles, if it walks over several."""
     one = launches_for("sm_90", multiprocessors=1) if chosen else nullcontext()
-    with one, patch.object(hopper, "chosen", chosen), patch.object(hopper, "FEWEST_QUERIES", 65):
+    with one, hopper.choosing("all" if chosen else None):
         yield
 
 
