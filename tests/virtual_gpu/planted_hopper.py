@@ -136,12 +136,13 @@ _HARMLESS_WAITS = {
     ("long", DQ): (*_BRANCH, *_ROOMS[DQ]),
     _TURN: (*_BRANCH, *_AFTER_A_TURN, *_BETWEEN_TILES),
 }
-_NO_TURNS = _each([("TURNS", [0])], "nobody takes turns")
+_NO_TURNS = ((0, "nobody takes turns"),)
 _LAST_TILE = _each([("q.empty", _ALL_OF)], "a program has one tile, so nobody waits for free queries")
 _READS = "the group writes no shared memory, and mbarriers order what it reads"
 _HARMLESS_BARRIERS = {
     ("long", FWD): (
-        *((n, "a barrier of all warps follows, before their tasks begin") for n in range(3)),
+        *((n, "a barrier of all warps follows, before their tasks begin") for n in range(2)),
+        *((n, "a program has one tile, so no box was stored before") for n in (2, 17)),
         *_each([("wait(q.full", _ALL_OF), ("wait(k.full", _ALL_OF), ("# a branch, over which", _ALL_OF)], _READS),
         *_each([("wait(v.full.index(slot)", _ALL_OF)], _READS),
         *_each([("q.empty", _ALL_OF), ("v.empty.index(slot)", _ALL_OF)], "a program has one tile, which ends here"),
