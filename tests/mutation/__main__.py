@@ -42,6 +42,7 @@ from tests.mutation import (
     decode,
     fp8,
     hopper,
+    hopper_barriers,
     integrations,
     kernels,
     launches,
@@ -67,7 +68,7 @@ RESULTS_OF_MAKE_TEST = ROOT / "docs/results/mutants_make_test.json"
 QUICK = ("-m", "not thorough", "--ignore=tests/integrations")  # the tests of make test
 SUBJECTS = (
     kernels, masking, scores, learned, sequences, decode, one_pass, launches, operation, package, trees, sparse, caches,
-    cache_kernels, hopper, shards, linear, qk_norm, low_precision, fp8,
+    cache_kernels, hopper, hopper_barriers, shards, linear, qk_norm, low_precision, fp8,
     integrations,
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for subject in SUBJECTS for fault in subject.FAULTS)

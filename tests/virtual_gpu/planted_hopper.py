@@ -136,7 +136,32 @@ _HARMLESS_WAITS = {
     ("long", DQ): (*_BRANCH, *_ROOMS[DQ]),
     _TURN: (*_BRANCH, *_AFTER_A_TURN, *_BETWEEN_TILES),
 }
+_NO_TURNS = ((0, "nobody takes turns"),)
+_LAST_TILE = _each([("q.empty", _ALL_OF)], "a program has one tile, so nobody waits for free queries")
+_READS = "the group writes no shared memory, and mbarriers order what it reads"
+_HARMLESS_BARRIERS = {
+    ("long", FWD): (
+        *((n, "a barrier of all warps follows, before their tasks begin") for n in range(2)),
+        *((n, "a program has one tile, so no box was stored before") for n in (2, 17)),
+        *_each([("wait(q.full", _ALL_OF), ("wait(k.full", _ALL_OF), ("# a branch, over which", _ALL_OF)], _READS),
+        *_each([("wait(v.full.index(slot)", _ALL_OF)], _READS),
+        *_each([("q.empty", _ALL_OF), ("v.empty.index(slot)", _ALL_OF)], "a program has one tile, which ends here"),
+        (Of("k.empty.index(slot)"), "the barrier before the release of values follows, whose wait comes first"),
+    ),
+    ("heads", DKDV): (
+        *_each([("dout.empty", _ALL_OF)], "the barrier before the release of queries follows, whose wait comes first"),
+        *_each([("q.empty", _ALL_OF)], "the barrier before the release of dout has ordered the same reads"),
+        *_each([("own.full.index(1)", _ALL_OF), ("mine.shift", _ALL_OF)], _READS),
+    ),
+    ("long", DQ): (
+        *_each([("k.empty", [0, 1])], _FIRST),
+        *_each([("v.empty", _ALL_OF)], "the barrier before the release of keys follows, whose wait comes first"),
+        *_each([("# a branch, over which", _ALL_OF), ("return warpgroup_mma", _ALL_OF)], _READS),
+    ),
+}
 _HARMLESS_ARRIVALS = {
+    ("long", FWD): (*_NO_TURNS, *_LAST_TILE),
+    ("window", FWD): (*_NO_TURNS, *_LAST_TILE),
     ("heads", DKDV): _each([("dout.empty", [0, 1]), ("q.empty", [0, 1])], _FIRST),
     ("long", DQ): _each([("k.empty", [0, 1])], _FIRST),
 }
@@ -155,9 +180,8 @@ FAULTS = (
     *_on((_TURN,), "a wait for a stored box removed", r"cp\.async\.bulk\.wait_group.*", ""),
     *_on((_TURN,), "a commit of a stored box removed", r"cp\.async\.bulk\.commit_group.*", ""),
     *_on(_ALL, "a wait for products removed", r"wgmma\.wait_group.*", ""),
-    *_on(_ALL, "a wait for products leaves one more group", _GROUPS_LEFT, _one_more),
-    *_on(_ALL, "a barrier of a group removed", BARRIER, ""),
-    *_on((("long", FWD),), "a barrier of all warps removed", r"barrier\.sync.*", ""),
+    *_on(_EACH, "a wait for products leaves one more group", _GROUPS_LEFT, _one_more),
+    *_on(_ONCE, "a barrier of a group removed", BARRIER, "", _HARMLESS_BARRIERS),
 )
 # fmt: on
 
