@@ -349,7 +349,7 @@ def call(
 
     A call in few bits has no backward. One with "hopper" runs the kernels for Hopper wherever they take it.
     """
-    with patch.object(hopper, "chosen", "hopper" in features), patch.object(hopper, "FEWEST_QUERIES", 1):
+    with hopper.choosing("all" if "hopper" in features else None), patch.object(hopper, "FEWEST_QUERIES", 1):
         _call(head_dim, dtype, features, training, sizes or Sizes.of(features))
 
 

@@ -43,7 +43,7 @@ class HopperSlot(Slot):
         lookup = configs.lookup
         with (
             configured(candidate),
-            patch.object(hopper, "chosen", True),
+            hopper.choosing("all"),
             patch.object(hopper, "FEWEST_QUERIES", 1),
             # Recorded launches are those of the function that looks configs up.
             patch.object(configs, "lookup", lambda *asked: lookup(*asked)),

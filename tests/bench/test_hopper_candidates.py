@@ -47,7 +47,7 @@ def test_a_call_gets_the_variant(source: Path) -> None:
     before = dict(hopper_configs.FORWARD), configs.lookup, hopper.chosen, hopper_fwd.programs_of
     with slot.holding(names["BLOCK 64"]):
         assert hopper_configs.FORWARD[128].BLOCK == 64
-        assert hopper.chosen
+        assert hopper.chosen == "all"
         assert hopper.FEWEST_QUERIES == 1
         assert configs.lookup is not before[1]
     with slot.holding(names["without turns, one tile in a program"]):
