@@ -57,7 +57,8 @@ def attempt(variant: Variant) -> Fit | str:
     try:
         return fit(variant)
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"{name}{error}".splitlines()[0]
 
 
 def general(head_dims: list[int]) -> list[dict[str, Any]]:

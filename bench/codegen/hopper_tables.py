@@ -17,7 +17,21 @@ RESULTS = ROOT / "docs" / "results" / "hopper.json"
 DOCUMENT = ROOT / "docs" / "performance.md"
 CANDIDATES = ROOT / "bench" / "candidates" / "hopper.json"
 MEASURED = ROOT / "bench" / "results" / "nvidia-h200" / "hopper" / "kernels-daa48f2.jsonl"
+PROTOTYPES = MEASURED.with_name("prototypes.jsonl")
 SOURCE = "python -m bench.codegen.hopper"
+# Variants that a GPU has compared with the table's, at COMPARED_AT tokens without a mask: part, config, options; the
+# file, the problem, and the names of both in it.
+COMPARED_AT = 16384
+COMPARED: list[tuple[str, list[list[Any]], list[list[Any]], Path, str, tuple[str, str]]] = [
+    ("fwd", [["BLOCK", 64]], [], PROTOTYPES, "fwd causal=False N=16384 B=1 H=16", ("F3late-64", "F3late")),
+    ("fwd", [], [["turns", False]], MEASURED, "fwd D=128 full N=16384 B=1 H=16:16", ("noturns", "hopper")),
+    ("fwd", [], [["persistent", False]], MEASURED, "fwd D=128 full N=16384 B=1 H=16:16", ("onetile", "hopper")),
+    (
+        *("fwd", [], [["turns", False], ["persistent", False]], MEASURED, "fwd D=128 full N=16384 B=1 H=16:16"),
+        ("noturns onetile", "hopper"),
+    ),
+    ("dq", [["BLOCK", 128], ["STAGES", 2]], [], PROTOTYPES, "bwd causal=False N=16384 B=1 H=16", ("dq128", "dq64")),
+]
 H200 = MACHINES["sm_90"]
 TILE = 128
 OPERATIONS = {"fwd": 4, "dkdv": 8, "dq": 6}  # for each pair and feature
@@ -191,6 +205,26 @@ def product_clocks(entry: Entry) -> float:
     return operations / 2 / H200.wgmma_macs
 
 
+def comparisons(results: Entry) -> Iterator[Iterable[object]]:
+    """Cells: how fast variants are in relation to the table's config, as predicted and as measured."""
+    yield "kernel", "variant", "predicted", "measured"
+    problem = workload(COMPARED_AT, TILE, causal=False)
+    for part, config, options, path, name, (changed, usual) in COMPARED:
+        own = _chosen(results, part, TILE, causal=False)
+        wanted = {"config": config, "options": options}
+        variant = next((x for x in results["fits"] if own and x["variant"] == own["variant"] | wanted), None)
+        if own is None or variant is None:
+            continue
+        times = dict(map(json.loads, path.read_text(encoding="utf-8").splitlines()))[name]
+        predicted = seconds(own, problem) / seconds(variant, problem)
+        yield (
+            PARTS[part],
+            described(variant["variant"]),
+            f"{predicted:.2f}",
+            f"{times[changed][1] / times[usual][1]:.2f}",
+        )
+
+
 def figures(results: Entry) -> str:
     """The tables in Markdown."""
     head_dims = sorted({x["variant"]["head_dim"] for x in results["fits"]} & {TILE})
@@ -201,6 +235,11 @@ def figures(results: Entry) -> str:
             f"(Triton {results['triton']}):",
             table_of(calls(results, head_dim)),
         ]
+    parts += [
+        f"Speeds of variants in relation to the table's config, without a mask, at {COMPARED_AT:,} tokens; those "
+        "measured with another block were prototypes:",
+        table_of(comparisons(results)),
+    ]
     parts += [f"Variants, without a mask, at {RANKED_AT:,} tokens:", table_of(variants(results))]
     left_out = [f"{_name(x['variant'])}: {x['reason']}" for x in results["left_out"]]
     if left_out:
