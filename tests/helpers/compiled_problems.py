@@ -272,7 +272,9 @@ def _hopper(arch: configs.Arch) -> Iterator[Problem]:
     for padding in ("right", "left", "uneven"):
         yield Problem("hopper", arch, replace(square, padding=padding, batch=2))
     yield Problem("hopper", arch, replace(square, batch=3, seqlen_q=150), packed=True)
-    yield Problem("hopper", arch, replace(square, seqlen_q=500, seqlen_k=500, nheads_q=1, rope="half"))
+    yield Problem("hopper", arch, replace(square, batch=3, seqlen_q=151, rope="half", window=(90, 0)), packed=True)
+    yield Problem("hopper", arch, replace(square, rope="half", nheads_q=4))
+    yield Problem("hopper", arch, replace(square, rope="interleaved", rotary_dim=40, dtype=torch.float16, causal=None))
     for settings in (
         {"asynchronous": "early"},
         *({"asynchronous": "random", "programs": "random", "schedule": "random", "seed": seed} for seed in range(4)),
@@ -281,6 +283,12 @@ def _hopper(arch: configs.Arch) -> Iterator[Problem]:
     ):
         for case in (square, replace(square, causal=None, seqlen_k=300, dtype=torch.float16)):
             yield Problem("hopper", arch, case, settings=settings)
+    for head_dim, dtype in itertools.product((64, 256), HALVES):
+        case = replace(square, head_dim=head_dim, dtype=dtype, seqlen_q=301, seqlen_k=330)
+        yield Problem("hopper", arch, replace(case, causal=None))
+        yield Problem("hopper", arch, replace(case, seqlen_q=330, seqlen_k=201, padding="uneven", batch=2))
+        yield Problem("hopper", arch, replace(case, window=(100, 20), rope="half"), settings=_DRIFTING[2])
+        yield Problem("hopper", arch, replace(case, batch=3, seqlen_q=150, rope="interleaved"), packed=True)
     yield from _ends()
 
 

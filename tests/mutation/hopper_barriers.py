@@ -15,7 +15,7 @@ FAULTS = (
     Fault(FWD, "mbarrier.wait(v.full.index(before), (now - 1) // STAGES & 1)\n", "mbarrier.wait(v.full.index(before), now // STAGES & 1)\n", "hopper, forward: the phase of values", PROBLEMS),
     Fault(FWD, "        mbarrier.wait(v.full.index(before), (now - 1) // STAGES & 1)  # a branch, over which ptxas moves nothing\n", "", "hopper, forward: no branch before the wait for a product", PROBLEMS, equivalent="the wait before it is for the same phase; the branch only keeps the assembler from moving instructions"),
     Fault(FWD, "            slot = (total - 1) % STAGES\n", "            slot = total % STAGES\n", "hopper, forward: the place of the last values", PROBLEMS),
-    Fault(FWD, "    mbarrier.arrive(turns.index(0), count=1)  # the first group begins\n", "", "hopper, forward: no group begins", PROBLEMS),
+    Fault(FWD, "    mbarrier.arrive(turns.index(0), count=1)\n", "", "hopper, forward: no group begins", PROBLEMS),
     Fault(FWD, "mbarrier.wait(turns.index(GROUP), now & 1)", "mbarrier.wait(turns.index(GROUP), now & 1 ^ 1)", "hopper, forward: the phase of turns", PROBLEMS),
     Fault(FWD, "            s = warpgroup_mma_wait(1, deps=[scores])\n", "            s = warpgroup_mma_wait(2, deps=[scores])\n", "hopper, forward: scores in flight are read", PROBLEMS),
     Fault(FWD, "        mbarrier.arrive(k.empty.index(slot), count=1)\n        if MASKED:", "        mbarrier.arrive(k.empty.index(before), count=1)\n        if MASKED:", "hopper, forward: the keys before are released", PROBLEMS),

@@ -207,7 +207,7 @@ ARITHMETIC = (
 
 ROTATION = (
     Fault(FWD, "OF_QUERIES=True, TRANSPOSE=False", "OF_QUERIES=False, TRANSPOSE=False", "forward: queries count from 0", ROTARY),
-    Fault(PROLOGUE, "ACC, OF_QUERIES, TRANSPOSE=False)", "ACC, False, TRANSPOSE=False)", "backward: queries count from 0", ROTARY),
+    Fault(PROLOGUE, "ACC, OF_QUERIES, TRANSPOSE)", "ACC, False, TRANSPOSE)", "backward: queries count from 0", ROTARY),
     Fault(ROPE, "rotation, table + HALF, entry", "rotation, table, entry", "rope: angles of the first half of the pairs for all", IN_PIECES),
     Fault(ROPE, "sign = tl.where(is_first, 1.0, -1.0)", "sign = tl.where(is_first, -1.0, 1.0)", "rope: sign of the transpose", ROTARY),
     Fault(ROPE, "        sign = tl.where(is_first, -1.0, 1.0)", "        sign = tl.where(is_first, 1.0, -1.0)", "rope: sign of the sine", ROTARY),
