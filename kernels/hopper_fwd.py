@@ -371,7 +371,6 @@ def _turns_of_groups():
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
-    fence_async_shared()
     mbarrier.arrive(turns.index(0), count=1)
     return turns
 

@@ -32,6 +32,7 @@ FAULTS = (
     Fault(BWD, "    dk *= numbers.scale\n", "", "hopper: dk without its scale", PROBLEMS),
     Fault(BWD, "        ds = tl.where(_pairs_of_queries(i, walk, call, queries, BLOCK), ds, 0.0)\n", "        pass\n", "hopper, dq: pairs that are not visible", PROBLEMS),
     Fault(BWD, "mbarrier.arrive(k.empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)", "mbarrier.arrive(k.empty.index(slot), count=1, pred=i > 0)", "hopper, dq: keys are released while products read them", PROBLEMS),
+    Fault("kernels/hopper_configs.py", "256: HopperConfig(64, 2)", "256: HopperConfig(128, 2)", "hopper: tiles that exceed shared memory", CALLS),
     Fault(RULE, '"slower": chosen != "all" and not', '"slower": chosen == "all" and not', "hopper: run where they are slower", CALLS),
     Fault(RULE, "chosen = before", "pass", "hopper: a choice outlasts its block", "tests/bench/test_bench.py -k chosen"),
     Fault(FWD, "problem.call.sequences.cu_q_ptr is None and is_addressable(out)", "is_addressable(out)", "hopper, forward: boxes of out end in the next sequence", CALLS),
