@@ -358,6 +358,8 @@ def quick_problems() -> Iterator[Problem | CacheProblem]:
     hopper_case = replace(base, nheads_q=2, head_dim=128, causal="bottom_right")
     yield Problem("hopper", "sm_90", hopper_case, settings={"asynchronous": "random", "schedule": "random"})
     yield Problem("hopper", "sm_90", replace(hopper_case, causal=None, dtype=torch.float16))
+    packed = replace(hopper_case, head_dim=64, batch=2, seqlen_q=230, seqlen_k=230, window=(90, 0), rope="half")
+    yield Problem("hopper", "sm_90", packed, packed=True)
     yield Problem("features", "sm_90", testing.CASES[-1])
     mixed = next(case for case in testing.CASES if case.name == "values of 16 features, keys of 24")
     yield Problem("features", "sm_90", replace(mixed, dtype=torch.bfloat16))  # one tile is copied, one in registers

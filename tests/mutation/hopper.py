@@ -36,7 +36,7 @@ FAULTS = (
     Fault(RULE, '"slower": chosen != "all" and not', '"slower": chosen == "all" and not', "hopper: run where they are slower", CALLS),
     Fault(RULE, "chosen = before", "pass", "hopper: a choice outlasts its block", "tests/bench/test_bench.py -k chosen"),
     Fault(FWD, "problem.call.sequences.cu_q_ptr is None and is_addressable(out)", "is_addressable(out)", "hopper, forward: boxes of out end in the next sequence", CALLS),
-    Fault(FWD, "0, GROUP)\n        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, HALF", "0, GROUP)\n        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, 0", "hopper, forward: both halves of a wide out at its begin", PROBLEMS),
+    Fault(FWD, "0, GROUP)\n        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, HALF", "0, GROUP)\n        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, 0", "hopper, forward: both halves of a wide out at its begin", CALLS),
     Fault(BWD, "key = walk.place.first_k + walk.start", "key = walk.start", "hopper, dk and dv: keys of the first sequence", CALLS),
     Fault(BWD, "row = walk.place.first_k + _keys_of", "row = _keys_of", "hopper, dq: keys of the first sequence", CALLS),
     Fault(BWD, "zeros - delta[None, :], is_async", "zeros, is_async", "hopper, dk and dv: delta is left out", PROBLEMS),
