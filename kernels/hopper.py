@@ -80,12 +80,12 @@ def hides_values(problem: Problem) -> bool:
 
 
 def hides_rows(problem: Problem) -> bool:
-    """Whether a tile may have queries that see nothing at all, or rows of another sequence."""
+    """Whether a tile may have queries that see nothing, keys that nobody sees, or rows of another sequence."""
     band, mask, shape = problem.band, problem.call.mask, problem.shape
-    first_sees = min(band.sizes["upper_start"], band.sizes["upper_end"] + shape.seqlen_k - shape.seqlen_q)
+    _, upper = band.at(shape)
     return (
         band.has_lower
-        or first_sees < 0
+        or upper < max(0, shape.seqlen_k - shape.seqlen_q)
         or mask.prefix_ptr is not None
         or mask.key_range_ptr is not None
         or problem.call.sequences.cu_k_ptr is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -124,34 +125,30 @@ class Loop:
         """Whether it prefetches into shared memory, so that an iteration need not wait for its own loads."""
         return any(step.kind == "tma" or (step.memory_bytes and step.shared_bytes) for step in self.steps)
 
-    @property
-    def overlapped(self) -> float:
-        """The share of the steps during which wgmma of this warp may be running."""
-        n, running = 0, 0
-        for _ in range(2):  # products of the last iteration may still run in the next
-            n = 0
-            for step in self.steps:
-                if step.kind == "wait":
-                    running = min(running, step.pending)
-                elif step.kind == "wgmma":
-                    running += step.commits
-                n += running > 0
-        return n / len(self.steps)
-
-    @property
-    def idle_exponentials(self) -> int:
-        """The number of exponentials that the warp computes while no wgmma of its own is running."""
-        n, running, is_open = 0, 0, False
-        for _ in range(2):  # as above
-            n = 0
+    def _beside_products(self) -> Iterator[tuple[Step, bool, bool]]:
+        """Each step, whether wgmma of this warp may be running after it, and whether some is not committed yet."""
+        running, is_open = 0, False
+        for steady in (False, True):  # products of the last iteration may still run in the next
             for step in self.steps:
                 if step.kind == "wait":
                     running = min(running, step.pending)
                 elif step.kind == "wgmma":
                     running += step.commits
                     is_open = not step.commits
-                n += step.kind == "mufu" and not running and not is_open
-        return n
+                if steady:
+                    yield step, running > 0, is_open
+
+    @property
+    def overlapped(self) -> float:
+        """The share of the steps during which wgmma of this warp may be running."""
+        return sum(running for _, running, _ in self._beside_products()) / len(self.steps)
+
+    @property
+    def idle_exponentials(self) -> int:
+        """The number of exponentials that the warp computes while no wgmma of its own is running."""
+        return sum(
+            step.kind == "mufu" and not running and not is_open for step, running, is_open in self._beside_products()
+        )
 
     @property
     def style(self) -> str:

@@ -12,7 +12,7 @@ FAULTS = (
     Fault("kernels/attention_fwd.py", "hopper.chosen and hopper.takes(", "hopper.takes(", "hopper: taken though not chosen", CALLS),
     Fault(RULE, '"dropout": call.dropout.seed_ptr is not None', '"dropout": False', "hopper: dropout is dropped", CALLS),
     Fault(RULE, '"codes": problem.codes is not None', '"codes": False', "hopper: 8 bits become 16", CALLS),
-    Fault(RULE, "        or first_sees < 0\n", "", "hopper: rows that see nothing and have NaN reach gradients of keys", CALLS),
+    Fault(RULE, "upper < max(0, ", "upper < min(0, ", "hopper: rows that see nothing, or that nobody sees, have NaN", CALLS),
     Fault(RULE, "        or problem.call.sequences.cu_k_ptr is not None\n", "", "hopper: NaN of the sequence beside", CALLS),
     Fault(RULE, "return band.has_upper or band.has_lower or hides_rows", "return hides_rows", "hopper: NaN behind a diagonal", CALLS),
     Fault(PARTS, "mbarrier.init(empty.index(i), count=READERS)", "mbarrier.init(empty.index(i), count=1)", "hopper: a tile is free when one of two groups has read it", PROBLEMS),

@@ -133,6 +133,21 @@ def test_values_behind_a_mask(bad: float) -> None:
     assert dq[:, :, 150:].isnan().all()
 
 
+def test_gradients_of_keys_that_nobody_sees() -> None:
+    """Those from 100 on, whose values are NaN; in a tile with others."""
+    q, k, v = _inputs()
+    v[:, :, 100:] = float("nan")
+    with compiled_attention("sm_90") as gpu:
+        given = [x.requires_grad_() for x in (q[:, :, :100], k, v)]
+        out = attention(*given, mask=masks.causal("top_left"), backend="triton")
+        _, dk, dv = torch.autograd.grad(out, given, torch.ones_like(out))
+    assert "hopper_bwd_dkdv" in gpu.counters
+    for found in (dk, dv):
+        assert found.isfinite().all()
+        assert found[:, :, :100].any()
+        assert not found[:, :, 100:].any()
+
+
 def test_sequences_beside_one_with_nan() -> None:
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in _inputs())
     cu_seqlens = torch.tensor([0, 90, N], dtype=torch.int32)
