@@ -322,28 +322,30 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
     store_statistics(m_i, l_i, unseen, results, stats, exist, softmax_scale, 1)
     if results.nan_rows is not None:
         gl.store(results.nan_rows.ptr + stats, gl.max((acc != acc).to(gl.int32), 1).to(gl.int8), mask=exist)
-    factor = tl.where(unseen, 0.0, 1.0 / l_i)
+    factor = 1.0 / l_i
     residual_of = residual_factor(l_i, l_i, rounded_l_i)
     if acc.shape[1] > 128:  # in pieces: registers for results do not suffice
         HALF: gl.constexpr = acc.shape[1] // 2
         left, right = acc.reshape([_ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        _store_values(left, queries, exist, factor, residual_of, results, job, boxes, shared, 0, GROUP)
-        _store_values(right, queries, exist, factor, residual_of, results, job, boxes, shared, HALF, GROUP)
+        _store_values(left, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, 0, GROUP)
+        _store_values(right, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, HALF, GROUP)
     else:
-        _store_values(acc, queries, exist, factor, residual_of, results, job, boxes, shared, 0, GROUP)
+        _store_values(acc, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, 0, GROUP)
 
 
 @gluon.jit
 def _store_values(
-    acc, queries, exist, factor, residual_of, results, job, boxes, shared, COLUMN: gl.constexpr, GROUP: gl.constexpr
+    acc, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, COLUMN: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write out, and what rounding took from it, from column COLUMN on."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     place = job.place
     queries = gl.convert_layout(queries, BY_ROW)
     exist = gl.convert_layout(exist, BY_ROW)
-    factor = gl.convert_layout(factor, BY_ROW)
-    out = (acc * factor[:, None]).to(results.out.ptr.dtype.element_ty)
+    unseen = gl.convert_layout(unseen, BY_ROW)[:, None]
+    factor = gl.convert_layout(factor, BY_ROW)[:, None]
+    out = tl.where(unseen, 0.0, acc * factor).to(results.out.ptr.dtype.element_ty)
     if boxes.out is not None:
         first = job.start_m + GROUP * _ROWS
         store_box(boxes.out, place.batch, place.head, first, shared.out.index(GROUP), out)

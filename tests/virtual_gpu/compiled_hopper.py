@@ -133,6 +133,16 @@ def test_values_behind_a_mask(bad: float) -> None:
     assert dq[:, :, 150:].isnan().all()
 
 
+def test_rows_of_scores_of_minus_infinity() -> None:
+    """They see nothing, without a mask too: NaN among the values does not reach them."""
+    q, k, v = _inputs(n=132)
+    q[..., 0], k[..., 0], v[0, 0, 3, 5] = 1.0, float("-inf"), float("nan")
+    with compiled_attention("sm_90") as gpu:
+        out = attention(q, k, v, backend="triton")
+    assert set(gpu.counters) == {"hopper_fwd"}
+    assert not out.any()
+
+
 def test_gradients_of_keys_that_nobody_sees() -> None:
     """Those from 100 on, whose values are NaN; in a tile with others."""
     q, k, v = _inputs()
