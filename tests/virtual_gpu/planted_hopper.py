@@ -141,8 +141,7 @@ _LAST_TILE = _each([("q.empty", _ALL_OF)], "a program has one tile, so nobody wa
 _READS = "the group writes no shared memory, and mbarriers order what it reads"
 _HARMLESS_BARRIERS = {
     ("long", FWD): (
-        *((n, "a barrier of all warps follows, before their tasks begin") for n in range(2)),
-        *((n, "a program has one tile, so no box was stored before") for n in (2, 17)),
+        *_each([("tma.store_wait(0)", _ALL_OF)], "a program has one tile: no box was stored before, none is after"),
         *_each([("wait(q.full", _ALL_OF), ("wait(k.full", _ALL_OF), ("# a branch, over which", _ALL_OF)], _READS),
         *_each([("wait(v.full.index(slot)", _ALL_OF)], _READS),
         *_each([("q.empty", _ALL_OF), ("v.empty.index(slot)", _ALL_OF)], "a program has one tile, which ends here"),
