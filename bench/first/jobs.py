@@ -11,13 +11,14 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from bench.measuring.environment import is_hopper
 from bench.measuring.gate import Gate
 from bench.tuning.slots import Slot, holding_one_pass
 from bench.work import functions
-from bench.work.work import ONE_PASS, OWN, Work
+from bench.work.work import HOPPER, ONE_PASS, OWN, Work
 from fusedattn import attention, testing
 from fusedattn.cli.check import command
-from fusedattn.kernels import devices
+from fusedattn.kernels import devices, hopper
 from fusedattn.kernels.configs import Style, TileConfig
 from fusedattn.testing import FP8Case, LinearCase, Ratios, Results, fp8, linear
 from fusedattn.testing.cases import Case, Inputs, make_inputs
@@ -119,6 +120,17 @@ class FP8Smoke(Smoke):
 
 
 @dataclass(frozen=True)
+class HopperSmoke(Smoke):
+    """A call by the kernels for Hopper; left out on other GPUs."""
+
+    def run(self, device: torch.device) -> Answer:
+        if not is_hopper(device):
+            return Answer(True, "these kernels are for compute capability 9.0")
+        with hopper.choosing("all"):
+            return super().run(device)
+
+
+@dataclass(frozen=True)
 class Styles(Job):
     """The forward in both styles, with the tile of the table: each within budget, and both with the same bits."""
 
@@ -192,7 +204,7 @@ class Before(Job):
         gate = Gate(device)
         ok = gate.passes(self.work.cases())
         for name, prepare in self.work.contestants(device, functions.choose([])).items():
-            if name in (OWN, ONE_PASS):
+            if name in (OWN, ONE_PASS, HOPPER):
                 prepare().set_up()()
         most = gate.report()["most_used"]
         text = "; ".join(f"{name}: {reason}" for name, reason in gate.failures.items())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench import goals
-from bench.first.jobs import Before, Check, FP8Smoke, Job, LinearSmoke, Smoke, Styles
+from bench.first.jobs import Before, Check, FP8Smoke, HopperSmoke, Job, LinearSmoke, Smoke, Styles
 from bench.work import suites
 from bench.work.work import Work
 from fusedattn import FP8
@@ -44,6 +44,17 @@ SMOKE = [
     FP8Smoke("quantize_fp8, largest_of_all", FP8Case(**_CAUSAL, precision=FP8("tensor"))),
 ]
 
+_LONG: dict[str, Any] = {**_CAUSAL, "nheads_kv": 4, "seqlen_q": 1000, "seqlen_k": 1100, "head_dim": 128}
+HOPPER = [
+    HopperSmoke("hopper_fwd, hopper_bwd_dkdv, hopper_bwd_dq", Case(**_LONG)),
+    HopperSmoke("the same, without a mask", Case(**{**_LONG, "causal": None})),
+    HopperSmoke(
+        "the same, with a window, padding and RoPE", Case(**_LONG, window=(300, 0), padding="uneven", rope="half")
+    ),
+    HopperSmoke("the same, head_dim 64", Case(**{**_LONG, "head_dim": 64, "dtype": torch.float16})),
+    HopperSmoke("hopper_fwd, head_dim 256", Case(**{**_LONG, "head_dim": 256})),
+]
+
 _STYLED: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "dtype": torch.bfloat16}
 STYLES = [
     Styles(
@@ -57,7 +68,7 @@ STYLES = [
 def jobs(device_type: str) -> list[Job]:
     """All jobs except the timings."""
     small = device_type == "cpu"
-    found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *STYLES]
+    found: list[Job] = [*map(smaller, SMOKE[:2]), smaller(STYLES[0])] if small else [*SMOKE, *HOPPER, *STYLES]
     for dtype in DTYPES:
         cases = CASES[:1] if small else (*CASES, *CACHED_CASES, *LINEAR_CASES, *FP8_CASES)
         found += [Check(case.name, replace(case, dtype=dtype)) for case in cases]

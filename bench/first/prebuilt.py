@@ -23,7 +23,9 @@ import triton
 from triton.runtime import cache
 
 from bench.codegen import launches
+from bench.first import jobs
 from bench.first.jobs import Before, Job
+from bench.measuring import gate
 from bench.work import attention
 from bench.work.model import ModelWork
 from fusedattn import support
@@ -92,6 +94,7 @@ def compile_job(job: Job, *, arch: Arch, folder: Path, libtriton: Path | None) -
             patch.object(support, "interpreting", lambda: True),  # so that CPU tensors take the Triton backend
             patch.object(support, "INTERPRETER_REASONS", []),  # nothing is interpreted
             patch.object(attention, "own", lambda direction, device: own(direction, torch.device("cuda"))),
+            *(patch.object(module, "is_hopper", lambda _: arch == "sm_90") for module in (attention, gate, jobs)),
         )
         for patched in patches:
             stack.enter_context(patched)

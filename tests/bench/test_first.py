@@ -44,6 +44,11 @@ def test_each_kernel_is_called_once_at_least() -> None:
     assert sorted(named) == sorted(OUTPUTS)
 
 
+def test_kernels_that_a_gpu_does_not_have_are_left_out() -> None:
+    for job in plan.HOPPER:
+        assert job.run(CPU) == Answer(True, "these kernels are for compute capability 9.0")
+
+
 def test_jobs_are_in_the_order_of_importance_and_have_names() -> None:
     for device_type in ("cuda", "cpu"):
         found = plan.jobs(device_type)
