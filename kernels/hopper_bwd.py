@@ -505,7 +505,7 @@ def launch_dkdv(
         (*sizes_of(q, v, problem, n_tiles, of_keys=True), problem.scale, problem.qk_scale),
         problem.known_call,
     )
-    problem.prologue_k.rotate_back(dk)
+    problem.prologue_k.prepared(dk, back=True)  # without a norm: it is undone later
     return nan_rows
 
 
@@ -534,5 +534,5 @@ def launch_dq(
         (*sizes_of(q, v, problem, n_tiles), problem.scale, problem.qk_scale),
         problem.known_call,
     )
-    problem.prologue_q.rotate_back(dq)
+    problem.prologue_q.prepared(dq, back=True)
     return nan_rows

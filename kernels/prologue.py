@@ -78,7 +78,7 @@ def qk_prologue(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACC: tl.constexpr,
-    TRANSPOSE: tl.constexpr = False,
+    TRANSPOSE: tl.constexpr,
 ):
     """One program prepares BLOCK rows of one head, of queries or of keys; with TRANSPOSE it rotates gradients back."""
     tile, head, sequence = program_tile(n_tiles, nheads, 1, REVERSED=False)
@@ -234,37 +234,27 @@ class Prologue:
                 self._launch_rows(x, None, r, self._norm_arguments._replace(r_ptr=None))
         return self._norm_arguments
 
-    def prepared(self, x: torch.Tensor) -> torch.Tensor:
+    def prepared(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
         """A prepared copy of ``x``, ``(batch, nheads, seqlen, head_dim)`` with a contiguous last dimension.
 
-        The copy is contiguous, computed in float32 (float64 for float64) and rounded once.
+        The copy is contiguous, computed in float32 (float64 for float64) and rounded once. With `back`, ``x`` is the
+        gradient of a rotated tensor, and is itself rotated back.
         """
         if self.norm is None and self.rotation is None:
             return x
-        out = replay.scratch(x, x.shape, x.dtype)
-        norm = NO_NORM if self.norm is None else self.norm_arguments(x)
-        self._launch(_constants(qk_prologue, x.shape[3], x.dtype, self.of_queries), x, out, norm)
-        return out
-
-    def rotate_back(self, dx: torch.Tensor) -> None:
-        """Rotate the gradient of a rotated tensor back, in place."""
-        if self.rotation is not None:
-            constants = _constants(qk_prologue, dx.shape[3], dx.dtype, self.of_queries, TRANSPOSE=True)
-            self._launch(constants, dx, dx, NO_NORM)
-
-    def _launch(
-        self, constants: launcher.KernelConstants, x: torch.Tensor, out: torch.Tensor, norm: NormArguments
-    ) -> None:
+        out = x if back else replay.scratch(x, x.shape, x.dtype)
         n_tiles = -(-self.longest // rope_rows(x.shape[3]))
         launcher.launch(
-            constants,
+            _constants(qk_prologue, x.shape[3], x.dtype, self.of_queries, TRANSPOSE=back),
             n_tiles * x.shape[1] * self.shape.n_sequences,
             (
-                strided(x), strided(out), self.sequences, norm,
+                strided(x), strided(out), self.sequences,
+                NO_NORM if self.norm is None else self.norm_arguments(x),
                 NO_ROTATION if self.rotation is None else self.rotation.arguments,
             ),
             (x.shape[1], self.shape.seqlen_q, self.shape.seqlen_k, self.n_positions, n_tiles),
         )  # fmt: skip
+        return out
 
     def backward(
         self, x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, *, needs_weight: bool

@@ -42,9 +42,9 @@ FAULTS = (
     Fault(BWD, "row = walk.place.first_k + _keys_of", "row = _keys_of", "hopper, dq: keys of the first sequence", CALLS),
     Fault(BWD, "zeros - delta[None, :], is_async", "zeros, is_async", "hopper, dk and dv: delta is left out", PROBLEMS),
     Fault(BWD, 'mask=exist, other=float("inf")))', 'mask=queries < walk.place.seqlen_q, other=float("inf")))', "hopper, dk and dv: statistics before the first row", PROBLEMS, equivalent="such rows are masked, and lie in the tensor unless their head is the first"),
-    Fault(BWD, "    problem.prologue_k.rotate_back(dk)\n", "", "hopper: dk is not rotated back", PROBLEMS),
-    Fault(BWD, "    problem.prologue_q.rotate_back(dq)\n", "", "hopper: dq is not rotated back", PROBLEMS),
-    Fault("kernels/prologue.py", "self.of_queries, TRANSPOSE=True)", "self.of_queries, TRANSPOSE=False)", "hopper: gradients are rotated further", PROBLEMS),
+    Fault(BWD, "    problem.prologue_k.prepared(dk, back=True)", "    pass", "hopper: dk is not rotated back", PROBLEMS),
+    Fault(BWD, "    problem.prologue_q.prepared(dq, back=True)", "    pass", "hopper: dq is not rotated back", PROBLEMS),
+    Fault("kernels/prologue.py", "self.of_queries, TRANSPOSE=back)", "self.of_queries, TRANSPOSE=False)", "hopper: gradients are rotated further", PROBLEMS),
     Fault("kernels/sequences.py", "* nheads_kv + head_kv) * seqlen_k + place.first_k", "* nheads_kv + head_kv) * seqlen_k", "hopper: NaN of keys is marked in the first sequence", CALLS),
     Fault(BWD, "bad = gl.max((dq != dq)", "bad = gl.max((dq > dq)", "hopper, dq: NaN is not marked", CALLS),
 )
