@@ -41,7 +41,7 @@ FAULTS = (
     Fault(BWD, "key = walk.place.first_k + walk.start", "key = walk.start", "hopper, dk and dv: keys of the first sequence", PROBLEMS),
     Fault(BWD, "row = walk.place.first_k + _keys_of", "row = _keys_of", "hopper, dq: keys of the first sequence", PROBLEMS),
     Fault(BWD, "zeros - delta[None, :], is_async", "zeros, is_async", "hopper, dk and dv: delta is left out", PROBLEMS),
-    Fault(BWD, 'mask=exist, other=float("inf")))', 'mask=queries < walk.place.seqlen_q, other=float("inf")))', "hopper, dk and dv: statistics before the first row", PROBLEMS, equivalent="such rows are masked, and lie in the tensor unless their head is the first"),
+    Fault(BWD, 'mask=exist, other=float("inf")))', 'mask=queries < walk.place.seqlen_q, other=float("inf")))', "hopper, dk and dv: statistics before the first row", PROBLEMS),
     Fault(BWD, "    problem.prologue_k.prepared(dk, back=True)", "    pass", "hopper: dk is not rotated back", PROBLEMS),
     Fault(BWD, "    problem.prologue_q.prepared(dq, back=True)", "    pass", "hopper: dq is not rotated back", PROBLEMS),
     Fault("kernels/prologue.py", "self.of_queries, TRANSPOSE=back)", "self.of_queries, TRANSPOSE=False)", "hopper: gradients are rotated further", PROBLEMS),
