@@ -46,7 +46,7 @@ def test_a_call_that_they_take() -> None:
 
 
 def test_they_run_only_if_chosen() -> None:
-    with hopper.choosing(None):
+    with hopper.choosing(None), patch.object(hopper, "FEWEST_QUERIES", N):
         assert _kernels(*_inputs()) == {"attention_fwd"}
 
 
