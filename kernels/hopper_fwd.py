@@ -46,7 +46,7 @@ from fusedattn.kernels.hopper_parts import (
 from fusedattn.kernels.masking import bounds_of, key_blocks, load_key_visible, visible
 from fusedattn.kernels.pairs import Block
 from fusedattn.kernels.parameters import NOT_SPECIALIZED, Numbers
-from fusedattn.kernels.primitives import numbered_tile
+from fusedattn.kernels.primitives import halves, numbered_tile
 from fusedattn.kernels.problem import Problem, programs_of, sizes_of
 from fusedattn.kernels.rounding_residual import encode_residual
 from fusedattn.kernels.sequences import place_of, row_base
@@ -326,7 +326,7 @@ def _store(acc, rounded, m_i, l_i, results, job, softmax_scale, boxes, shared, G
     residual_of = residual_factor(l_i, l_i, rounded_l_i)
     if acc.shape[1] > 128:  # in pieces: registers for results do not suffice
         HALF: gl.constexpr = acc.shape[1] // 2
-        left, right = acc.reshape([_ROWS, 2, HALF]).permute((0, 2, 1)).split()
+        left, right = halves(acc, _ROWS, acc.shape[1])
         _store_values(left, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, 0, GROUP)
         _store_values(right, queries, exist, unseen, factor, residual_of, results, job, boxes, shared, HALF, GROUP)
     else:

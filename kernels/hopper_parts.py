@@ -84,10 +84,9 @@ def ring_of(boxes, n: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr
 
 
 @gluon.jit
-def request(boxes, batch, head, row, ring, slot, EXPECT: gl.constexpr = True):
+def request(boxes, batch, head, row, ring, slot):
     """Ask the tensor memory accelerator for a tile, which arrives on ``ring.full``; rows that do not exist are 0."""
-    if EXPECT:
-        mbarrier.expect(ring.full.index(slot), boxes.block_type.nbytes)
+    mbarrier.expect(ring.full.index(slot), boxes.block_type.nbytes)
     _load(boxes, [batch, head, row, 0], ring.full.index(slot), ring.tiles.index(slot))
 
 

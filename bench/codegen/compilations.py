@@ -20,9 +20,10 @@ import torch
 import triton
 
 from bench.codegen import launches, machine_code, ones, ttgir
+from bench.codegen.loops import WARP_GROUP
 from bench.codegen.machine_code import MachineCode
 from bench.codegen.occupancy import ctas_per_sm
-from bench.codegen.register_budget import WARP_GROUP, Plan
+from bench.codegen.register_budget import Plan
 from bench.codegen.report import Report
 from bench.tuning.slots import holding_one_pass
 from fusedattn.kernels import configs

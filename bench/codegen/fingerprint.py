@@ -19,8 +19,9 @@ import triton
 from triton._C.libtriton import ir, passes
 from triton.backends.compiler import Language
 
+from bench.codegen.loops import WARP_GROUP
+
 HEX_DIGITS = 16
-WARP_GROUP = 4  # warps that share out registers together
 
 
 class Known(Exception):  # noqa: N818 -- not an error

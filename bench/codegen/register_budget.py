@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from bench.codegen.control_flow import states_before
 from bench.codegen.disassembly import Instruction
+from bench.codegen.loops import LANES, WARP_GROUP
 from bench.codegen.occupancy import MULTIPROCESSORS, SCHEDULERS
 from bench.codegen.registers import product_of, read, written
 
-LANES, WARP_GROUP = 32, 4
 CHANGE, REQUEST = "USETMAXREG", "UTMALDG"
 START = -1  # the place of no instruction: a program begins
 
