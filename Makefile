@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-distributed test test-all test-integrations test-versions test-triton lint accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
+.PHONY: help demo demo-distributed test test-all test-integrations test-versions test-triton lint docs accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -71,6 +71,9 @@ lint: .venv/.test ## ruff check, ruff format --check and mypy
 	$(VENV_PYTHON) -m ruff format --check . || status=1; \
 	$(VENV_PYTHON) -m mypy || status=1; \
 	exit $$status
+
+docs: .venv/.docs ## build the documentation into build/site; ARGS go to mkdocs, e.g. make docs ARGS="--site-dir /tmp/site"
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict $(ARGS)
 
 accuracy: .venv/.test ## measure the error budget beside torch's functions on the CPU; rewrite docs/accuracy.md
 	@$(VENV_PYTHON) -m fusedattn check --json --device cpu --against sdpa-math --against sdpa-flash --against flex \
@@ -143,6 +146,11 @@ clean: ## remove caches and build outputs (.venv, .triton and .versions stay; de
 	@echo "installing fusedattn[test] into .venv (the first time downloads torch: some minutes)"
 	@$(INSTALL) -e '.[test]'
 	@touch $@ .venv/.demo
+
+.venv/.docs: .venv/.created pyproject.toml constraints.txt
+	@echo "installing fusedattn[docs] into .venv"
+	@$(INSTALL) -e '.[docs]'
+	@touch $@
 
 # Triton alone, in front of the packages of .venv; nothing where .venv has that version.
 .triton/%/.installed: .venv/.test

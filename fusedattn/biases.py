@@ -17,6 +17,17 @@ from torch import Tensor
 from fusedattn import indices
 from fusedattn.shard import WHOLE, Shard
 
+__all__ = [
+    "Bias",
+    "alibi",
+    "alibi_slopes",
+    "as_bias",
+    "relative",
+    "shaw",
+    "t5",
+    "tensor",
+]
+
 
 @dataclass(frozen=True, eq=False)
 class Bias:

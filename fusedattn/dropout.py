@@ -12,6 +12,11 @@ from torch import Tensor
 from fusedattn import indices
 from fusedattn.shard import WHOLE, Shard
 
+__all__ = [
+    "draw_seed",
+    "keep_mask",
+]
+
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio, and sqrt(3) - 1

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from fusedattn import functions
 
+__all__ = [
+    "AnyFeatureMap",
+    "Favor",
+    "FeatureMap",
+]
+
 
 def _elu_plus_one(x: Tensor) -> Tensor:
     return F.elu(x) + 1.0
@@ -156,6 +162,7 @@ class Favor:
 
 
 AnyFeatureMap = str | FeatureMap | Favor | Callable[[Tensor], Tensor]
+"""What ``linear_attention`` takes: a name of NAMED, or a map that is a value."""
 
 
 def check(feature_map: AnyFeatureMap) -> None:

@@ -11,23 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedattn.mask import Mask as Mask
+from fusedattn.mask import Mask
 from fusedattn.mask_parts import Band as Band
 from fusedattn.mask_parts import CausalAlign as CausalAlign
 from fusedattn.mask_parts import Documents as Documents
 from fusedattn.mask_parts import Layout as Layout
 from fusedattn.mask_parts import MaskFunction as MaskFunction
 from fusedattn.mask_parts import Prefix as Prefix
-from fusedattn.sparse_masks import bigbird as bigbird
-from fusedattn.sparse_masks import block_diffusion as block_diffusion
-from fusedattn.sparse_masks import dilated as dilated
-from fusedattn.sparse_masks import fixed as fixed
-from fusedattn.sparse_masks import mean_pooled_scores as mean_pooled_scores
-from fusedattn.sparse_masks import neighborhood as neighborhood
-from fusedattn.sparse_masks import selected_blocks as selected_blocks
-from fusedattn.sparse_masks import sliding_tiles as sliding_tiles
-from fusedattn.sparse_masks import strided as strided
-from fusedattn.sparse_masks import top_blocks as top_blocks
+from fusedattn.sparse_masks import (
+    bigbird,
+    block_diffusion,
+    dilated,
+    fixed,
+    mean_pooled_scores,
+    neighborhood,
+    selected_blocks,
+    sliding_tiles,
+    strided,
+    top_blocks,
+)
+
+__all__ = [
+    "Mask",
+    "as_mask",
+    "bigbird",
+    "block_diffusion",
+    "block_sparse",
+    "boolean",
+    "causal",
+    "dilated",
+    "documents",
+    "fixed",
+    "full",
+    "function",
+    "mean_pooled_scores",
+    "neighborhood",
+    "padding",
+    "prefix_lm",
+    "selected_blocks",
+    "sliding_tiles",
+    "strided",
+    "top_blocks",
+    "tree",
+    "window",
+]
 
 
 def full() -> Mask:

@@ -140,8 +140,9 @@ def attention_varlen(
             with lengths ``max_seqlen_q`` and ``max_seqlen_k``. Tensors with one entry per token are packed:
             ``padding(valid)`` is ``(1, total_k)``, ``documents`` and positions are ``(1, total)``. All sequences share
             the tables of rope; on a GPU, queries at positions before their sequence's first key are NaN.
-        scale, qk_norm, softcap, sinks, dropout_p, dropout_seed, deterministic, num_splits, precision, return_lse,
-            return_max, backend: as for ``attention``.
+        scale, qk_norm, softcap, sinks: as for ``attention``.
+        dropout_p, dropout_seed, deterministic, num_splits: as for ``attention``.
+        precision, return_lse, return_max, backend: as for ``attention``.
 
     Returns:
         out ``(total_q, nheads_q, head_dim_v)``; with ``return_lse`` also lse ``(nheads_q, total_q)``, and with

@@ -1,0 +1,97 @@
+"""``python -m bench.headline`` draws docs/images/padding.png: a batch with padding, and what it costs on a GPU.
+
+The blocks are those that the kernels visit; the times are those of a committed run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
+
+from bench.report import results
+from bench.report.results import Report
+from bench.work.work import OWN, is_own
+from fusedattn import masks
+from fusedattn.cli.demo.figure import FUSED, REFERENCE, STYLE
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs/images/padding.png"
+RUN = ROOT / "bench/results/nvidia-h200/2026-11-27-565a2b0.json"
+CASE = "padding, causal, forward and backward, padding (%) 50"
+EAGER = "torch.sdpa-math"  # 29 times; its bar would leave no room for the others
+SEQLEN, BLOCK = 256, 32  # of the drawn batch
+HIDDEN = "#dedede"
+
+
+def times(report: Report) -> dict[str, float]:
+    """Median times of the case, as multiples of ours: ours first, then the others, the fastest first."""
+    (row,) = (row for row in report["results"] if row["name"] == CASE)
+    medians = {
+        name: entry["ms"]["median"]
+        for name, entry in row["contestants"].items()
+        if "ms" in entry and (name == OWN or not is_own(name)) and name != EAGER
+    }
+    return {name: medians[name] / medians[OWN] for name in sorted(medians, key=lambda name: medians[name])}
+
+
+def draw(path: Path) -> None:
+    """Write the picture as a PNG."""
+    report = results.read_green(RUN)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
+        _draw_blocks(left)
+        _draw_times(right, times(report), report["environment"]["device"].partition(",")[0])
+        figure.savefig(path)
+
+
+def _draw_blocks(axes: Axes) -> None:
+    """The blocks of scores that the kernel visits if the second half of a sequence is padding."""
+    from tests.helpers.visited import visited
+
+    mask = masks.causal() & masks.padding((torch.arange(SEQLEN) < SEQLEN // 2)[None])
+    axes.add_patch(Rectangle((0, 0), SEQLEN, SEQLEN, color=HIDDEN))
+    for block in visited(mask, SEQLEN, SEQLEN, BLOCK, BLOCK):
+        color = FUSED if block.is_full else REFERENCE
+        axes.add_patch(Rectangle((block.start_n, block.start_m), BLOCK, BLOCK, facecolor=color, edgecolor="white"))
+    for line, (words, color) in enumerate(
+        (
+            ("with mask arithmetic", REFERENCE),
+            ("without", FUSED),
+            ("skipped", "#5f5f5f"),
+        )
+    ):
+        axes.text(
+            0.97, 0.95 - 0.08 * line, words, color=color, weight="bold", transform=axes.transAxes, ha="right", va="top"
+        )
+    axes.set(title="Blocks of scores, causal, half padding", xlim=(0, SEQLEN), ylim=(SEQLEN, 0), aspect="equal")
+    axes.set(xlabel="keys", ylabel="queries", xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_times(axes: Axes, found: dict[str, float], device: str) -> None:
+    names = [name.removeprefix("torch.") for name in found]
+    colors = [FUSED if name == OWN else "#a9a9a9" for name in found]
+    axes.barh(names, list(found.values()), color=colors)
+    for i, value in enumerate(found.values()):
+        axes.text(value, i, f" {value:.2f}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(found.values()) * 1.1)
+    axes.grid(axis="y", visible=False)
+    axes.set(title="The same on a GPU: head_dim 128", xlabel=f"time of forward and backward, {device}")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    draw(PICTURE)
