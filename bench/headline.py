@@ -1,4 +1,4 @@
-"""``python -m bench.headline`` draws docs/images/padding.png: a batch with padding, and what it costs on a GPU.
+"""``python -m bench.headline`` draws the pictures of the first page: a batch with padding, and its cost on a GPU.
 
 The blocks are those that the kernels visit; the times are those of a committed run.
 """
@@ -6,6 +6,7 @@ The blocks are those that the kernels visit; the times are those of a committed 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -23,7 +24,8 @@ from fusedattn import masks
 from fusedattn.cli.demo.figure import FUSED, REFERENCE, STYLE
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs/images/padding.png"
+BLOCKS = ROOT / "docs/images/padding-blocks.png"
+TIMES = ROOT / "docs/images/padding-times.png"
 RUN = ROOT / "bench/results/nvidia-h200/2026-11-27-565a2b0.json"
 CASE = "padding, causal, forward and backward, padding (%) 50"
 EAGER = "torch.sdpa-math"  # 29 times; its bar would leave no room for the others
@@ -42,19 +44,16 @@ def times(report: Report) -> dict[str, float]:
     return {name: medians[name] / medians[OWN] for name in sorted(medians, key=lambda name: medians[name])}
 
 
-def draw(path: Path) -> None:
-    """Write the picture as a PNG."""
-    report = results.read_green(RUN)
+def draw(path: Path, panel: Callable[[Axes], None]) -> None:
+    """Write one panel as a PNG."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        figure = Figure(figsize=(5, 3.8), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
-        _draw_blocks(left)
-        _draw_times(right, times(report), report["environment"]["device"].partition(",")[0])
+        panel(figure.subplots())
         figure.savefig(path)
 
 
-def _draw_blocks(axes: Axes) -> None:
+def draw_blocks(axes: Axes) -> None:
     """The blocks of scores that the kernel visits if the second half of a sequence is padding."""
     from tests.helpers.visited import visited
 
@@ -73,13 +72,17 @@ def _draw_blocks(axes: Axes) -> None:
         axes.text(
             0.97, 0.95 - 0.08 * line, words, color=color, weight="bold", transform=axes.transAxes, ha="right", va="top"
         )
-    axes.set(title="Blocks of scores, causal, half padding", xlim=(0, SEQLEN), ylim=(SEQLEN, 0), aspect="equal")
+    axes.set(title="Blocks of scores, half of the keys padding", xlim=(0, SEQLEN), ylim=(SEQLEN, 0), aspect="equal")
     axes.set(xlabel="keys", ylabel="queries", xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
 
 
-def _draw_times(axes: Axes, found: dict[str, float], device: str) -> None:
+def draw_times(axes: Axes) -> None:
+    """A bar for each contestant."""
+    report = results.read_green(RUN)
+    found = times(report)
+    device = report["environment"]["device"].partition(",")[0]
     names = [name.removeprefix("torch.") for name in found]
     colors = [FUSED if name == OWN else "#a9a9a9" for name in found]
     axes.barh(names, list(found.values()), color=colors)
@@ -88,10 +91,11 @@ def _draw_times(axes: Axes, found: dict[str, float], device: str) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, max(found.values()) * 1.1)
     axes.grid(axis="y", visible=False)
-    axes.set(title="The same on a GPU: head_dim 128", xlabel=f"time of forward and backward, {device}")
+    axes.set(title="Time on a GPU, head_dim 128", xlabel=f"forward and backward, {device}")
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    draw(PICTURE)
+    draw(BLOCKS, draw_blocks)
+    draw(TIMES, draw_times)

@@ -1,4 +1,4 @@
-"""Griffe extension: makes Markdown of what docstrings write in another way, Sphinx roles and examples with prompts."""
+"""Griffe extension: makes Markdown of the marks of Sphinx and doctest in docstrings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from griffe import Extension, Object
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr):`~?(?P<name>[\w.]+)`")
 # Lines from a prompt to the next empty line.
 EXAMPLE = re.compile(r"^[ ]*>>> .*(?:\n[ ]*\S.*)*", re.MULTILINE)
+LITERAL = re.compile(r"::$", re.MULTILINE)  # before an indented block
 # Functions of the package that hide the module that defines them.
 NAMESAKES = {"fusedattn.attention": "fusedattn.attention.attention", "fusedattn.merge": "fusedattn.merge.merge"}
 
@@ -21,7 +22,7 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring:
             text = EXAMPLE.sub(lambda example: _fenced(example[0]), obj.docstring.value)
-            obj.docstring.value = ROLE.sub(lambda role: _link(role["name"], obj), text)
+            obj.docstring.value = ROLE.sub(lambda role: _link(role["name"], obj), LITERAL.sub(":", text))
 
 
 def _fenced(example: str) -> str:
