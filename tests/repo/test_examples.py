@@ -200,7 +200,7 @@ def section_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_page_has_its_command_and_output(name: str) -> None:
-    shown = re.search(r"```text\n\$ (.*)\n(.*?)```", section_of(name), re.DOTALL)
+    shown = re.search(r"```text\n\$ ([^\n]*)\n(.*?)```", section_of(name), re.DOTALL)
     assert shown is not None
     assert shown[1].partition(f"docs/examples/{name}.py")[0] == f"{EXAMPLES[name].command} "
     assert not_shown(name, shown[2]) == []
