@@ -31,6 +31,7 @@ def small_config(n_layers: int) -> Qwen3Config:
         head_dim=32,
         pad_token_id=0,
         eos_token_id=None,  # generate as many tokens as asked for
+        attn_implementation="eager",
         initializer_range=0.2,  # large random weights, so that the generated tokens vary
     )
 
@@ -64,9 +65,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     args = parser.parse_args()
     torch.manual_seed(0)
-    config = small_config(args.layers)
-    config._attn_implementation = "eager"
-    model = Qwen3ForCausalLM(config).to(DEVICE).eval()
+    model = Qwen3ForCausalLM(small_config(args.layers)).to(DEVICE).eval()
     ids, real = left_padded_batch([args.seqlen, args.seqlen // 2, args.seqlen // 8], args.seqlen)
 
     def results() -> tuple[Tensor, Tensor, Tensor, Tensor]:
