@@ -86,6 +86,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=512, help="tokens of a docstring; the model reads up to 512")
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error(f"--steps: got {args.steps}, allowed are numbers from 2 on")
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(get_model_path(), model_max_length=args.longest)
