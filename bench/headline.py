@@ -9,19 +9,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 
 from bench.report import results
 from bench.report.results import Report
+from bench.report.style import drawing, save_png
 from bench.work.work import OWN, is_own
 from fusedattn import masks
-from fusedattn.cli.demo.figure import FUSED, REFERENCE, STYLE
+from fusedattn.cli.demo.figure import FUSED, REFERENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = ROOT / "docs/images/padding-blocks.png"
@@ -46,16 +43,14 @@ def times(report: Report) -> dict[str, float]:
 
 def draw(path: Path, panel: Callable[[Axes], None]) -> None:
     """Write one panel as a PNG."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5, 3.8), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        FigureCanvasAgg(figure)
+    with drawing((5, 3.8), dpi=150, pad=(0.1, 0.1)) as figure:
         panel(figure.subplots())
-        figure.savefig(path)
+        save_png(figure, path)
 
 
 def draw_blocks(axes: Axes) -> None:
     """The blocks of scores that the kernel visits if the second half of a sequence is padding."""
-    from tests.helpers.visited import visited
+    from bench.work.visited import visited  # after TRITON_INTERPRET is set
 
     mask = masks.causal() & masks.padding((torch.arange(SEQLEN) < SEQLEN // 2)[None])
     axes.add_patch(Rectangle((0, 0), SEQLEN, SEQLEN, color=HIDDEN))

@@ -11,14 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from bench.codegen.timeline import COPIES, TENSOR, Action, Timeline
-from fusedattn.cli.demo.figure import STYLE
+from bench.report.style import STYLE, drawing
 
 PATH = Path(__file__).parents[2] / "docs" / "images" / "hopper-schedule.png"
 BLOCKS = 2  # shown
@@ -82,9 +78,7 @@ def draw(path: Path, diagram: dict[str, Any]) -> None:
     """Write the diagram of docs/results/hopper.json as a PNG."""
     shown, block = diagram["bars"], diagram["block"]
     last = max(end for *_, end, _ in shown)
-    with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.size": 13}):
-        figure = Figure(figsize=(8, 5.2), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-        FigureCanvasAgg(figure)
+    with drawing((8, 5.2), 150, STYLE | {"axes.grid": False, "font.size": 13}) as figure:
         figure.suptitle(f"Two blocks of keys, {block:,.0f} clocks each (a model)", x=0.01, ha="left", fontsize=14)
         axes = figure.add_subplot()
         for bar in shown:

@@ -6,26 +6,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from bench.measuring import ceilings, environment
 from bench.report import results
 from bench.report.results import Report
+from bench.report.style import CEILING, COLORS, MARKERS, OURS, SVG_STYLE, drawing
 from bench.work.work import OWN, is_own
-from fusedattn.cli.demo.figure import STYLE
 
 COLUMNS = 3  # panels side by side
 PANEL = (4.6, 5.0)  # inches
 LETTER = 0.085  # inches, in a legend
-CEILING, OURS = "#8a8a8a", "#0b6e6e"
-COLORS = ("#d1743c", "#5b6fb5", "#b5495b", "#7a9a3c", "#8c5fa8", "#c2a13a", "#4a4a4a")
-MARKERS = "os^Dvp*X"
-SVG_STYLE: Any = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "fusedattn"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,14 +41,11 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
     n_columns = min(COLUMNS, len(panels))
     n_rows = -(-len(panels) // n_columns)
     names = results.contestants([row for rows in panels.values() for row in rows])
-    with matplotlib.rc_context(SVG_STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-        width = max(8.0, PANEL[0] * n_columns)
-        legend_columns = max(1, int(width / (0.8 + LETTER * max(map(len, names)))))
-        legend_rows = -(-(len(names) + 1) // legend_columns)
-        size = (width, PANEL[1] * n_rows + 1.0 + 0.22 * legend_rows)
-        figure = Figure(figsize=size, dpi=110, layout=layout)
-        FigureCanvasAgg(figure)
+    width = max(8.0, PANEL[0] * n_columns)
+    legend_columns = max(1, int(width / (0.8 + LETTER * max(map(len, names)))))
+    legend_rows = -(-(len(names) + 1) // legend_columns)
+    size = (width, PANEL[1] * n_rows + 1.0 + 0.22 * legend_rows)
+    with drawing(size, 110, SVG_STYLE, (0.1, 0.08)) as figure:
         figure.suptitle(f"{suite}: {page}\n{_device(report)}", x=0.01, ha="left", fontsize=10)
         grid = figure.add_gridspec(2 * n_rows, n_columns, height_ratios=(2.2, 1.0) * n_rows)
         shown: dict[str, Line2D] = {}

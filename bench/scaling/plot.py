@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
-from bench.report.plot import CEILING, COLORS, OURS, SVG_STYLE
+from bench.report.style import CEILING, COLORS, OURS, SVG_STYLE, drawing
 from bench.scaling.cases import GROUPED, RANKS, name_of, possible
 from bench.scaling.clusters import h200
 from bench.scaling.stages import MODES, Mode
@@ -40,9 +36,7 @@ def description() -> str:
 
 def draw(path: Path) -> None:
     """Write the plot as an SVG."""
-    with matplotlib.rc_context(SVG_STYLE):
-        figure = Figure(figsize=(10.5, 4.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-        FigureCanvasAgg(figure)
+    with drawing((10.5, 4.6), 110, SVG_STYLE, (0.12, 0.1)) as figure:
         figure.suptitle(
             "Predicted, not measured: forward and backward on H200s, causal, "
             f"{GROUPED.heads} query heads, {GROUPED.kv_heads} KV heads",

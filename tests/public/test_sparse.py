@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.work.visited import visited
 from fusedattn import attention, attention_varlen, masks, testing
 from fusedattn.masks import Mask
 from fusedattn.pattern_blocks import blocks_and_rule, blocks_of
@@ -26,7 +27,6 @@ from tests.conftest import (
     triton_attention,
 )
 from tests.helpers import quick, sparse_pairs
-from tests.helpers.visited import visited
 
 pytestmark = pytest.mark.usefixtures("poison", "_seed")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.work.visited import visited
 from fusedattn import attention, attention_varlen, masks, reference, testing
 from fusedattn.backends.triton import launching
 from fusedattn.backends.triton.operands import constants_of
@@ -33,7 +34,6 @@ from tests.helpers import quick
 from tests.helpers.accesses import checked_accesses
 from tests.helpers.embedded import run
 from tests.helpers.hostile import strided
-from tests.helpers.visited import visited
 
 pytestmark = [pytest.mark.usefixtures("poison", "_seed")]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.work.visited import visited
 from fusedattn import masks, testing
 from fusedattn.testing import Case
 from tests.conftest import INTERPRETING, TERMS_LIMIT, inputs_of, sum_of_terms
 from tests.helpers.compiling import ROOT, output
-from tests.helpers.visited import visited
 
 FOLDER = ROOT / "docs/learn"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")

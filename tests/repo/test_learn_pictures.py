@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from bench.work.visited import visited
 from fusedattn import masks
-from tests.helpers.visited import visited
 from tests.tools import learn_pictures
 
 PAGE = learn_pictures.ROOT / "docs/learn/README.md"

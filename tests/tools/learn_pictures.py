@@ -5,22 +5,18 @@ They show block decisions of kernels/masking.py, numbers of small examples and s
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
-from PIL import Image
 
+from bench.report.style import drawing, save_png
 from fusedattn import masks
-from fusedattn.cli.demo.figure import FUSED, HELD_OUT, REFERENCE, STYLE
+from fusedattn.cli.demo.figure import FUSED, HELD_OUT, REFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +115,7 @@ def draw_loop_order(figure: Figure) -> None:
 
 def draw_blocks(figure: Figure) -> None:
     """Blocks that the kernels visit, under three masks."""
-    from tests.helpers.visited import visited
+    from bench.work.visited import visited
 
     n, block_m, block_n = 256, 32, 32
     shown = {
@@ -246,15 +242,10 @@ PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
 def draw(name: str, folder: Path = FOLDER) -> Path:
     """Write one picture as a PNG, and return its path."""
     function, size = PICTURES[name]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-        FigureCanvasAgg(figure)
-        function(figure)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
     path = folder / f"{name}.png"
-    # A palette makes the file a third as large.
-    Image.open(drawn).convert("RGB").quantize(48).save(path, optimize=True)
+    with drawing(size) as figure:
+        function(figure)
+        save_png(figure, path)
     return path
 
 
