@@ -11,7 +11,7 @@ unexport TRITON_INTERPRET
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-distributed test test-all test-integrations test-versions test-triton lint docs accuracy codegen compiled fuzz mutants soak prebuilt first gpu sanitize bench clean gpu-check
+.PHONY: help demo demo-distributed test test-all test-integrations test-versions test-triton lint docs accuracy codegen compiled fuzz mutants soak package prebuilt first gpu sanitize bench clean gpu-check
 
 help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3] [ARGS=...]"
@@ -108,6 +108,9 @@ mutants: .venv/.test ## plant faults in the code, and see whether the tests noti
 soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
 	@$(VENV_PYTHON) -m tests.tools.soak $(ARGS)
 
+package: .venv/.release ## build the wheel and the sdist, and try both in clean environments; ARGS="--python python3.12 --torch newest"
+	@$(VENV_PYTHON) -m tests.tools.release $(ARGS)
+
 # What a machine with a GPU need not compile. The name of a kernel depends on Triton's files, one of which is another
 # for each version of Python.
 TRITON ?= 3.6.0
@@ -150,6 +153,11 @@ clean: ## remove caches and build outputs (.venv, .triton and .versions stay; de
 .venv/.docs: .venv/.created pyproject.toml constraints.txt
 	@echo "installing fusedattn[docs] into .venv"
 	@$(INSTALL) -e '.[docs]'
+	@touch $@
+
+.venv/.release: .venv/.test
+	@echo "installing fusedattn[release] into .venv"
+	@$(INSTALL) -e '.[release]'
 	@touch $@
 
 # Triton alone, in front of the packages of .venv; nothing where .venv has that version.
