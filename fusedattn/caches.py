@@ -98,11 +98,11 @@ class GrowingCache:
         device: torch.device | str | None = None,
     ) -> None:
         """An empty cache; the arguments are those of :meth:`KVCache.contiguous`, `capacity` is that of the start."""
-        self.cache = KVCache.contiguous(
+        self.cache: KVCache = KVCache.contiguous(
             batch, nheads_kv, capacity, head_dim, head_dim_v, dtype=dtype, group_size=group_size, rope=rope,
             left_padding=left_padding, device=device,
         )  # fmt: skip
-        self.length = 0
+        self.length: int = 0
 
     def append(self, k: Tensor, v: Tensor, *, backend: Backend | None = None) -> None:
         """Append ``(batch, nheads_kv, n, head_dim)`` and v, likewise, as :func:`append` does."""

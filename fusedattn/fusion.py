@@ -37,7 +37,7 @@ from fusedattn.transformer import (
 if TYPE_CHECKING:
     from fusedattn.distributed import Context
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -254,37 +254,16 @@ def triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bo
                 f"head_dim: got {got}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton', and for q and k without "
                 f"gradients 1 .. {MAX_HEAD_DIM_WITHOUT_GRADIENTS}"
             )
-    if not HAS_TRITON:
-        return [
-            *reasons,
-            "backend: got 'triton', but Triton is not installed (it exists for Linux)",
-        ]
-    if not HAS_KERNELS:
-        return [
-            *reasons,
-            "backend: got 'triton', but the kernels are missing: fusedattn/kernels is a link to the folder kernels "
-            "beside fusedattn, and neither is there",
-        ]
-    if interpreting():
-        if q.device.type not in ("cpu", "cuda"):
-            reasons.append(f"device: got {q.device}, allowed are cpu and cuda where TRITON_INTERPRET=1 is set")
-        return reasons + INTERPRETER_REASONS
-    if not _is_gpu(q.device):
-        return [
-            *reasons,
-            f"device: got {q.device}, allowed is a GPU with backend 'triton' (set TRITON_INTERPRET=1 before "
-            "starting Python to run the kernels on a CPU, slowly)",
-        ]
+    reasons += (of_device := device_reasons(q.device))
+    if of_device or interpreting():
+        return reasons
     if q.dtype == torch.float64:
         reasons.append(
             "dtype: got torch.float64, allowed are float16, bfloat16, float32 with backend 'triton' on a GPU"
         )
     from fusedattn.kernels import configs, devices
 
-    try:
-        arch = devices.arch_of(q.device)
-    except NotImplementedError as error:
-        return [*reasons, str(error)]
+    arch = devices.arch_of(q.device)
     if needs_gradient and not configs.has_backward(arch, max(head_dim, head_dim_v), q.dtype):
         reasons.append(
             f"head_dim: got {max(head_dim, head_dim_v)}, allowed are 1 .. 256 with gradients in {q.dtype} on {arch}"
@@ -292,11 +271,40 @@ def triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bo
     return reasons
 
 
+def device_reasons(device: torch.device) -> list[str]:
+    """Every reason why no kernel can run on a device."""
+    if not HAS_TRITON:
+        return ["backend: got 'triton', but Triton is not installed (it exists for Linux)"]
+    if not HAS_KERNELS:
+        return [
+            "backend: got 'triton', but the kernels are missing: fusedattn/kernels is a link to the folder kernels "
+            "beside fusedattn, and neither is there"
+        ]
+    if interpreting():
+        if device.type not in ("cpu", "cuda"):
+            refused = f"device: got {device}, allowed are cpu and cuda where TRITON_INTERPRET=1 is set"
+            return [refused, *INTERPRETER_REASONS]
+        return [*INTERPRETER_REASONS]
+    if not _is_gpu(device):
+        return [
+            f"device: got {device}, allowed is a GPU with backend 'triton' (set TRITON_INTERPRET=1 before "
+            "starting Python to run the kernels on a CPU, slowly)"
+        ]
+    from fusedattn.kernels import devices
+
+    try:
+        devices.arch_of(device)
+    except NotImplementedError as error:
+        return [str(error)]
+    return []
+
+
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # a finder refuses the package, or sys.modules[package] is None
@@ -311,12 +319,12 @@ def _find_kernels() -> bool:
     linked, beside = (folder / "kernels" / "attention_fwd.py" for folder in (package, package.parent))
     if beside.is_file() and not linked.is_file():
         sys.modules[__package__].__path__.append(str(package.parent))
-    return _is_installed(f"{__package__}.kernels")
+    return is_installed(f"{__package__}.kernels")
 
 
 def _interpreter_reasons() -> list[str]:
     """Reasons why Triton's interpreter cannot run here."""
-    if not _is_installed("numpy"):
+    if not is_installed("numpy"):
         return ["numpy: not installed, which Triton's interpreter needs (pip install numpy)"]
     try:
         triton, numpy = map(importlib.metadata.version, ("triton", "numpy"))
@@ -333,7 +341,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 # Evaluated once, outside anything that torch.compile traces.
-HAS_TRITON = _is_installed("triton")
+HAS_TRITON = is_installed("triton")
 HAS_KERNELS = _find_kernels()
 INTERPRETER_REASONS = _interpreter_reasons() if HAS_TRITON else []
 

@@ -12,7 +12,7 @@ import torch
 from fusedattn import __version__, not_supported_reasons
 from fusedattn.cli.errors import CommandError
 from fusedattn.cli.interpreter import speed_up
-from fusedattn.support import Backend
+from fusedattn.support import Backend, is_installed
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -55,13 +55,14 @@ def versions() -> dict[str, str]:
     """The versions of Python and the packages in use; ``"not installed"`` for a missing one."""
     found = {"fusedattn": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "numpy"):
-        found[package] = "not installed"
-        if importlib.util.find_spec(package) is not None:
-            found[package] = _version(package)
+        found[package] = version_of(package) or "not installed"
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    if not is_installed(package):
+        return None
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # built from source, or under another name

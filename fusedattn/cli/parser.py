@@ -82,7 +82,8 @@ ratio that is not finite is null.
 """
 
 _INFO = """\
-Show versions, the GPU and the default backend. With --shape, show which
+Show versions, GPUs, the default backends and the reasons, environment variables
+with their effect, and limits of the versions. With --shape, also show which
 backends run that attention: the launch configuration, or every reason why not.
 """
 

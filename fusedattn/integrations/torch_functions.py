@@ -25,7 +25,7 @@ from fusedattn.masks import Mask
 from fusedattn.prepare import autocast
 from fusedattn.support import Backend, default_backend, not_supported_reasons
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -131,8 +131,8 @@ class SdpaReplacement(TorchFunctionMode):
         super().__init__()
         self.backend = backend
         self.fallback = fallback
-        self.fused = 0
-        self.left_to_torch = 0
+        self.fused: int = 0
+        self.left_to_torch: int = 0
         self.reasons: dict[str, int] = {}
 
     def __enter__(self) -> SdpaReplacement:

@@ -45,7 +45,8 @@ class FusedMultiheadAttention(nn.MultiheadAttention):
 
     backend: Backend | None = None
     deterministic: bool = True
-    __constants__ = [*nn.MultiheadAttention.__constants__, "backend", "deterministic"]  # for TorchScript  # noqa: RUF012
+    # For TorchScript; torch declares it as an attribute of instances.
+    __constants__: list[str] = [*nn.MultiheadAttention.__constants__, "backend", "deterministic"]  # noqa: RUF012
 
     def __init__(self, *args: Any, backend: Backend | None = None, deterministic: bool = True, **kwargs: Any) -> None:
         check_backend(backend)

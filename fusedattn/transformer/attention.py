@@ -114,7 +114,7 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout: got {dropout}, allowed are probabilities in [0, 1)")
-        self.dropout_p = float(dropout)
+        self.dropout_p: float = float(dropout)
         self.scale = scale
 
     def forward(
@@ -234,13 +234,13 @@ class MultiHeadAttention(nn.Module):
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
-        self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=bias)
+        self.q_proj: nn.Linear = nn.Linear(d_model, n_heads * head_dim, bias=bias)
+        self.k_proj: nn.Linear = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.v_proj: nn.Linear = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.out_proj: nn.Linear = nn.Linear(n_heads * head_dim, d_model, bias=bias)
         self.rope = rope
-        self.qk_norm = QueryKeyNorm(head_dim) if qk_norm else None
-        self.attention = ScaledDotProductAttention(dropout) if attention is None else attention
+        self.qk_norm: QueryKeyNorm | None = QueryKeyNorm(head_dim) if qk_norm else None
+        self.attention: nn.Module = ScaledDotProductAttention(dropout) if attention is None else attention
 
     def forward(
         self,
@@ -332,12 +332,12 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.heads = heads
-        self.head_dim = checked_head_dim(d_model, heads, "heads")
-        self.values = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        self.keys = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        self.queries = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        self.fc_out = nn.Linear(heads * self.head_dim, d_model)
-        self.attention = ScaledDotProductAttention(scale=1.0 / math.sqrt(d_model))
+        self.head_dim: int = checked_head_dim(d_model, heads, "heads")
+        self.values: nn.Linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.keys: nn.Linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.queries: nn.Linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        self.fc_out: nn.Linear = nn.Linear(heads * self.head_dim, d_model)
+        self.attention: ScaledDotProductAttention = ScaledDotProductAttention(scale=1.0 / math.sqrt(d_model))
 
     def forward(self, values: Tensor, keys: Tensor, query: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
         """Attend from ``query`` to ``keys``; note the order of the arguments.

@@ -33,9 +33,9 @@ class Residual(nn.Module):
         super().__init__()
         if norm not in ("pre", "post"):
             raise ValueError(f"norm: got {norm!r}, allowed are 'pre' and 'post'")
-        self.is_pre = norm == "pre"
-        self.norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.is_pre: bool = norm == "pre"
+        self.norm: nn.LayerNorm = nn.LayerNorm(d_model)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``(batch, seqlen, d_model)`` to the same."""
@@ -78,7 +78,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         d_ff = 4 * d_model if d_ff is None else d_ff
-        self.self_attention = MultiHeadAttention(
+        self.self_attention: MultiHeadAttention = MultiHeadAttention(
             d_model, n_heads, dropout, n_kv_heads, rope, attention=attention, qk_norm=qk_norm
         )
         self.feed_forward: FeedForward | SwiGLU
@@ -86,8 +86,8 @@ class TransformerBlock(nn.Module):
             self.feed_forward = SwiGLU(d_model, d_ff, dropout)
         else:
             self.feed_forward = FeedForward(d_model, d_ff, dropout, activation)
-        self.self_attention_residual = Residual(d_model, dropout, norm)
-        self.feed_forward_residual = Residual(d_model, dropout, norm)
+        self.self_attention_residual: Residual = Residual(d_model, dropout, norm)
+        self.feed_forward_residual: Residual = Residual(d_model, dropout, norm)
 
     def forward(
         self,
@@ -139,8 +139,8 @@ class DecoderLayer(TransformerBlock):
             n_kv_heads=n_kv_heads,
             rope=rope,
         )
-        self.cross_attention = MultiHeadAttention(d_model, n_heads, dropout, n_kv_heads)
-        self.cross_attention_residual = Residual(d_model, dropout, norm)
+        self.cross_attention: MultiHeadAttention = MultiHeadAttention(d_model, n_heads, dropout, n_kv_heads)
+        self.cross_attention_residual: Residual = Residual(d_model, dropout, norm)
 
     def forward(  # type: ignore[override]
         self,

@@ -33,7 +33,7 @@ class ModelCache:
         for i, layer in enumerate(layers):
             if layer.lengths is not layers[0].lengths:
                 raise ValueError(f"layers: got other lengths in layer {i}, allowed is the tensor of layer 0")
-        self.layers = tuple(layers)
+        self.layers: tuple[LayerCache, ...] = tuple(layers)
 
     @property
     def lengths(self) -> Tensor:

@@ -25,7 +25,7 @@ class TokenEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, d_model: int, *, scaled: bool = True) -> None:
         super().__init__(vocab_size, d_model)
-        self.factor = math.sqrt(d_model) if scaled else 1.0
+        self.factor: float = math.sqrt(d_model) if scaled else 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids, int ``(batch, seqlen)``, to vectors ``(batch, seqlen, d_model)``.

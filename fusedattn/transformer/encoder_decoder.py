@@ -35,12 +35,12 @@ class Encoder(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(vocab_size, d_model)
-        self.positions = PositionalEncoding(d_model, max_len, dropout)
-        self.layers = nn.ModuleList(
+        self.embedding: TokenEmbedding = TokenEmbedding(vocab_size, d_model)
+        self.positions: PositionalEncoding = PositionalEncoding(d_model, max_len, dropout)
+        self.layers: nn.ModuleList = nn.ModuleList(
             EncoderLayer(d_model, n_heads, d_ff, dropout, norm=norm, activation=activation) for _ in range(n_layers)
         )
-        self.norm = _final_norm(d_model, norm)
+        self.norm: nn.Module = _final_norm(d_model, norm)
 
     def forward(self, ids: Tensor, mask: Mask | Tensor | None = None) -> Tensor:
         """Ids ``(batch, seqlen)`` to hidden states ``(batch, seqlen, d_model)``.
@@ -79,12 +79,12 @@ class Decoder(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(vocab_size, d_model)
-        self.positions = PositionalEncoding(d_model, max_len, dropout)
-        self.layers = nn.ModuleList(
+        self.embedding: TokenEmbedding = TokenEmbedding(vocab_size, d_model)
+        self.positions: PositionalEncoding = PositionalEncoding(d_model, max_len, dropout)
+        self.layers: nn.ModuleList = nn.ModuleList(
             DecoderLayer(d_model, n_heads, d_ff, dropout, norm=norm, activation=activation) for _ in range(n_layers)
         )
-        self.norm = _final_norm(d_model, norm)
+        self.norm: nn.Module = _final_norm(d_model, norm)
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(
+        self.encoder: Encoder = Encoder(
             src_vocab_size,
             d_model,
             n_heads,
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
             norm=norm,
             activation=activation,
         )
-        self.decoder = Decoder(
+        self.decoder: Decoder = Decoder(
             tgt_vocab_size,
             d_model,
             n_heads,
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
             norm=norm,
             activation=activation,
         )
-        self.head = nn.Linear(d_model, tgt_vocab_size)
+        self.head: nn.Linear = nn.Linear(d_model, tgt_vocab_size)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -209,14 +209,14 @@ class TransformerEncoder(nn.Module):
         activation: str = "gelu",
     ) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(vocab_size, d_model, scaled=False)
-        self.positions = LearnedPositionalEncoding(d_model, max_len)
-        self.embedding_norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
+        self.embedding: TokenEmbedding = TokenEmbedding(vocab_size, d_model, scaled=False)
+        self.positions: LearnedPositionalEncoding = LearnedPositionalEncoding(d_model, max_len)
+        self.embedding_norm: nn.LayerNorm = nn.LayerNorm(d_model)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.layers: nn.ModuleList = nn.ModuleList(
             EncoderLayer(d_model, n_heads, d_ff, dropout, norm=norm, activation=activation) for _ in range(n_layers)
         )
-        self.norm = _final_norm(d_model, norm)
+        self.norm: nn.Module = _final_norm(d_model, norm)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)

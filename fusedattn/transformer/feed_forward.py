@@ -32,9 +32,9 @@ class FeedForward(nn.Module):
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation: got {activation!r}, allowed are {tuple(_ACTIVATIONS)}")
         self.activation = activation
-        self.up_proj = nn.Linear(d_model, d_ff)
-        self.down_proj = nn.Linear(d_ff, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.up_proj: nn.Linear = nn.Linear(d_model, d_ff)
+        self.down_proj: nn.Linear = nn.Linear(d_ff, d_model)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., d_model)`` to ``(..., d_model)``."""
@@ -55,10 +55,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.gate_proj: nn.Linear = nn.Linear(d_model, d_ff, bias=False)
+        self.up_proj: nn.Linear = nn.Linear(d_model, d_ff, bias=False)
+        self.down_proj: nn.Linear = nn.Linear(d_ff, d_model, bias=False)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., d_model)`` to ``(..., d_model)``."""

@@ -75,7 +75,7 @@ class GPTModel(nn.Module):
             raise TypeError(f"attention: got {type(attention).__name__}, {allowed}")
         if isinstance(attention, str) and attention not in ("softmax", "linear"):
             raise ValueError(f"attention: got {attention!r}, {allowed}")
-        self.pattern = attention if isinstance(attention, Mask) else masks.full()
+        self.pattern: Mask = attention if isinstance(attention, Mask) else masks.full()
         head_dim = checked_head_dim(d_model, n_heads, "n_heads")
         rope = None
         self.positions: PositionalEncoding | LearnedPositionalEncoding | None = None
@@ -90,9 +90,9 @@ class GPTModel(nn.Module):
         core = LinearAttention() if attention == "linear" else attention if isinstance(attention, nn.Module) else None
         self.vocab_size = vocab_size
         self.max_len = max_len
-        self.embedding = TokenEmbedding(vocab_size, d_model, scaled=positions == "sinusoidal")
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
+        self.embedding: TokenEmbedding = TokenEmbedding(vocab_size, d_model, scaled=positions == "sinusoidal")
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
+        self.blocks: nn.ModuleList = nn.ModuleList(
             TransformerBlock(
                 d_model,
                 n_heads,
@@ -107,7 +107,7 @@ class GPTModel(nn.Module):
             )
             for _ in range(n_layers)
         )
-        self.norm = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
+        self.norm: nn.Module = nn.LayerNorm(d_model) if norm == "pre" else nn.Identity()
         self._init_weights()
 
     def forward(self, ids: Tensor, mask: Mask | Tensor | None = None, *, cache: ModelCache | None = None) -> Tensor:

@@ -35,7 +35,7 @@ class PositionalEncoding(nn.Module):
         table[:, 0::2] = angles.sin()
         table[:, 1::2] = angles[:, : d_model // 2].cos()
         self.register_buffer("table", table, persistent=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
         """``x``, ``(batch, seqlen, d_model)``, plus rows ``offset .. offset + seqlen - 1``.
@@ -61,8 +61,8 @@ class LearnedPositionalEncoding(nn.Module):
 
     def __init__(self, d_model: int, max_len: int = 5000, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(max_len, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.embedding: nn.Embedding = nn.Embedding(max_len, d_model)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
         """``x``, ``(batch, seqlen, d_model)``, plus rows ``offset .. offset + seqlen - 1``.

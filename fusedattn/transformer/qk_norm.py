@@ -19,8 +19,8 @@ class QueryKeyNorm(nn.Module):
     def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.q_weight = nn.Parameter(torch.ones(head_dim))
-        self.k_weight = nn.Parameter(torch.ones(head_dim))
+        self.q_weight: nn.Parameter = nn.Parameter(torch.ones(head_dim))
+        self.k_weight: nn.Parameter = nn.Parameter(torch.ones(head_dim))
 
     def forward(self) -> QKNorm:
         """The norm, with the weights of this module."""

@@ -38,7 +38,7 @@ class TopBlockAttention(nn.Module):
                 raise ValueError(f"{name}: got {x}, allowed are 1 and more")
         self.block_size = block_size
         self.k = k
-        self.attention = ScaledDotProductAttention(dropout, scale)
+        self.attention: ScaledDotProductAttention = ScaledDotProductAttention(dropout, scale)
 
     def forward(
         self,

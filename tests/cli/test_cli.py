@@ -169,7 +169,7 @@ def test_info_without_a_case() -> None:
     out = run("info", "--device", "cpu").stdout
     assert re.search(rf"^fusedattn +{re.escape(__version__)}$", out, re.MULTILINE)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", out, re.MULTILINE)
-    assert re.search(r"^default backend +torch, for tensors on cpu$", out, re.MULTILINE)
+    assert re.search(r"^CPU tensors +backend torch: ", out, re.MULTILINE)
 
 
 def test_info_gives_every_reason(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,3 +80,58 @@ def test_a_program_under_mypy_strict(tmp_path: Path) -> None:
     assert "Any" not in types[len(REVEALED)].replace("*args: Any", ""), types[len(REVEALED) :]
     errors = [line.rpartition("[")[2] for line in lines if "error:" in line]
     assert errors == ["call-overload]", "call-overload]", "arg-type]"], done.stdout
+
+
+# Internal parts, and classes that transformers declares without types. All else is public or seen in public types.
+WITHOUT_ALL_TYPES = ("kernels.", "backends.", "virtual_gpu.", "cli.", "integrations.transformers.")
+
+
+@pytest.fixture(scope="module")
+def _pyright() -> None:
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed")
+    # Its package of PyPI fetches the program from npm's registry, once.
+    started = run("-m", "pyright", "--version", npm_config_fetch_retries="0")
+    if started.returncode:
+        pytest.skip(f"pyright does not start: {(started.stdout + started.stderr).strip()[-200:]}")
+
+
+def pyright(*arguments: str, cwd: Path) -> dict[str, Any]:
+    """The report of pyright."""
+    # With --verifytypes it looks for packages in those of the first `python` of PATH, whatever --pythonpath says.
+    paths = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(ROOT)}
+    variables = {name: _before(folder, name) for name, folder in paths.items()}
+    done = run("-m", "pyright", *arguments, "--outputjson", cwd=cwd, **variables)
+    assert done.stdout.lstrip().startswith("{"), done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_pyright")
+def test_a_program_under_pyright_strict(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = {"typeCheckingMode": "strict", "reportUnusedImport": False, "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    found = pyright("--pythonpath", sys.executable, "program.py", cwd=tmp_path)["generalDiagnostics"]
+    revealed = [x["message"].rpartition(' is "')[2].rstrip('"') for x in found if x["severity"] == "information"]
+    # pyright writes the names of classes without their modules.
+    expected = tuple(re.sub(r"(\w+\.)+", "", name) for name in REVEALED)
+    assert tuple(revealed[: len(REVEALED)]) == expected, found
+    assert "Unknown" not in revealed[len(REVEALED)], revealed
+    lines = PROGRAM.splitlines()
+    wrong = [lines[x["range"]["start"]["line"]] for x in found if x["severity"] == "error"]
+    assert wrong == lines[-3:], found
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_pyright")
+def test_every_public_type_is_known(tmp_path: Path) -> None:
+    symbols = pyright("--verifytypes", "fusedattn", "--ignoreexternal", cwd=tmp_path)["typeCompleteness"]["symbols"]
+    assert len(symbols) > 1000, "pyright does not find the package"
+    unknown = [x["name"].removeprefix("fusedattn.") for x in symbols if x["isExported"] and not x["isTypeKnown"]]
+    assert [name for name in unknown if not name.startswith(WITHOUT_ALL_TYPES)] == []
+
+
+def _before(folder: str, variable: str) -> str:
+    """A search path with a folder before those of a variable."""
+    return os.pathsep.join(filter(None, (folder, os.environ.get(variable))))

@@ -94,7 +94,7 @@ class Training:
         if plan.compares and dist.get_rank() == 0:
             self._alone = Learner(fuse(copy.deepcopy(model), backend=plan.backend), sizes, None)
         self._split = Learner(fuse(model, backend=plan.backend, context=context), sizes, context)
-        self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.n_parameters: int = sum(parameter.numel() for parameter in model.parameters())
 
     def steps(self) -> Iterator[Step]:
         """Train on random batches, the same in every process; yields after every step."""

@@ -54,7 +54,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.code_dtype = dtype
         self.group_size = group_size
         self.cache: KVCache | None = None
-        self.length = 0
+        self.length: int = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory for tensors of this batch, heads, dtype and device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ class PreparedMask:
     shape: tuple[int, int, int, int]
     device: torch.device
 
-    dtype = torch.bool
-    ndim = 4
+    dtype: ClassVar[torch.dtype] = torch.bool
+    ndim: ClassVar[int] = 4
 
     def dense(self) -> Tensor:
         """The bool tensor, True = attend."""
