@@ -108,8 +108,10 @@ mutants: .venv/.test ## plant faults in the code, and see whether the tests noti
 soak: .venv/.test ## train the reference GPT for 2,000 steps, fused and eager, and compare
 	@$(VENV_PYTHON) -m tests.tools.soak $(ARGS)
 
-package: .venv/.release ## build the wheel and the sdist, and try both in clean environments; ARGS="--python python3.12 --torch newest"
-	@$(VENV_PYTHON) -m tests.tools.release $(ARGS)
+# Each Python that is found, with the oldest and the newest torch, from the wheel and from the source distribution.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+package: .venv/.release ## build the wheel and the sdist into dist/, and try them under each of PYTHONS (gigabytes)
+	@$(VENV_PYTHON) -m tests.tools.release --python $(PYTHONS) $(ARGS)
 
 # What a machine with a GPU need not compile. The name of a kernel depends on Triton's files, one of which is another
 # for each version of Python.
@@ -155,7 +157,7 @@ clean: ## remove caches and build outputs (.venv, .triton and .versions stay; de
 	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
-.venv/.release: .venv/.test
+.venv/.release: .venv/.created pyproject.toml constraints.txt
 	@echo "installing fusedattn[release] into .venv"
 	@$(INSTALL) -e '.[release]'
 	@touch $@
