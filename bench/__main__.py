@@ -60,14 +60,21 @@ WORK = ("streamed", "pairwise", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # The package that a command requires.
-NEEDED = {"plot": "matplotlib", "scaling": "matplotlib", "tune": "triton", "first": "triton", "prebuilt": "triton"}
+NEEDED = {
+    "plot": "matplotlib",
+    "dashboard": "matplotlib",
+    "scaling": "matplotlib",
+    "tune": "triton",
+    "first": "triton",
+    "prebuilt": "triton",
+}
 
 # Other commands are modules of bench with the name of the command.
 MODULES = {
     "prebuilt": "bench.first.archive",
     "scaling": "bench.scaling.page",
     "tune": "bench.tuning.tune",
-    **{name: f"bench.report.{name}" for name in ("plot", "table", "compare")},
+    **{name: f"bench.report.{name}" for name in ("plot", "table", "dashboard", "compare")},
 }
 
 _TOGETHER = "several must be of one commit on one machine"
@@ -140,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="write results into docs/performance.md and README.md")
     table.add_argument("results", metavar="FILE", type=Path, nargs="+", help=_TOGETHER)
 
+    commands.add_parser("dashboard", help="write docs/dashboard.md and its plots from all results of GPUs")
     commands.add_parser("scaling", help="predict many GPUs: write the figures of docs/scaling.md")
 
     for command in commands.choices.values():

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.page import table_of, with_block, write_block
+from bench.report.style import CEILING, COLORS, OURS, digest, drawing, save_png
 from fusedattn.cli.check.outcome import number, percent
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RESULTS = DOCS / "accuracy.md", DOCS / "results" / "accuracy.json"
+PAGE, RESULTS, PICTURE = DOCS / "accuracy.md", DOCS / "results" / "accuracy.json", DOCS / "images" / "accuracy.png"
+TICKS = {"5%": 0.05, "10%": 0.1, "20%": 0.2, "50%": 0.5, "100%": 1, "2x": 2, "5x": 5, "10x": 10, "over": 20}
+LEAST, MOST = 0.05, 20.0  # of the plotted shares of the budget; larger ones, and infinities, stand at the edge
 
 
 def with_figures(page: str, report: dict[str, Any]) -> str:
@@ -27,7 +30,7 @@ def with_figures(page: str, report: dict[str, Any]) -> str:
 
 def figures(report: dict[str, Any]) -> str:
     """Markdown: the machine, a table of all cases together, and a table for each dtype, feature by feature."""
-    functions = [{"name": "fusedattn", "features": report["features"]}, *report["against"]]
+    functions = _functions(report)
     dtypes = list(dict.fromkeys(row["dtype"] for row in report["features"]))
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     parts = [f"{report['how']}, {report['device']}; {versions}."]
@@ -40,6 +43,45 @@ def figures(report: dict[str, Any]) -> str:
         rows = ([case, *(_cell(by_case[name][case]) for name in names)] for case in by_case["fusedattn"])
         parts += [f"### {dtype}", table_of([["case", *names], *rows])]
     return "\n\n".join(parts) + "\n"
+
+
+def _functions(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions, ours first."""
+    return [{"name": "fusedattn", "features": report["features"]}, *report["against"]]
+
+
+def used(report: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """By dtype and function, the share of the budget that the worst tensor of each case uses; infinite ones too."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for function in _functions(report):
+        for row in function["features"]:
+            if row["ok"] is not None:
+                of_dtype = found.setdefault(row["dtype"], {}).setdefault(function["name"], [])
+                of_dtype.append(float("inf") if row["used"] is None else row["used"])
+    return found
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A point for each case, by dtype and function: the share of the budget."""
+    shares = used(report)
+    with drawing((7.2, 1.9 * len(shares) + 0.6)) as figure:
+        panels = figure.subplots(len(shares), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (dtype, of_dtype) in zip(panels, shares.items(), strict=True):
+            axes.axvspan(1.0, MOST * 1.2, color="#f4e3da", zorder=0)
+            axes.axvline(1.0, color=CEILING, linewidth=1)
+            for y, (points, color) in enumerate(zip(of_dtype.values(), (OURS, *COLORS), strict=False)):
+                spread = [y + 0.11 * (i % 5 - 2) for i in range(len(points))]
+                axes.plot(
+                    [min(max(x, LEAST), MOST) for x in points], spread, "o", color=color, markersize=3.5, alpha=0.7
+                )
+            axes.set_xscale("log")
+            axes.set_yticks(range(len(of_dtype)), list(of_dtype))
+            axes.set(title=dtype, ylim=(len(of_dtype) - 0.4, -0.6), xlim=(LEAST * 0.9, MOST * 1.2))
+            axes.grid(visible=False, axis="y")
+            axes.set_xticks(list(TICKS.values()), list(TICKS))
+            axes.minorticks_off()
+        panels[-1].set_xlabel("share of the error budget; a point for each case, its worst tensor")
+        save_png(figure, path, digest(shares))
 
 
 def _summary(function: dict[str, Any], dtype: str) -> str:
@@ -63,4 +105,6 @@ def _worst(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    write_block(PAGE, figures(json.loads(RESULTS.read_text(encoding="utf-8"))))
+    committed = json.loads(RESULTS.read_text(encoding="utf-8"))
+    write_block(PAGE, figures(committed))
+    draw(committed, PICTURE)

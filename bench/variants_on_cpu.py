@@ -19,9 +19,9 @@ import torch
 
 from bench.measuring.timing import HostStopwatch, Rounds, medians, without_set_up
 from bench.report.page import table_of, write_block
+from bench.report.style import drawing
 from fusedattn import fuse, masks
 from fusedattn.cli.demo import corpus, settings, training
-from fusedattn.cli.demo.figure import STYLE
 from fusedattn.cli.demo.memory import peak_memory
 from fusedattn.cli.machine import versions
 from fusedattn.transformer import GPTModel
@@ -101,14 +101,9 @@ def costs(text: corpus.Corpus) -> list[dict[str, Any]]:
 
 def draw(report: dict[str, Any]) -> None:
     """The losses, and time and memory against the length, as a PNG."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawing((12, 4.2), 150) as figure:
         of_loss, of_time, of_memory = figure.subplots(1, 3)
         for color, (variant, found) in zip(COLORS, report["training"].items(), strict=True):
             losses = torch.tensor(found["losses"])

@@ -15,8 +15,11 @@ from typing import Any
 from bench.codegen.baseline import FOLDER, Baseline, load
 from bench.codegen.loops import LOOPS
 from bench.report.page import table_of, with_block
+from bench.report.style import COLORS, OURS, digest, drawing, save_png
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "codegen.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT, PICTURE = DOCS / "codegen.md", DOCS / "images" / "codegen.png"
+REGISTERS = 16  # of a column of the plot
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -101,8 +104,58 @@ def _known_faults(found: list[Baseline]) -> Iterator[list[str]]:
             yield [*key.split(" "), baseline.entries[key]["tile"], baseline.triton, "; ".join(faults)]
 
 
+def registers(baseline: Baseline) -> dict[str, list[int]]:
+    """By target, registers of a thread in each kernel."""
+    by_target = ((key.split(" ")[1], row["registers"]) for key, row in baseline.entries.items())
+    found = list(by_target)
+    return {target: [n for name, n in found if name == target] for target in TARGETS if target in dict(found)}
+
+
+def spilling(found: list[Baseline]) -> dict[str, dict[str, float]]:
+    """By version of Triton and target, the share of kernels with a spilled register."""
+    shares: dict[str, dict[str, float]] = {}
+    for baseline in found:
+        for target in registers(baseline):
+            spills = [row["spill_bytes"] > 0 for key, row in baseline.entries.items() if key.split(" ")[1] == target]
+            shares.setdefault(baseline.triton, {})[target] = sum(spills) / len(spills)
+    return shares
+
+
+def description(found: list[Baseline]) -> str:
+    """What the picture keeps of the baselines: a test compares it."""
+    return digest([registers(found[-1]), spilling(found)])
+
+
+def draw(found: list[Baseline], path: Path) -> None:
+    """Registers of the newest version's kernels, and shares of kernels that spill, by target."""
+    of_target, shares = registers(found[-1]), spilling(found)
+    most = max(n for numbers in of_target.values() for n in numbers)
+    with drawing((9.2, 4.6)) as figure:
+        grid = figure.add_gridspec(len(of_target), 2, width_ratios=(1.2, 1))
+        panels = [figure.add_subplot(grid[i, 0]) for i in range(len(of_target))]
+        for axes, (target, numbers) in zip(panels, of_target.items(), strict=True):
+            axes.hist(numbers, range(0, most + REGISTERS, REGISTERS), color=OURS, edgecolor="white", linewidth=0.6)
+            axes.set_ylabel(target, rotation=0, ha="right", va="center")
+            axes.set_yticks([])
+            axes.tick_params(labelbottom=axes is panels[-1])
+        panels[0].set_title(f"Kernels by registers, Triton {found[-1].triton}")
+        panels[-1].set_xlabel("registers of a thread")
+        axes = figure.add_subplot(grid[:, 1])
+        for i, ((version, share), color) in enumerate(zip(shares.items(), (COLORS[0], OURS, COLORS[1]), strict=False)):
+            places = [list(of_target).index(target) + 0.26 * (i - (len(shares) - 1) / 2) for target in share]
+            axes.barh(places, [100 * x for x in share.values()], 0.24, color=color, label=f"Triton {version}")
+        axes.set_yticks(range(len(of_target)), list(of_target))
+        axes.set(title="Kernels that spill", xlabel="% of the kernels", ylim=(len(of_target) - 0.5, -0.5))
+        axes.grid(visible=False, axis="y")
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.45, -0.13), ncols=len(shares), columnspacing=1, handlelength=1
+        )
+        save_png(figure, path, description(found))
+
+
 def write() -> None:
     DOCUMENT.write_text(document(DOCUMENT.read_text()))
+    draw(baselines(), PICTURE)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from bench.report.page import table_of
-from fusedattn.cli.demo.figure import STYLE
+from bench.report.style import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,14 +42,8 @@ def cosine_lost(report: Report, recipe: str) -> float:
 
 def draw(report: Report, picture: Path) -> None:
     """For each recipe: errors of an attention, and what the two models lose; as a PNG."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     recipes = recipes_of(report)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 6.6), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawing((12, 6.6), 150) as figure:
         of_error, of_loss, of_cosine = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1.1, 1))
         _draw_errors(of_error, report, recipes)
         _draw_lost(of_loss, [loss_added(report, recipe) for recipe in recipes], COLORS["GPT"])

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from bench.measuring import ceilings, environment
 from bench.report import results
 from bench.report.results import Report
-from bench.report.style import CEILING, COLORS, MARKERS, OURS, SVG_STYLE, drawing
+from bench.report.style import CEILING, COLORS, MARKERS, OURS, SVG_STYLE, digest, drawing
 from bench.work.work import OWN, is_own
 
 COLUMNS = 3  # panels side by side
@@ -58,7 +58,40 @@ def draw(path: Path, report: Report, suite: str, page: str, panels: dict[str, li
         figure.legend(
             [shown[n] for n in order], order, loc="outside lower center", ncols=min(legend_columns, len(order))
         )
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None, "Description": description(report, panels)})
+
+
+def description(report: Report, panels: dict[str, list[Report]]) -> str:
+    """What the file keeps of the results that it was drawn from: a test compares them."""
+    return f"{_device(report)}; {digest([report['ceilings'], panels])}"
+
+
+def draw_overview(path: Path, report: Report) -> None:
+    """Draw the speedup of every result, a line for each panel, a point for each x."""
+    lines = relative(report)
+    with drawing((8.0, 1.2 + 0.5 * len(lines)), 110, SVG_STYLE, (0.1, 0.08)) as figure:
+        axes = figure.add_subplot()
+        figure.suptitle(f"{OWN} / best other\n{_device(report)}", x=0.01, ha="left", fontsize=10)
+        axes.axvline(1.0, color=CEILING, linewidth=1)
+        for y, (name, speedups) in enumerate(lines.items()):
+            axes.text(0.01, y - 0.3, name, va="center")
+            axes.hlines(y, min(speedups), max(speedups), color=OURS, alpha=0.4, linewidth=3)
+            axes.plot(speedups, [y] * len(speedups), "o", color=OURS, markersize=6)
+        axes.set_yticks(range(len(lines)), [""] * len(lines))
+        axes.set_ylim(len(lines) - 0.5, -0.7)
+        axes.set_xlim(0, max([1.2, *(1.1 * x for speedups in lines.values() for x in speedups)]))
+        axes.set_xlabel("less than 1: the best other is faster; a point for each length")
+        figure.savefig(path, metadata={"Date": None, "Description": description(report, {"": report["results"]})})
+
+
+def relative(report: Report) -> dict[str, list[float]]:
+    """The speedups of each panel that has one, in the order of x."""
+    found = {
+        f"{suite}: {page}, {panel}": [row["speedup"] for row in rows if row["speedup"] is not None]
+        for (suite, page), panels in results.by_page(report).items()
+        for panel, rows in panels.items()
+    }
+    return {name: speedups for name, speedups in found.items() if speedups}
 
 
 def _draw_rates(axes: Axes, report: Report, panel: str, rows: list[Report], names: list[str]) -> dict[str, Line2D]:

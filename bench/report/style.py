@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from fusedattn.cli.demo.figure import FUSED, STYLE
 
@@ -50,8 +53,16 @@ def save_png(figure: Figure, path: Path, description: str = "", colors: int = 48
 
 
 def drawn_from(path: Path) -> str:
-    """The description that a picture keeps of what it shows: a test compares it with the present one."""
+    """The description that a PNG or SVG keeps of what it shows: a test compares it with the present one."""
+    if path.suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        return ElementTree.fromstring(text).findtext(".//{http://purl.org/dc/elements/1.1/}description") or ""
     from PIL import Image
 
     with Image.open(path) as image:
         return str(image.info.get("Description", ""))
+
+
+def digest(data: Any) -> str:
+    """A short description of long data, such as a result file has."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -50,10 +50,8 @@ def full(report: Report) -> str:
         f"Checked before: {verdict['cases']} problems, of whose error budgets at most {verdict['most_used']:.0%} is "
         f"used (allowed {verdict['limit']:.0%}).",
     ]
-    found = list(goals.verdicts(report))
-    if any(verdict.n_found for verdict in found):
-        head = ["goal", "at least", "lowest", "results", "reached", "where lowest"]
-        parts += ["#### Goals", table_of([head, *(list(goal_cells(verdict)) for verdict in found)])]
+    of_goals = goals_reached(report)
+    parts += ["#### Goals", of_goals] if of_goals else []
     for (suite, page), panels in results.by_page(report).items():
         parts.append(f"#### {suite}: {page}")
         for panel, rows in panels.items():
@@ -62,6 +60,15 @@ def full(report: Report) -> str:
         notes = reasons([row for rows in panels.values() for row in rows])
         parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     return "\n\n".join(parts) + "\n"
+
+
+def goals_reached(report: Report) -> str:
+    """Markdown: a table of the goals; empty without a figure for any of them."""
+    found = list(goals.verdicts(report))
+    if not any(verdict.n_found for verdict in found):
+        return ""
+    head = ["goal", "at least", "lowest", "results", "reached", "where lowest"]
+    return table_of([head, *(list(goal_cells(verdict)) for verdict in found)])
 
 
 def _panel(rows: list[Report]) -> Iterator[list[str]]:

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.report.style import drawing
 from fusedattn import fuse, masks
-from fusedattn.cli.demo.figure import FUSED, REFERENCE, STYLE
+from fusedattn.cli.demo.figure import FUSED, REFERENCE
 from fusedattn.cli.machine import versions
 from fusedattn.masks import as_mask
 from fusedattn.transformer import GPTModel, ScaledDotProductAttention
@@ -200,15 +201,9 @@ def faults(figures: dict[str, Any]) -> list[str]:
 
 def draw(runs: dict[str, Training], path: Path) -> None:
     """Plot the loss of the fused and the eager run, and the departure of each run from eager."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     eager = runs["eager"].losses
     middles = [i + WINDOW / 2 for i in range(0, len(eager), WINDOW)]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawing((11, 4), 120) as figure:
         left, right = figure.subplots(1, 2)
         for name, color, line in (("eager", REFERENCE, "-"), ("fused", FUSED, (0, (4, 3)))):
             smooth = [statistics.fmean(runs[name].losses[i : i + WINDOW]) for i in range(0, len(eager), WINDOW)]
