@@ -115,6 +115,19 @@ def test_wheel_is_pure_python_of_the_right_version(wheel: Path) -> None:
     assert message_in(wheel, "WHEEL")["Root-Is-Purelib"] == "true"
 
 
+def test_the_wheel_asks_for_what_it_needs_and_nothing_else(wheel: Path) -> None:
+    """tests/repo/test_alone.py runs the package with no other package but pytest."""
+    asked = message_in(wheel, "METADATA").get_all("Requires-Dist", [])
+    needed = {name.replace('"', "'") for name in asked if "extra ==" not in name}
+    assert needed == {"torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"}
+
+
+def test_the_changelog_has_an_entry_for_the_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(VERSION)} - \d{{4}}-\d{{2}}-\d{{2}}$", changelog, re.MULTILINE)
+    assert changelog.index("## Unreleased\n") < changelog.index(f"## {VERSION} - ")
+
+
 def test_description_has_no_link_that_a_package_index_cannot_follow(wheel: Path) -> None:
     metadata = message_in(wheel, "METADATA")
     description = metadata.get_payload()
