@@ -198,7 +198,7 @@ class Mask:
             whole = whole_of(nheads, seqlen_q, seqlen_k, shard, device)
             at = q_index + shard.first_query + self.pattern.shift(whole)
             allowed.append(self.pattern.pairs(at[:, None], k_index + shard.first_key, whole))
-        is_expanded = bool(allowed)  # only the tensors so far certainly have all queries and keys
+        is_expanded = len(allowed) > 0  # only the tensors so far certainly have all queries and keys
         if self.layout is not None:
             allowed.append(self.layout.dense(q_index, k_index))
         if self.valid is not None:
