@@ -13,7 +13,8 @@ import pytest
 
 from tests.helpers.compiling import ROOT, run
 
-ALONE = ("torch", "triton", "numpy", "pytest")
+DEPENDENCIES = ("torch", "triton", "numpy")
+ALONE = (*DEPENDENCIES, "pytest")
 
 
 def distributions(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
@@ -32,11 +33,9 @@ def distributions(names: tuple[str, ...]) -> Iterator[metadata.Distribution]:
             left += [re.split(r"[^\w.-]", need)[0] for need in found.requires or () if "extra ==" not in need]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with only :data:`ALONE` and its requirements."""
-    folder = tmp_path_factory.mktemp("site")
-    for found in distributions(ALONE):
+def site_of(names: tuple[str, ...], folder: Path) -> Path:
+    """Link these packages and their requirements into a folder."""
+    for found in distributions(names):
         for top in {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}:
             source = Path(str(found.locate_file(top)))
             if source.exists() and not (folder / top).is_symlink():
@@ -44,6 +43,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (folder / "torch").exists():
         pytest.skip("torch was not installed as a package")
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with only :data:`ALONE` and its requirements."""
+    return site_of(ALONE, tmp_path_factory.mktemp("site"))
 
 
 def python(site: Path, *arguments: str, cwd: Path = ROOT, status: int = 0, path: str = "") -> str:
@@ -57,6 +62,29 @@ def test_optional_packages_are_absent(site: Path) -> None:
     names = ("rich", "matplotlib", "hypothesis", "xdist", "pytest_benchmark", "transformers", "PIL", "fusedattn")
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
     assert python(site, "-c", code, cwd=site) == "[]\n"
+
+
+# Attention on a CPU, then every module but those of an extra.
+USE = """
+import importlib, pkgutil, torch, fusedattn
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
+fusedattn.attention(q, q, q, mask=fusedattn.masks.causal()).sum().backward()
+missing = set()
+for module in pkgutil.walk_packages(fusedattn.__path__, "fusedattn."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        missing.add(error.name.partition(".")[0])
+print(*sorted(missing))
+"""
+
+
+def test_the_package_imports_its_dependencies_alone(tmp_path: Path) -> None:
+    """The names that are missing are those of the extras demo and transformers."""
+    missing = python(site_of(DEPENDENCIES, tmp_path), "-c", USE).split()
+    assert set(missing) <= {"matplotlib", "rich", "transformers"}
 
 
 def test_tests_run_and_name_the_modules_left_out(site: Path) -> None:
