@@ -15,6 +15,9 @@ from fusedattn.options import Options
 from fusedattn.readable import can_read
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
+# Asked here, because the compiler of torch 2.11 cannot trace the question.
+WITH_AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(x))
+
 
 def scale_of(scale: float | None, q: Tensor) -> float:
     """The caller's scale, or the default one.
@@ -150,6 +153,6 @@ def _autocast(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not (device in WITH_AUTOCAST and torch.is_autocast_enabled(device)):
         return x
     return x.to(torch.get_autocast_dtype(device))
