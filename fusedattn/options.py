@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor
@@ -96,7 +96,7 @@ class Options:
 
     def of_numbers(self) -> dict[str, Any]:
         """The options that decide the numbers, as keyword arguments of :func:`fusedattn.reference.attention`."""
-        return {name: x for name, x in vars(self).items() if name not in _NOT_OF_NUMBERS}
+        return {name: getattr(self, name) for name in _OF_NUMBERS}
 
     def of_scores(self) -> dict[str, Any]:
         """The options that decide the scores, as keyword arguments of :func:`fusedattn.reference.largest_scores`."""
@@ -112,4 +112,6 @@ class Options:
 
 
 _NOT_OF_NUMBERS = frozenset({"deterministic", "return_lse", "return_max", "packed", "cache", "num_splits", "precision"})
+# Listed once: torch.compile of torch 2.11 cannot trace vars() of an object.
+_OF_NUMBERS = tuple(option.name for option in fields(Options) if option.name not in _NOT_OF_NUMBERS)
 _AFTER_SCORES = frozenset({"sinks", "dropout_p", "dropout_seed"})
