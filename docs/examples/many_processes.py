@@ -82,7 +82,8 @@ def main() -> None:
     text = text_of_library(2, args.seqlen).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     n_own = context.shard(text[:, 1:]).shape[1]
-    print(f"process {dist.get_rank()} of {dist.get_world_size()}: {n_own} of {args.seqlen} tokens\n", end="", flush=True)
+    own = f"process {dist.get_rank()} of {dist.get_world_size()}: {n_own} of {args.seqlen} tokens"
+    print(own + "\n", end="", flush=True)  # one write, so that lines of processes do not mix
 
     for step in range(1, args.steps + 1):
         loss = training_step(model, optimizer, text, context)
