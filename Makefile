@@ -142,25 +142,10 @@ clean: ## remove caches and build outputs (.venv, .triton and .versions stay; de
 
 # Each stamp is newer than what it was installed from, or the install runs again. The test extra contains
 # the demo extra, so installing the first satisfies the second.
-.venv/.demo: .venv/.created pyproject.toml constraints.txt
-	@echo "installing fusedattn[demo] into .venv (the first time downloads torch: some minutes)"
-	@$(INSTALL) -e '.[demo]'
-	@touch $@
-
-.venv/.test: .venv/.created pyproject.toml constraints.txt
-	@echo "installing fusedattn[test] into .venv (the first time downloads torch: some minutes)"
-	@$(INSTALL) -e '.[test]'
-	@touch $@ .venv/.demo
-
-.venv/.docs: .venv/.created pyproject.toml constraints.txt
-	@echo "installing fusedattn[docs] into .venv"
-	@$(INSTALL) -e '.[docs]'
-	@touch $@
-
-.venv/.release: .venv/.created pyproject.toml constraints.txt
-	@echo "installing fusedattn[release] into .venv"
-	@$(INSTALL) -e '.[release]'
-	@touch $@
+.venv/.demo .venv/.test .venv/.docs .venv/.release: .venv/.%: .venv/.created pyproject.toml constraints.txt
+	@echo "installing fusedattn[$*] into .venv (the first time downloads torch: some minutes)"
+	@$(INSTALL) -e '.[$*]'
+	@touch $@ $(if $(filter test,$*),.venv/.demo)
 
 # Triton alone, in front of the packages of .venv; nothing where .venv has that version.
 .triton/%/.installed: .venv/.test

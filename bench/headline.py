@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from bench.report import results
 from bench.report.results import Report
-from bench.report.style import drawing, save_png
+from bench.report.style import digest, drawing, save_png
 from bench.work.work import OWN, is_own
 from fusedattn import masks
 from fusedattn.cli.demo.figure import FUSED, REFERENCE
@@ -28,6 +28,7 @@ CASE = "padding, causal, forward and backward, padding (%) 50"
 EAGER = "torch.sdpa-math"  # 29 times; its bar would leave no room for the others
 SEQLEN, BLOCK = 256, 32  # of the drawn batch
 HIDDEN = "#dedede"
+LEGEND = {"with mask arithmetic": REFERENCE, "without": FUSED, "skipped": "#5f5f5f"}
 
 
 def times(report: Report) -> dict[str, float]:
@@ -45,7 +46,12 @@ def draw(path: Path, panel: Callable[[Axes], None]) -> None:
     """Write one panel as a PNG."""
     with drawing((5, 3.8), dpi=150, pad=(0.1, 0.1)) as figure:
         panel(figure.subplots())
-        save_png(figure, path)
+        save_png(figure, path, description())
+
+
+def description() -> str:
+    """What the files keep of the committed run: a test compares it."""
+    return digest(times(results.read_green(RUN)))
 
 
 def draw_blocks(axes: Axes) -> None:
@@ -57,13 +63,7 @@ def draw_blocks(axes: Axes) -> None:
     for block in visited(mask, SEQLEN, SEQLEN, BLOCK, BLOCK):
         color = FUSED if block.is_full else REFERENCE
         axes.add_patch(Rectangle((block.start_n, block.start_m), BLOCK, BLOCK, facecolor=color, edgecolor="white"))
-    for line, (words, color) in enumerate(
-        (
-            ("with mask arithmetic", REFERENCE),
-            ("without", FUSED),
-            ("skipped", "#5f5f5f"),
-        )
-    ):
+    for line, (words, color) in enumerate(LEGEND.items()):
         axes.text(
             0.97, 0.95 - 0.08 * line, words, color=color, weight="bold", transform=axes.transAxes, ha="right", va="top"
         )

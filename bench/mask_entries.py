@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.measuring.environment import slug
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -19,8 +21,7 @@ class Entry:
     @property
     def name(self) -> str:
         """Of the picture's file."""
-        kept = "".join(c if c.isalnum() else " " for c in self.title.lower())
-        return "-".join(kept.split())
+        return slug(self.title)
 
 
 def _long(title: str, source: str, use: str) -> Entry:

@@ -5,7 +5,6 @@ The blocks are those that kernels/masking.py visits, in Triton's interpreter.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from bench.mask_entries import BIASES, COMBINATIONS, MASKS, SPARSE, Entry
 from bench.report.page import write_block
-from bench.report.style import STYLE, drawing, save_png
+from bench.report.style import STYLE, digest, drawing, save_png
 from fusedattn import biases, masks
+from fusedattn.cli.demo.figure import FUSED, REFERENCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ SECTIONS = {"Masks": MASKS, "Sparse masks": SPARSE, "Combinations": COMBINATIONS
 
 # What a pair is. Orange and teal differ in brightness too, for readers who cannot tell their hues apart.
 HIDDEN, BESIDE, VISIBLE, FULL = range(4)
-COLORS = ("#e4e4e4", "#f7d9bd", "#d1743c", "#0b6e6e")
+COLORS = ("#e4e4e4", "#f7d9bd", REFERENCE, FUSED)
 DPI, WIDTH, LEFT, TOP, RIGHT, BOTTOM, BAR = 130, 512, 70, 16, 26, 56, 80  # pixels; WIDTH: of the axes
 
 
@@ -74,7 +74,7 @@ def drawn(entry: Entry) -> Drawn:
 def description(entry: Entry, values: Tensor) -> str:
     """What the file keeps of its mask, or of its bias in hundredths."""
     whole = values if values.dtype == torch.uint8 else (100 * values).round().to(torch.int32)
-    return f"{entry.source}: {hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()[:16]}"
+    return f"{entry.source}: {digest(whole.contiguous().numpy().tobytes())}"
 
 
 def dense_bias(entry: Entry) -> Tensor:

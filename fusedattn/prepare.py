@@ -15,9 +15,6 @@ from fusedattn.options import Options
 from fusedattn.readable import can_read
 from fusedattn.support import Backend, default_backend, interpreting, reasons_of
 
-# Asked here, because the compiler of torch 2.11 cannot trace the question.
-WITH_AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(x))
-
 
 def scale_of(scale: float | None, q: Tensor) -> float:
     """The caller's scale, or the default one.
@@ -153,6 +150,9 @@ def _autocast(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
-    if not (device in WITH_AUTOCAST and torch.is_autocast_enabled(device)):
+    # The compiler of torch 2.11 cannot trace whether a device has autocast; these two have it.
+    if not (device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)):
+        return x
+    if not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))

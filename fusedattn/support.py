@@ -254,13 +254,13 @@ def triton_reasons(q: Tensor, head_dim: int, head_dim_v: int, needs_gradient: bo
                 f"head_dim: got {got}, allowed are 1 .. {MAX_HEAD_DIM} with backend 'triton', and for q and k without "
                 f"gradients 1 .. {MAX_HEAD_DIM_WITHOUT_GRADIENTS}"
             )
-    reasons += (of_device := device_reasons(q.device))
-    if of_device or interpreting():
-        return reasons
-    if q.dtype == torch.float64:
+    if q.dtype == torch.float64 and _is_gpu(q.device) and not interpreting():
         reasons.append(
             "dtype: got torch.float64, allowed are float16, bfloat16, float32 with backend 'triton' on a GPU"
         )
+    of_device = device_reasons(q.device)
+    if of_device or interpreting():
+        return reasons + of_device
     from fusedattn.kernels import configs, devices
 
     arch = devices.arch_of(q.device)

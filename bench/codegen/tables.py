@@ -46,7 +46,7 @@ def _summary(baseline: Baseline, oldest: Baseline) -> str:
     ]
     lines[0] += [f"main loops, relative to {oldest.triton}: 16 bits, float32"] if growth else []
     for target in TARGETS:
-        rows = {key: row for key, row in baseline.entries.items() if key.split(" ")[1] == target}
+        rows = _rows_of(baseline, target)
         if not rows:
             continue
         spills = [row["spill_bytes"] for row in rows.values() if row["spill_bytes"]]
@@ -104,21 +104,30 @@ def _known_faults(found: list[Baseline]) -> Iterator[list[str]]:
             yield [*key.split(" "), baseline.entries[key]["tile"], baseline.triton, "; ".join(faults)]
 
 
+def _rows_of(baseline: Baseline, target: str) -> dict[str, dict[str, Any]]:
+    return {key: row for key, row in baseline.entries.items() if key.split(" ")[1] == target}
+
+
+def _by_target(baseline: Baseline, column: str) -> dict[str, list[int]]:
+    """A column of the kernels of each target that has some."""
+    found = {target: [row[column] for row in _rows_of(baseline, target).values()] for target in TARGETS}
+    return {target: numbers for target, numbers in found.items() if numbers}
+
+
 def registers(baseline: Baseline) -> dict[str, list[int]]:
     """By target, registers of a thread in each kernel."""
-    by_target = ((key.split(" ")[1], row["registers"]) for key, row in baseline.entries.items())
-    found = list(by_target)
-    return {target: [n for name, n in found if name == target] for target in TARGETS if target in dict(found)}
+    return _by_target(baseline, "registers")
 
 
 def spilling(found: list[Baseline]) -> dict[str, dict[str, float]]:
     """By version of Triton and target, the share of kernels with a spilled register."""
-    shares: dict[str, dict[str, float]] = {}
-    for baseline in found:
-        for target in registers(baseline):
-            spills = [row["spill_bytes"] > 0 for key, row in baseline.entries.items() if key.split(" ")[1] == target]
-            shares.setdefault(baseline.triton, {})[target] = sum(spills) / len(spills)
-    return shares
+    return {
+        baseline.triton: {
+            target: sum(n > 0 for n in spilled) / len(spilled)
+            for target, spilled in _by_target(baseline, "spill_bytes").items()
+        }
+        for baseline in found
+    }
 
 
 def description(found: list[Baseline]) -> str:

@@ -64,5 +64,6 @@ def drawn_from(path: Path) -> str:
 
 
 def digest(data: Any) -> str:
-    """A short description of long data, such as a result file has."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    """A short description of long data: bytes, or what a result file has."""
+    encoded = data if isinstance(data, bytes) else json.dumps(data, sort_keys=True).encode()
+    return hashlib.sha256(encoded).hexdigest()[:16]

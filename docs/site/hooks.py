@@ -17,16 +17,16 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=\))")
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+TOP_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".txt": "text"}
 FENCE = "~" * 8  # longer than those inside
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the top folder, and one for each source file that a page links to."""
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text(encoding="utf-8")))
-    linked = {path for page in files.documentation_pages() for path in _linked(_repository_path(page), page)}
+    for name, uri in TOP_PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    linked = {path for page in files.documentation_pages() for path in _linked(page)}
     for path in sorted(linked):
         if _site_path(path).startswith("source/"):
             files.append(File.generated(config, _site_path(path), content=_source_page(path)))
@@ -44,35 +44,37 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _link(link: re.Match[str], here: str, page: str) -> str:
-    path = _resolved(link["target"], here)
-    if not (ROOT / path).is_file():
+    path = _path(link, here)
+    if path is None:
         return link[0]
     return posixpath.relpath(_site_path(path), posixpath.dirname(page) or ".") + (link["anchor"] or "")
 
 
-def _linked(here: str, page: File) -> Iterator[str]:
+def _linked(page: File) -> Iterator[str]:
     """Paths in the repository of the files that a page links to."""
+    here = _repository_path(page)
     for link in LINK.finditer(page.content_string):
-        path = _resolved(link["target"], here)
-        if (ROOT / path).is_file():
+        if path := _path(link, here):
             yield path
 
 
-def _resolved(target: str, here: str) -> str:
-    return posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
+def _path(link: re.Match[str], here: str) -> str | None:
+    """The file of the repository that a link names; None if there is none."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(here), link["target"]))
+    return path if (ROOT / path).is_file() else None
 
 
 def _repository_path(file: File) -> str:
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        if file.src_uri == PAGES[name]:
-            return name
-    return f"docs/{file.src_uri}"
+    names = {uri: name for name, uri in TOP_PAGES.items()}
+    return names.get(file.src_uri, f"docs/{file.src_uri}")
 
 
 def _site_path(path: str) -> str:
     """Where the site has a file of the repository."""
-    if path in PAGES:
-        return PAGES[path]
+    if path in TOP_PAGES:
+        return TOP_PAGES[path]
+    if path == "README.md":
+        return "index.md"
     if path.startswith("docs/") and not path.endswith(".py"):
         return path.removeprefix("docs/")
     return f"source/{path}.md"

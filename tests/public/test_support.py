@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,3 +282,12 @@ def test_requirements_of_the_interpreter(monkeypatch, installed, reason):
         monkeypatch.setattr(support, "INTERPRETER_REASONS", reasons)
         with pytest.raises(NotImplementedError, match="numpy"):
             attention(*qkv(), backend="triton")
+
+
+def test_a_gpu_without_a_config_hides_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "interpreting", lambda: False)
+    monkeypatch.setattr(support, "device_reasons", lambda device: ["the device"])
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64)
+    dtype, device = support.triton_reasons(q, 64, 64, needs_gradient=False)
+    assert dtype.startswith("dtype: got torch.float64")
+    assert device == "the device"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.compiling import ROOT, run
+from tests.helpers.every_module import EXTRAS, USE
 
 DEPENDENCIES = ("torch", "triton", "numpy")
 ALONE = (*DEPENDENCIES, "pytest")
@@ -64,27 +65,10 @@ def test_optional_packages_are_absent(site: Path) -> None:
     assert python(site, "-c", code, cwd=site) == "[]\n"
 
 
-# Attention on a CPU, then every module but those of an extra.
-USE = """
-import importlib, pkgutil, torch, fusedattn
-q = torch.randn(1, 2, 8, 16, requires_grad=True)
-fusedattn.attention(q, q, q, mask=fusedattn.masks.causal()).sum().backward()
-missing = set()
-for module in pkgutil.walk_packages(fusedattn.__path__, "fusedattn."):
-    if module.name.endswith("__main__"):
-        continue
-    try:
-        importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
-        missing.add(error.name.partition(".")[0])
-print(*sorted(missing))
-"""
-
-
 def test_the_package_imports_its_dependencies_alone(tmp_path: Path) -> None:
     """The names that are missing are those of the extras demo and transformers."""
     missing = python(site_of(DEPENDENCIES, tmp_path), "-c", USE).split()
-    assert set(missing) <= {"matplotlib", "rich", "transformers"}
+    assert set(missing) <= EXTRAS
 
 
 def test_tests_run_and_name_the_modules_left_out(site: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import fusedattn
 from bench import headline
+from bench.report.style import drawn_from
 from tests.helpers.compiling import ROOT, output
 
 # Names that have their entry as another one: functions that hide their module, and a class that two modules have.
@@ -122,3 +123,5 @@ def test_the_first_page_has_the_times_of_the_committed_run() -> None:
     assert next(iter(times)) == headline.OWN
     words = f"FlexAttention takes {times['flex']:.2f} times as long as fusedattn, cuDNN {times['torch.sdpa-cudnn']:.2f}"
     assert words in (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for path in (headline.BLOCKS, headline.TIMES):
+        assert drawn_from(path) == headline.description(), "run: python -m bench.headline"

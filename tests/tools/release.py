@@ -22,36 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.helpers.every_module import EXTRAS, USE
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 NEWEST = "newest"  # the newest torch that the package index has for a Python
 TORCHES = ("2.11.0", NEWEST)
 
-# Imports every module away from the checkout; only those for an optional package may lack it.
-IMPORTS = """
-import importlib, pkgutil, fusedattn
-from fusedattn import *
-from fusedattn import fuse
-OPTIONAL = {"transformers", "rich", "matplotlib"}
-n = 0
-for module in pkgutil.walk_packages(fusedattn.__path__, "fusedattn."):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-            n += 1
-        except ModuleNotFoundError as error:
-            if error.name.partition(".")[0] not in OPTIONAL:
-                raise
-print(n, "modules of", fusedattn.__file__)
-assert n > 100
-"""
-ATTENTION = """
-import torch
-from fusedattn import attention, masks
-q = torch.randn(1, 2, 64, 16, requires_grad=True)
-attention(q, q, q, mask=masks.causal()).sum().backward()
-assert q.grad is not None and q.grad.isfinite().all()
-"""
+IMPORTS = f"{USE}\nassert missing <= {EXTRAS}, missing"
 VERSIONS = "from importlib.metadata import version as v; print(*(v(x) for x in ('torch', 'triton', 'numpy')))"
 
 # Of every kind: kernels in the interpreter, both backends, values, errors.
@@ -136,8 +114,7 @@ def try_wheel(row: Row, python: Path, folder: Path, unpacked: Path | None) -> No
     steps: dict[str, tuple[Path, tuple[str, ...]]] = {
         "dependencies": (folder, ("-m", "pip", "check")),
         "info": (folder, ("-m", "fusedattn", "info")),
-        "imports": (folder, ("-c", IMPORTS)),
-        "attention": (folder, ("-c", ATTENTION)),
+        "attention and imports": (folder, ("-c", IMPORTS)),
         "check": (folder, ("-m", "fusedattn", "check", "--quick", "--device", "cpu", "--feature", "causal")),
     }
     if unpacked is not None:
