@@ -56,7 +56,7 @@ another version of Python, name the libtriton.so of that build.
 
 # The same names as in bench.tuning and the table of configs, which need Triton; a test compares them.
 PARTS = ("fwd", "dkdv", "dq", "one_pass", "few")
-WORK = ("streamed", "pairwise", "scored", "combined")
+WORK = ("streamed", "pairwise", "biased", "scored", "combined")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # The package that a command requires.

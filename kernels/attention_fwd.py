@@ -75,7 +75,7 @@ from fusedattn.kernels.primitives import (
 from fusedattn.kernels.problem import Problem, constants_of, programs_of, sizes_of
 from fusedattn.kernels.qk_norm import NO_NORM, normalize_tile
 from fusedattn.kernels.rope import rotate_tile, rotation_arguments
-from fusedattn.kernels.scores import modified
+from fusedattn.kernels.scores import load_addends, modified
 from fusedattn.kernels.sequences import place_of
 from fusedattn.kernels.softmax import exp_scaled
 from fusedattn.kernels.sums import Sums, add_values, empty_sums, online_softmax, whole, with_columns
@@ -240,25 +240,19 @@ def _rotated_keys(k_tile, rotation_k, place, start_n, n_positions, tile):
 
 @triton.jit
 def _full_products(walk, start_n, call, rotation_k, n_positions, tile):
-    """(products, block, k_tile) of the queries and the keys of the full block at `start_n`."""
+    """(products, addends, block, k_tile) of the queries and the keys of the full block at `start_n`."""
     block = Block(walk.start_m, start_n, walk.queries, (start_n + walk.offs_n)[None, :])
+    addends = load_addends(call.score, walk.place, block, walk.exist)
     k_tile = _load_keys(walk, start_n, None, call, rotation_k, n_positions, tile.BLOCK_N, tile)
-    return _products(walk, k_tile, start_n, None, block.keys, call, tile), block, k_tile
-
-
-@triton.jit
-def _full_scores(products, walk, block, call, scale, tile):
-    """Scores of a full block."""
-    scores, _ = modified(products, call.score, scale, walk.place, block, walk.exist, dtype_of(tile.ACC))
-    return scores
+    return _products(walk, k_tile, start_n, None, block.keys, call, tile), addends, block, k_tile
 
 
 @triton.jit
 def _full_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.constexpr, tile):
     """Add all full blocks to the sums."""
     for start_n in range(walk.first_full, walk.stop_full, tile.BLOCK_N):
-        products, block, k_tile = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+        products, addends, block, k_tile = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        scores, _ = modified(products, addends, call.score, numbers.scale, walk.place, block, None, dtype_of(tile.ACC))
         v_tile = _load_values(walk, k_tile, start_n, None, call, tile.BLOCK_N, tile)
         sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
     return sums
@@ -272,15 +266,16 @@ def _full_blocks_pipelined(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: 
     while these scores become weights. The first scores and the last product overlap with nothing.
     """
     DTYPE: tl.constexpr = walk.v.ptr.dtype.element_ty
-    products, block, k_tile = _full_products(walk, walk.first_full, call, rotation_k, numbers.n_positions, tile)
-    scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+    n_positions = numbers.n_positions
+    products, addends, block, k_tile = _full_products(walk, walk.first_full, call, rotation_k, n_positions, tile)
+    scores, _ = modified(products, addends, call.score, numbers.scale, walk.place, block, None, dtype_of(tile.ACC))
     p, alpha, sums = online_softmax(sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT)
     p = bits_of(round_to(p, DTYPE))
     for start_n in range(walk.first_full + tile.BLOCK_N, walk.stop_full, tile.BLOCK_N):
-        products, block, k_tile = _full_products(walk, start_n, call, rotation_k, numbers.n_positions, tile)
+        products, addends, block, k_tile = _full_products(walk, start_n, call, rotation_k, n_positions, tile)
         v_tile = _load_values(walk, k_tile, start_n - tile.BLOCK_N, None, call, tile.BLOCK_N, tile)
         sums = add_values(sums, alpha, of_bits(p, DTYPE), v_tile, tile, HAS_RESIDUAL, LAST=True)
-        scores = _full_scores(products, walk, block, call, numbers.scale, tile)
+        scores, _ = modified(products, addends, call.score, numbers.scale, walk.place, block, None, dtype_of(tile.ACC))
         p, alpha, sums = online_softmax(
             sums, scores, call, walk.place, block, numbers.qk_scale, HAS_RESIDUAL, tile.EXACT
         )
@@ -306,9 +301,10 @@ def _boundary_blocks(sums, walk, call, rotation_k, numbers, HAS_RESIDUAL: tl.con
     for i in tl.range(0, walk.blocks.n_boundary, num_stages=tile.BOUNDARY_STAGES, disable_licm=True):
         start_n = boundary_keys(i, walk.blocks, call.mask, place, walk.start_m, tile.BOUNDARY)
         block, key_visible, k_tile = _masked_keys(walk, start_n, call, rotation_k, numbers.n_positions, tile)
-        scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
-        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
+        addends = load_addends(call.score, place, block, pairs)
+        scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
+        scores, _ = modified(scores, addends, call.score, numbers.scale, place, block, None, dtype_of(tile.ACC))
         scores = tl.where(pairs, scores, float("-inf"))
         v_tile = _load_values(walk, k_tile, start_n, key_visible, call, tile.BOUNDARY, tile)
         sums = accumulate(sums, scores, v_tile, walk, call, block, numbers.qk_scale, HAS_RESIDUAL, tile)
@@ -333,8 +329,9 @@ def _repaired(m_i, walk, call, rotation_k, numbers, tile):
         else:
             v_tile, poisoned = split_poison(v_tile, dtype_of(tile.ACC))
         pairs = visible(call.mask, place, walk.bounds, block, walk.exist, key_visible[None, :])
+        addends = load_addends(call.score, place, block, pairs)
         scores = _products(walk, k_tile, start_n, key_visible, block.keys, call, tile)
-        scores, _ = modified(scores, call.score, numbers.scale, place, block, pairs, dtype_of(tile.ACC))
+        scores, _ = modified(scores, addends, call.score, numbers.scale, place, block, None, dtype_of(tile.ACC))
         p = exp_scaled(scores, shift[:, None], numbers.qk_scale, tile.EXACT)
         p = kept_only(p, call, place, block)
         if call.cache.v_scale is not None:

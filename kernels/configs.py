@@ -19,7 +19,7 @@ from fusedattn.kernels.versions import TRITON_VERSION
 Arch = Literal["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter"]
 
 # The work on each pair besides the products: fields of an Entry.
-Work = Literal["streamed", "pairwise", "scored", "combined"]
+Work = Literal["streamed", "pairwise", "biased", "scored", "combined"]
 
 # How full blocks are loaded and multiplied: by pointers; by tensor descriptors (sm_90 and later); by descriptors, with
 # a block's product of weights and values issued after the next block's product of queries and keys (in no entry:
@@ -221,19 +221,25 @@ class Entry:
     """The configs of one (architecture, dtype, head_dim), by the work on each pair.
 
     `pairwise` serves calls that read or compute a mask for each pair (a boolean one, a tree, documents, a function):
-    that takes registers, so the tiles are smaller. `scored` serves calls that change scores or drop weights, which
-    takes more; its default is half of the pairwise tiles. `combined` serves calls that do both; its default is half of
-    the scored tiles. `streamed` serves all others.
+    that takes registers, so the tiles may be smaller. `scored` serves calls that change scores or drop weights, which
+    takes more; its default is half of the pairwise tiles. `biased` serves those of them that need the fewest: with a
+    bias, slopes or sinks and nothing else. `combined` serves calls that read a mask for each pair and change scores;
+    its default is half of the scored tiles. `streamed` serves all others.
     """
 
     streamed: KernelConfigs
-    pairwise: KernelConfigs
+    pairwise: KernelConfigs = None  # type: ignore[assignment]
+    biased: KernelConfigs = None  # type: ignore[assignment]
     scored: KernelConfigs = None  # type: ignore[assignment]
     combined: KernelConfigs = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.pairwise is None:
+            object.__setattr__(self, "pairwise", self.streamed)
         if self.scored is None:
             object.__setattr__(self, "scored", self.pairwise.smaller())
+        if self.biased is None:
+            object.__setattr__(self, "biased", self.scored)
         if self.combined is None:
             object.__setattr__(self, "combined", self.scored.smaller())
 
@@ -263,10 +269,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(32, 64, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
         4: {
             64: Entry(
@@ -281,10 +284,7 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(32, 16, 8, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
     },
     "sm_86": {
@@ -301,28 +301,19 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(32, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
         4: {
             64: Entry(
                 streamed=KernelConfigs(fwd=_T(32, 32, 4, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
             ),
-            128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            128: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1))),
             256: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 16, 16, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
     },
     "sm_90": {
@@ -336,7 +327,11 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dq=_T(64, 64, 4, 3, "descriptors"),
                 ),
                 pairwise=KernelConfigs(
-                    fwd=_T(64, 64, 8, 2), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)
+                    fwd=_T(64, 64, 4, 2, BOUNDARY=32), dkdv=_T(64, 128, 8, 2, "descriptors", 32), dq=_T(128, 64, 8, 2)
+                ),
+                biased=KernelConfigs(
+                    fwd=_T(64, 64, 4, 2, "descriptors", 32), dkdv=_T(64, 64, 4, 1, "descriptors", 32),
+                    dq=_T(64, 64, 4, 2, "descriptors"),
                 ),
                 scored=KernelConfigs(
                     fwd=_T(128, 64, 8, 2, BOUNDARY_STAGES=1),
@@ -354,7 +349,13 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dq=_T(128, 64, 8, 3, "descriptors", 32),
                 ),
                 pairwise=KernelConfigs(
-                    fwd=_T(64, 64, 8, 2), dkdv=_T(32, 128, 8, 2, "descriptors", 16), dq=_T(64, 32, 8, 2)
+                    fwd=_by_compiler(_T(64, 32, 4, 1), newer=_T(64, 32, 4, 2, BOUNDARY=16), since=(3, 7)),
+                    dkdv=_T(32, 128, 8, 2, "descriptors", 16),
+                    dq=_T(64, 32, 4, 2, BOUNDARY=16),
+                ),
+                biased=KernelConfigs(
+                    fwd=_T(64, 32, 4, 2, "descriptors", 16), dkdv=_T(64, 64, 4, 1, "descriptors", 16),
+                    dq=_T(64, 32, 4, 2, "descriptors", 32),
                 ),
                 scored=KernelConfigs(
                     fwd=_by_compiler(_T(64, 32, 8, 3, BOUNDARY_STAGES=1), newer=_T(64, 16, 8, 3)),
@@ -431,28 +432,16 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 8, 2), dkdv=_T(32, 32, 8, 2), dq=_T(32, 32, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(32, 32, 8, 2), dq=_T(16, 16, 4, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
         4: {
-            64: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-            ),
+            64: Entry(streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1))),
             128: Entry(
                 streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
                 pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
             ),
-            256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            256: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
     },
     "gfx942": {
@@ -469,28 +458,13 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                 streamed=KernelConfigs(fwd=_T(64, 32, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
                 pairwise=KernelConfigs(fwd=_T(32, 16, 4, 1), dkdv=_T(16, 32, 8, 2), dq=_T(32, 16, 4, 1)),
             ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 32, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
         4: {
-            64: Entry(
-                streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1)),
-            ),
-            128: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
-            256: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
-            512: Entry(
-                streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-                pairwise=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1)),
-            ),
+            64: Entry(streamed=KernelConfigs(fwd=_T(32, 32, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(32, 32, 8, 1))),
+            128: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 32, 8, 1), dq=_T(16, 16, 8, 1))),
+            256: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 4, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
+            512: Entry(streamed=KernelConfigs(fwd=_T(16, 16, 8, 1), dkdv=_T(16, 16, 8, 1), dq=_T(16, 16, 8, 1))),
         },
     },
 }
@@ -581,7 +555,7 @@ def lookup_few_queries(
         return INTERPRETER_FEW_QUERIES
     by_head_dim = (FEW_QUERIES_OF_CACHES if of_cache else FEW_QUERIES)[arch][dtype.itemsize]
     config = next(config for largest, config in by_head_dim.items() if head_dim <= largest)
-    return FewQueries(config.smaller() if work in ("scored", "combined") else config, SPLIT)
+    return FewQueries(config.smaller() if work in ("biased", "scored", "combined") else config, SPLIT)
 
 
 def has_backward(arch: Arch, head_dim: int, dtype: torch.dtype) -> bool:

@@ -29,4 +29,5 @@ def lookup_fp8(arch: Arch, head_dim: int, work: Work) -> TileConfig:
     """The config of a forward; TILES has no head_dim beyond its largest."""
     if arch == "interpreter":
         return INTERPRETER
+    work = "scored" if work == "biased" else work
     return next(tiles[work] for largest, tiles in TILES.items() if head_dim <= largest)

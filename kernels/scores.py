@@ -103,11 +103,27 @@ def capped(products, score, scale):
 
 
 @triton.jit
-def modified(scores, score, scale, place, block, readable, ACC: tl.constexpr):
+def load_addends(score, place, block, readable):
+    """(bias, relative): the elements of these tensors for a block, or 0 without the tensor.
+
+    Tensors are read where `readable`, which broadcasts to the block.
+    """
+    bias = 0.0
+    relative = 0.0
+    if score.bias is not None:
+        bias = tl.load(pair_pointers(score.bias, place, block), mask=readable, other=0.0)
+    if score.relative is not None:
+        relative = tl.load(relative_pointers(score, place, block), mask=readable, other=0.0)
+    return bias, relative
+
+
+@triton.jit
+def modified(scores, addends, score, scale, place, block, readable, ACC: tl.constexpr):
     """(scores, derivative) of a block of products of q and k.
 
-    If nothing is modified the scores stay unscaled. The derivative is with respect to the scaled scores. Tensors are
-    read where `readable`, which broadcasts to the block; elsewhere the scores are meaningless.
+    If nothing is modified the scores stay unscaled. The derivative is with respect to the scaled scores. `addends` come
+    from load_addends, by which the forward reads tensors before it multiplies (docs/decisions/0044). If they are None,
+    it is called here. Where nothing is `readable` the scores are meaningless.
     """
     derivative = 1.0
     if score.MODIFIED:
@@ -117,15 +133,17 @@ def modified(scores, score, scale, place, block, readable, ACC: tl.constexpr):
             derivative *= tl.cast(score.DERIVATIVE(scores, sequence, head, query, key, score.function_args), ACC)
             changed = score.FUNCTION(scores, sequence, head, query, key, score.function_args)
             scores = tl.cast(changed, ACC)
+        if addends is None:
+            bias, relative = load_addends(score, place, block, readable)
+        else:
+            bias, relative = addends
         if score.bias is not None:
-            ptrs = pair_pointers(score.bias, place, block)
-            scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
+            scores += widen(bias, ACC)
         if score.slopes_ptr is not None:
             slope = tl.load(score.slopes_ptr + place.sequence * score.slopes_stride + place.head).to(ACC)
             scores -= slope * tl.abs(distance_of(place, block)).to(ACC)
         if score.relative is not None:
-            ptrs = relative_pointers(score, place, block)
-            scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)
+            scores += widen(relative, ACC)
     return scores, derivative
 
 

@@ -46,7 +46,7 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, ALL),
         ((128,), WHOLE),
-        ((64, 256), ("bias", "everything", "few queries", "some queries", "decode")),
+        ((64, 256), ("bias", "biased", "everything", "few queries", "some queries", "decode")),
         ((64, 256), ("cache", "cache of e4m3", "cache of e4m3, chunk")),
         ((64, 256), ("linear", "norm", "fp8")),
         ((64,), ONE_PASS),
@@ -66,8 +66,8 @@ EVERYTHING: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
 QUICK: dict[str, tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]] = {
     "bf16": (
         (HEAD_DIMS, (*HEAVIEST, "decode")),
-        ((128,), ("bias", "everything", "cache", "cache of e4m3, chunk")),
-        ((64,), ("one pass, padding",)),
+        ((128,), ("bias", "biased", "scores", "everything", "cache", "cache of e4m3, chunk")),
+        ((64,), ("biased", "one pass, padding")),
         (HEAD_DIMS, ("linear", "norm")),
         ((128,), ("norm across heads", "fp8, tensor", "fp8, packed", "fp8, scores")),
         (HEAD_DIMS, ("fp8",)),
@@ -225,6 +225,7 @@ def _report(case: Case, launch: launches.Launch) -> Report:
             case.target, code.registers, metadata.shared, metadata.num_warps, getattr(metadata, "tmem_size", None) or 0
         ),
         transposed_products=ttgir.transposed_products(launch.compiled.asm["ttgir"]),
+        rearranged_products=ttgir.rearranged_products(launch.compiled.asm["ttgir"]),
     )
 
 

@@ -66,6 +66,7 @@ FEATURES: dict[str, frozenset[str]] = {
     "ranges": frozenset({"causal", "window", "prefix", "documents", "padding"}),
     "blocks": frozenset({"causal", "layout", "mask function"}),
     "bias": frozenset({"causal", "padding", "bias"}),
+    "biased": frozenset({"causal", "padding", "bias", "alibi", "sinks"}),
     "scores": frozenset({"causal", "bias", "alibi", "relative", "softcap", "score function", "sinks"}),
     "dropout": frozenset({"causal", "dropout"}),
     "packed": frozenset({"causal", "window", "rope", "packed"}),

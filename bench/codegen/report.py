@@ -46,6 +46,7 @@ class Report:
     stretches: tuple[Stretch, ...] = ()
     plan: Plan | None = None
     transposed_products: int = 0
+    rearranged_products: int = 0
     ones: str = ""
 
     @property
@@ -114,6 +115,8 @@ class Report:
             yield f"spills {self.spill_bytes} bytes, {where}"
         if self.serialized_wgmma:
             yield "serialises wgmma"
+        if self.rearranged_products and self.kernel == "attention_fwd":  # others store, or add up, their tiles
+            yield f"rearranges products between threads in its loops: {self.rearranged_products}"
         idle = [(loop.idle_exponentials, loop.counts["mufu"]) for loop in self.loops if self.plan is not None]
         if any(2 * alone > n for alone, n in idle):
             shown = ", ".join(f"{alone} of {n}" for alone, n in idle)

@@ -1,8 +1,10 @@
-"""Find products that are transposed before they enter another product.
+"""What Triton's GPU dialect shows of products: those that are transposed, and those that change their layout.
 
 Triton from 3.4.0 until before 3.7.1 miscompiles ``tl.dot(tl.trans(x), ...)`` on Hopper if x is a result of wgmma
 (https://github.com/fla-org/flash-linear-attention/issues/640): the sum is wrong without any message. Only loaded tiles
-may be transposed. Triton's GPU dialect shows such products, whatever the source looks like.
+may be transposed.
+
+A softmax in the layout of loads, instead of that of products, shuffles each row through a warp: docs/decisions/0044.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import re
 
 VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+LOC = re.compile(r"\s*loc\(.*\)$")
+REARRANGED = re.compile(r"ttg\.convert_layout .* : tensor<\d+x\d+xf32, #mma\d*> -> tensor<.*, #blocked\d*>")
 PRODUCTS = ("ttng.warp_group_dot", "tt.dot")
 TRANSPOSES = ("ttg.memdesc_trans", "tt.trans")
 
@@ -20,13 +24,31 @@ OTHER, PRODUCT, TRANSPOSED = range(3)
 
 def transposed_products(ttgir: str) -> int:
     """The number of products with an operand that is computed from a product and transposed."""
-    lines = [re.sub(r"\s*loc\(.*\)$", "", line).strip() for line in ttgir.splitlines()]
+    lines = _lines(ttgir)
     carried: dict[int, dict[int, int]] = {}  # line of a loop -> origins of the values that it carries around
     while True:
         found, now = _walk(lines, carried)
         if now == carried:
             return found
         carried = now
+
+
+def rearranged_products(ttgir: str) -> int:
+    """The number of tiles of float32 that loops bring from the layout of a product into one of loads."""
+    found = depth = 0
+    loops: list[int] = []  # the depths outside of those that are open
+    for line in _lines(ttgir):
+        if "scf.for" in line or "scf.while" in line:
+            loops.append(depth)
+        depth += line.count("{") - line.count("}")
+        if loops and depth <= loops[-1]:
+            loops.pop()
+        found += bool(loops) and REARRANGED.search(line) is not None
+    return found
+
+
+def _lines(ttgir: str) -> list[str]:
+    return [LOC.sub("", line).strip() for line in ttgir.splitlines()]
 
 
 def _walk(lines: list[str], carried: dict[int, dict[int, int]]) -> tuple[int, dict[int, dict[int, int]]]:

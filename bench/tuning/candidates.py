@@ -42,7 +42,8 @@ KERNELS: dict[Part, tuple[str, ...]] = {
 FEATURES: dict[Work, tuple[str, ...]] = {
     "streamed": ("all but boolean", "plain", "causal+rope", "packed"),
     "pairwise": ("all", "ranges", "blocks"),
-    "scored": ("scores", "bias", "dropout"),
+    "biased": ("biased", "bias"),
+    "scored": ("scores", "dropout"),
     "combined": ("everything",),
 }
 ONE_PASS = ("one pass, padding", "one pass", "one pass, packed")

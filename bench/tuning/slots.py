@@ -33,7 +33,8 @@ CAUSAL: dict[str, Any] = {"causal": "bottom_right"}
 FIELDS: dict[Work, dict[str, dict[str, Any]]] = {
     "streamed": {"causal": CAUSAL, "not causal": {}},
     "pairwise": {"documents": CAUSAL | {"documents": "packed"}, "boolean": {"boolean": "broadcast"}},
-    "scored": {"bias": CAUSAL | {"bias": "per_head"}, "dropout": CAUSAL | {"dropout_p": 0.1}},
+    "biased": {"bias": CAUSAL | {"bias": "per_head"}, "ALiBi": CAUSAL | {"alibi": True}},
+    "scored": {"soft-cap": CAUSAL | {"softcap": 20.0}, "dropout": CAUSAL | {"dropout_p": 0.1}},
     "combined": {"bias, documents": CAUSAL | {"bias": "per_head", "documents": "packed"}},
 }
 ROTATED: dict[str, Any] = CAUSAL | {"rope": "half", "padding": "right"}

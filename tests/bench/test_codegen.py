@@ -18,6 +18,7 @@ from bench.codegen.in_flight import Touch
 from bench.codegen.loops import LOOPS
 from bench.codegen.occupancy import ctas_per_sm
 from bench.codegen.report import Report
+from bench.codegen.ttgir import rearranged_products
 from fusedattn.kernels import configs, fp8_configs
 from tests.helpers.compiling import ROOT, compiling, output, run
 
@@ -253,6 +254,30 @@ for product in (False, True):
     assert all((n > 0) == (product == "True") for (product, _), n in found.items())
 
 
+def test_products_that_get_the_layout_of_loads_are_counted_in_loops() -> None:
+    """The forward with a bias had this conversion while it loaded the bias behind the product."""
+    conversion = (
+        "%scores_353 = ttg.convert_layout %scores_352 : tensor<64x64xf32, #mma1> -> tensor<64x64xf32, #blocked> loc(#l)"
+    )
+    others = (
+        "%x = ttg.convert_layout %y : tensor<64x64xbf16, #blocked> -> tensor<64x64xbf16, #mma1> loc(#l)",
+        "%x = ttg.convert_layout %y : tensor<64xf32, #ttg.slice<{dim = 1, parent = #mma}>> -> "
+        "tensor<64xf32, #ttg.slice<{dim = 1, parent = #blocked}>> loc(#l)",
+        "%x = ttg.convert_layout %y : tensor<64x16xf32, #mma3> -> tensor<64x16xf32, #mma2> loc(#l)",
+    )
+    reduction = (
+        '%m = "tt.reduce"(%s) <{axis = 1 : i32}> ({',
+        "^bb0(%a: f32, %b: f32):",
+        "tt.reduce.return %c : f32",
+        "})",
+    )
+    loop = ("%sums:2 = scf.for %i = %a to %b step %c iter_args(%p = %q, %r = %s) -> (f32, f32) : i32 {",)
+    inside = (*loop, *others, *reduction, conversion, "scf.yield %u, %v : f32, f32", "} loc(#l)")
+    assert rearranged_products("\n".join((*inside, *others))) == 1
+    assert rearranged_products("\n".join((*inside, conversion, *inside))) == 2
+    assert rearranged_products("\n".join((conversion, *others))) == 0
+
+
 @pytest.mark.thorough
 def test_the_command_compares_and_updates(tmp_path: Path) -> None:
     """A missing entry fails until --update has written it, and a later change fails again."""
@@ -321,6 +346,7 @@ def judged(report: Report, before: baseline.Baseline) -> list[str]:
         ({"serialized_wgmma": True}, "serialises wgmma"),
         ({"hgmma": 0}, "has no HGMMA"),
         ({"hgmma": 0, "tensor_core": 0, "target": "sm_80", "shared_bytes": 0}, "has no tensor-core instruction"),
+        ({"rearranged_products": 2}, "rearranges products between threads in its loops: 2"),
         ({"transposed_products": 1}, "transposes 1 products, which Triton before 3.7.1 miscompiles"),
         ({"touches": (TOUCH, TOUCH)}, f"{IN_FLIGHT} none of them ordered by a scoreboard"),
         ({"touches": (TOUCH, replace(TOUCH, is_ordered=True))}, f"{IN_FLIGHT} 1 of them ordered by a scoreboard"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -11,21 +12,53 @@ import torch
 from fusedattn import attention
 from fusedattn.kernels import configs
 from fusedattn.kernels.configs import Entry, KernelConfigs, TileConfig
+from fusedattn.testing import Case, make_inputs, run
 from tests.conftest import DEVICE
 from tests.helpers.decode_features import tilings
 
 
 def test_each_kind_of_work_gets_its_own_configs():
-    entry = configs.TABLE["sm_80"][2][64]
-    found = {work: configs.lookup("sm_80", 50, torch.float16, work) for work in get_args(configs.Work)}
+    entry = configs.TABLE["sm_90"][2][64]
+    found = {work: configs.lookup("sm_90", 50, torch.float16, work) for work in get_args(configs.Work)}
     assert found == {work: getattr(entry, work) for work in found}
     assert len(set(found.values())) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("work", "features"),
+    [
+        ("streamed", {"causal": "bottom_right", "padding": "right", "rope": "half"}),
+        ("pairwise", {"boolean": "broadcast"}),
+        ("pairwise", {"mask_function": True}),
+        ("biased", {"bias": "per_head", "causal": "bottom_right"}),
+        ("biased", {"alibi": True, "sinks": True}),
+        ("scored", {"bias": "per_head", "softcap": 2.0}),
+        ("scored", {"alibi": True, "dropout_p": 0.5}),
+        ("scored", {"relative": "per_head"}),
+        ("scored", {"score_mod": True}),
+        ("combined", {"bias": "per_head", "documents": "packed"}),
+    ],
+    ids=str,
+)
+def test_the_work_of_a_call(work, features, monkeypatch):
+    asked = set()
+    lookup = configs.lookup
+
+    def noted(*given):
+        asked.add(given[-1])
+        return lookup(*given)
+
+    monkeypatch.setattr(configs, "lookup", noted)
+    case = Case(seqlen_q=20, seqlen_k=20, dtype=torch.float16, **features)
+    run(partial(attention, backend="triton"), make_inputs(case, DEVICE))
+    assert asked == {work}
+
+
 def test_work_that_takes_more_registers_gets_smaller_tiles_by_default():
     tile = TileConfig(128, 64, 8, 2)
-    entry = Entry(KernelConfigs(tile, tile, tile), KernelConfigs(tile, tile, tile))
+    entry = Entry(KernelConfigs(tile, tile, tile))
     works = (entry.pairwise, entry.scored, entry.combined)
+    assert (entry.pairwise, entry.biased) == (entry.streamed, entry.scored)
     assert [(x.fwd.BLOCK_M, x.fwd.BLOCK_N) for x in works] == [(128, 64), (64, 64), (64, 32)]
     assert [(x.dkdv.BLOCK_M, x.dkdv.BLOCK_N) for x in works] == [(128, 64), (64, 64), (32, 64)]
 

@@ -59,8 +59,8 @@ FUNCTIONS = (
 )
 
 BIASES = (
-    Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores -= widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "bias: sign", BIAS, nth=0),
-    Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "bias: read beyond its rows", MEMORY, nth=0),
+    Fault(SCORES, "scores += widen(bias, ACC)", "scores -= widen(bias, ACC)", "bias: sign", BIAS),
+    Fault(SCORES, "tl.load(pair_pointers(score.bias, place, block), mask=readable, other=0.0)", "tl.load(pair_pointers(score.bias, place, block))", "bias: read beyond its rows", MEMORY),
     Fault(SCORES, "bias=None if bias is None else pairs(bias)", "bias=None if bias is None else pairs(bias)._replace(stride_h=0)", "bias: head 0 for all", BIAS),
     Fault(SCORES, "bias=None if bias is None else pairs(bias)", "bias=None if bias is None else pairs(bias)._replace(stride_b=0)", "bias: batch 0 for all", BIAS),
     Fault(SCORES, "bias=None if bias is None else pairs(bias)", "bias=None if bias is None else pairs(bias.contiguous())._replace(stride_q=bias.shape[3], stride_k=1)", "bias: a broadcast one read as if written out", BROADCAST),
@@ -99,8 +99,8 @@ DISTANCES = (
     Fault(SCORES, "tl.cast(place.sequence, tl.int64) * score.relative.stride_b", "0 * place.sequence", "relative: batch 0 for all", RELATIVE),
     Fault(SCORES, "    matrix += tl.cast(block.start_m, tl.int64) * score.relative.stride_s\n", "", "relative: every tile has the rows of the first", RELATIVE),
     Fault(SCORES, "(block.rows - block.start_m) * score.relative.stride_s + column", "column", "relative: one row for a tile", RELATIVE),
-    Fault(SCORES, "scores += widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "scores += 0.5 * widen(tl.load(ptrs, mask=readable, other=0.0), ACC)", "relative: half of it", RELATIVE, nth=1),
-    Fault(SCORES, "tl.load(ptrs, mask=readable, other=0.0)", "tl.load(ptrs)", "relative: read beyond its rows", MEMORY, nth=1),
+    Fault(SCORES, "scores += widen(relative, ACC)", "scores += 0.5 * widen(relative, ACC)", "relative: half of it", RELATIVE),
+    Fault(SCORES, "tl.load(relative_pointers(score, place, block), mask=readable, other=0.0)", "tl.load(relative_pointers(score, place, block))", "relative: read beyond its rows", MEMORY),
     Fault(SCORES, "0 if size == 1 else stride for size, stride in zip(relative.shape", "stride for size, stride in zip(relative.shape", "relative: a broadcast one read as if written out", RELATIVE),
     Fault(LAUNCHING, "relative=None if relative is None else tileable(relative)", "relative=relative", "relative: strides of the table", STRIDES),
     Fault(DBIAS, "(distance > -reach) & (distance < reach)", "(distance > 1 - reach) & (distance < reach)", "drelative: the second column left out", RELATIVE),

@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedattn import attention
+from fusedattn.kernels.pipelining import FENCES_COPIES
 from fusedattn.virtual_gpu.attention import compiled_attention
 from fusedattn.virtual_gpu.driver import VirtualGPU, virtual_gpu
 from fusedattn.virtual_gpu.errors import MemoryAccessError, RaceError
@@ -227,7 +228,9 @@ def test_all_settings_compute_the_same(capability: int) -> None:
     for settings in SETTINGS:
         z = torch.zeros(64, 64)
         with virtual_gpu(capability, settings) as gpu:
-            _product[(1,)](x, y, z, 5, BLOCK=32, num_warps=4, num_stages=3)
+            # Before 3.7.1 Triton writes no fence between a copy and wgmma, which the virtual GPU asks for.
+            stages = 3 if capability == 80 or FENCES_COPIES else 1
+            _product[(1,)](x, y, z, 5, BLOCK=32, num_warps=4, num_stages=stages)
         assert torch.equal(z, x.float() @ y.float())
         assert gpu.counters["_product"].programs == 1
         assert bool(gpu.counters["_product"].traffic) == settings.counting

@@ -44,14 +44,12 @@ def test_product_of_a_transposed_result(
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("num_warps", [4, 8])
 def test_fence_between_copies_and_products(kernels: Process, num_warps: int, stages: int) -> None:
-    """Required by default under a Triton that writes it."""
-    request = ["transposed", [64, 64, 64, num_warps, stages]]
-    found = kernels.ask([*request, {"fenced_copies": True}])
+    """Required by default."""
+    found = kernels.ask(["transposed", [64, 64, 64, num_warps, stages], {}])
     if FENCED:
         assert found == "right"
     else:
         assert re.match(r"RaceError: wgmma\S*, at history.py:\d+: no fence.proxy.async after cp.async", found)
-    assert kernels.ask([*request, {}]) == "right"
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 9, 0), reason="a later Triton may have mended it")
@@ -60,7 +58,7 @@ def test_fence_between_copies_and_products(kernels: Process, num_warps: int, sta
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("block", [64, 128])
 def test_tile_with_two_uses_is_overwritten(kernels: Process, block: int, num_warps: int, stages: int) -> None:
-    found = kernels.ask(["two uses", [block, num_warps, stages], {}])
+    found = kernels.ask(["two uses", [block, num_warps, stages], {"fenced_copies": False}])
     assert re.match(r"RaceError: cp.async\S*, at history.py:\d+, overwrites what wgmma\S* .* is still reading", found)
 
 

@@ -152,8 +152,9 @@ def problem_of(
         call_kind = kind_of(call)
     by_pair = not (tensors.allowed is None and tensors.documents_q is None and tensors.tree is None)
     by_pair = by_pair or bool(constants.functions.mask)
-    scored = score is not UNMODIFIED or tensors.dropout_seed is not None
-    work: Any = ("combined" if by_pair else "scored") if scored else "pairwise" if by_pair else "streamed"
+    work: configs.Work = "pairwise" if by_pair else "streamed"
+    if score is not UNMODIFIED or tensors.dropout_seed is not None:
+        work = "combined" if by_pair else _work_of_scores(score, drops=tensors.dropout_seed is not None)
     head_dim = min(max(q.shape[3], results.features_of(v) if is_cached else v.shape[3]), configs.MAX_HEAD_DIM)
     arch = devices.arch_of(q.device)
     tiles, exact_rows = configs.lookup(arch, head_dim, q.dtype, work), configs.lookup_exact_rows(arch, head_dim)
@@ -197,6 +198,12 @@ def problem_of(
         async_products=arch in ASYNC_PRODUCTS and (bool(sizes.fp8) or q.itemsize == 2 or precision == "tf32"),
         codes=Codes(FP8_SCALES[sizes.fp8] == "tensor", bool(sizes.fp8_rotated)) if sizes.fp8 else None,
     )
+
+
+def _work_of_scores(score: ScoreArguments, *, drops: bool) -> configs.Work:
+    """The work on each pair if its score is changed so, or if dropout drops weights."""
+    is_simple = score.FUNCTION is None and score.relative is None and score.softcap is None
+    return "biased" if is_simple and not drops else "scored"
 
 
 def _cache(k: Tensor, v: Tensor, constants: Constants) -> CacheArguments:
