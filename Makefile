@@ -38,16 +38,18 @@ test-all: .venv/.test ## run every test of the package, the quick ones too; ARGS
 test-integrations: .venv/.test ## run the tests beside torch.nn, transformers and other libraries; ARGS go to pytest
 	@$(PYTEST) tests/integrations $(ARGS)
 
-# The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels.
+# The oldest and the newest supported pair of torch and Triton; under them run the tests that interpret kernels, and those
+# of torch.compile, which traces other code with every torch.
 PAIRS ?= 2.11.0-3.6.0 2.15.0-3.9.0
-INTERPRETED := $(addprefix tests/public/test_,attention.py biases.py learned.py fuzz.py fuzz_cached.py masking.py varlen.py \
-    rope.py qk_norm.py fp8.py fp8_hostile.py weights.py reference.py gradcheck.py float64.py determinism.py) \
+OF_VERSIONS := $(addprefix tests/public/test_,attention.py biases.py learned.py fuzz.py fuzz_cached.py masking.py varlen.py \
+    rope.py qk_norm.py fp8.py fp8_hostile.py weights.py reference.py gradcheck.py float64.py determinism.py \
+    compile.py compile_cached.py compile_packed.py masks.py default_device.py) \
     $(addprefix tests/kernels/test_,decode.py interpreter.py one_pass.py) \
     $(addprefix tests/integrations/test_,torch_functions.py replace_sdpa.py)
 test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests under each of PAIRS of torch and Triton (gigabytes)
 	@status=0; \
 	for pair in $(PAIRS); do \
-	    .versions/$$pair/bin/python -m pytest -n 2 --dist worksteal --maxfail=0 $(INTERPRETED) $(ARGS) || status=1; \
+	    .versions/$$pair/bin/python -m pytest -n 2 --dist worksteal --maxfail=0 $(OF_VERSIONS) $(ARGS) || status=1; \
 	done; \
 	exit $$status
 

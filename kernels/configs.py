@@ -221,10 +221,11 @@ class Entry:
     """The configs of one (architecture, dtype, head_dim), by the work on each pair.
 
     `pairwise` serves calls that read or compute a mask for each pair (a boolean one, a tree, documents, a function):
-    that takes registers, so the tiles may be smaller. `scored` serves calls that change scores or drop weights, which
-    takes more; its default is half of the pairwise tiles. `biased` serves those of them that need the fewest: with a
-    bias, slopes or sinks and nothing else. `combined` serves calls that read a mask for each pair and change scores;
-    its default is half of the scored tiles. `streamed` serves all others.
+    that takes registers, so tiles may be smaller than the streamed ones, which are its default. `scored` serves calls
+    that change scores or drop weights, which takes more; its default is half of the pairwise tiles. `biased` serves
+    those of them that need the fewest: with a bias, slopes or sinks and nothing else; its default is the scored tiles.
+    `combined` serves calls that do what pairwise and scored ones do; its default is half of the scored tiles.
+    `streamed` serves all others.
     """
 
     streamed: KernelConfigs

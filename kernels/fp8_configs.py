@@ -26,7 +26,7 @@ INTERPRETER = _T(32, 32, 4, 1, BOUNDARY=32)
 
 
 def lookup_fp8(arch: Arch, head_dim: int, work: Work) -> TileConfig:
-    """The config of a forward; TILES has no head_dim beyond its largest."""
+    """The config of a forward; TILES has no head_dim beyond its largest, and biased calls get the scored tiles."""
     if arch == "interpreter":
         return INTERPRETER
     work = "scored" if work == "biased" else work

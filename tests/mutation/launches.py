@@ -31,6 +31,8 @@ FAULTS = (
     Fault(START, "bool(hook.calls) if", "False if", "launches: hooks of Triton passed by", "tests/bench/test_host_time.py -k hooks"),
     Fault(OPS, "if torch._C._dispatch_keys(x).raw_repr() not in plain:", "if False:", "operators: not called for tensors of a transform", "tests/torch_backend/test_dispatch.py -k transforms"),
     Fault("kernels/versions.py", r"(?:\.\d+)*", r"(?:\.\d)*", "versions: 3.10 taken for 3.1", "tests/kernels/test_versions.py"),
+    Fault("fusedattn/backends/triton/launching.py", "\"biased\" if is_simple and not drops else", "\"biased\" if is_simple else", "configs: those of a bias for dropout", "tests/kernels/test_configs.py"),
+    Fault("kernels/configs.py", "object.__setattr__(self, \"biased\", self.scored)", "object.__setattr__(self, \"biased\", self.pairwise)", "configs: a bias gets the tiles of masks by default", "tests/kernels/test_configs.py"),
     Fault("kernels/grid.py", "problem.configs.fwd if for_backward else", "problem.configs.fwd if not for_backward else", "stages: those of inference in training", "tests/kernels/test_configs.py"),
     Fault(ASSEMBLER, "with _one_at_a_time, knobs", "with knobs", "assembler: one thread ends the choice of another", ASSEMBLED),
     Fault(ASSEMBLER, "SOUND = (12, 9)", "SOUND = (12, 8)", "assembler: one that loses the first value of a register", ASSEMBLED),
