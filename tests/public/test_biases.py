@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusedattn import attention, biases, reference
 from fusedattn.biases import Bias
-from tests.conftest import INTERPRETING
+from fusedattn.testing import Case, make_inputs
+from tests.conftest import DEVICE, INTERPRETING, assert_budget
 
 pytestmark = pytest.mark.usefixtures("_seed")
 
@@ -330,3 +331,9 @@ def test_an_infinite_bias_hides_nan_under_a_compiler():
     compiled = torch.compile(lambda *x: attention(*x, bias=bias, backend="torch"), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), expected)
     torch._dynamo.reset()
+
+
+def test_slopes_where_the_first_full_block_is_not_the_first_block():
+    """A window hides the first keys of the last queries, and the next ones lie at its boundary."""
+    case = Case(batch=1, nheads_q=1, nheads_kv=1, seqlen_q=160, seqlen_k=160, head_dim=16, alibi=True, window=(80, 0))
+    assert_budget(partial(attention, backend="triton"), make_inputs(case, DEVICE))
