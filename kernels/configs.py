@@ -378,6 +378,10 @@ TABLE: dict[Arch, dict[int, dict[int, Entry]]] = {
                     dkdv=_T(32, 32, 8, 2),
                     dq=_T(64, 32, 8, 2, BOUNDARY=16, BOUNDARY_STAGES=1),
                 ),
+                biased=KernelConfigs(
+                    fwd=_T(64, 32, 8, 1, "descriptors", 16), dkdv=_T(32, 64, 8, 1, "descriptors", 16),
+                    dq=_T(64, 32, 8, 1, "descriptors", 16),
+                ),
                 scored=KernelConfigs(
                     fwd=_by_compiler(_T(64, 32, 8, 1, "descriptors", 16), newer=_T(64, 16, 8, 1)),
                     dkdv=_by_compiler(_T(32, 64, 8, 2, BOUNDARY=16), newer=_T(16, 64, 8, 1, "descriptors")),
