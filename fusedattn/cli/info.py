@@ -167,12 +167,12 @@ def _print_launches(q: Tensor) -> None:
 
     arch = devices.arch_of(q.device)
     print(f"  launches on {arch}: tile of queries x keys, warps, pipeline stages")
-    widths = (6, 20, 20, 20, 0)
-    print("  " + line(("", "most masks", "a mask by pair", "scores changed", "both"), widths))
+    widths = (6, 13, 13, 13, 13, 0)
+    print("  " + line(("", "most masks", "mask by pair", "bias", "other scores", "both"), widths))
     found = [configs.lookup(arch, q.shape[-1], q.dtype, work) for work in get_args(configs.Work)]
     for kernel in ("fwd", "dkdv", "dq"):
         tiles = [
-            f"{tile.BLOCK_M} x {tile.BLOCK_N}, {tile.num_warps}, {tile.num_stages}"
+            f"{tile.BLOCK_M}x{tile.BLOCK_N}, {tile.num_warps}, {tile.num_stages}"
             for tile in (getattr(config, kernel) for config in found)
         ]
         print("  " + line((kernel, *tiles), widths))

@@ -199,7 +199,10 @@ def test_info_shows_the_launches() -> None:
     out = run("info", "--shape", "1,4,4,64,64,64", "--device", "cpu", TRITON_INTERPRET="1").stdout
     assert "backend triton: yes, the default" in out
     assert re.search(r"launches on interpreter", out)
-    assert all(re.search(rf"^  {kernel} +\d+ x \d+", out, re.MULTILINE) for kernel in ("fwd", "dkdv", "dq"))
+    tile = r"\d+x\d+, \d+, \d+"
+    for kernel in ("fwd", "dkdv", "dq"):
+        assert re.search(rf"^  {kernel} +{tile}( +{tile}){{4}}$", out, re.MULTILINE), "one for each kind of work"
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.fixture(scope="module")
