@@ -46,7 +46,7 @@ OF_VERSIONS := $(addprefix tests/public/test_,attention.py biases.py learned.py 
     compile.py compile_cached.py compile_packed.py masks.py default_device.py) \
     $(addprefix tests/kernels/test_,decode.py interpreter.py one_pass.py) \
     $(addprefix tests/integrations/test_,torch_functions.py replace_sdpa.py)
-test-versions: $(PAIRS:%=.versions/%/.installed) ## run the interpreter's tests under each of PAIRS of torch and Triton (gigabytes)
+test-versions: $(PAIRS:%=.versions/%/.installed) ## run tests of the interpreter and of torch.compile under each of PAIRS of torch and Triton (gigabytes)
 	@status=0; \
 	for pair in $(PAIRS); do \
 	    .versions/$$pair/bin/python -m pytest -n 2 --dist worksteal --maxfail=0 $(OF_VERSIONS) $(ARGS) || status=1; \

@@ -35,15 +35,15 @@ def transposed_products(ttgir: str) -> int:
 
 def rearranged_products(ttgir: str) -> int:
     """The number of tiles of float32 that loops bring from the layout of a product into one of loads."""
-    found = depth = 0
-    loops: list[int] = []  # the depths outside of those that are open
+    found = 0
+    regions: list[bool] = []  # open braces: whether a loop opened them
     for line in _lines(ttgir):
-        if "scf.for" in line or "scf.while" in line:
-            loops.append(depth)
-        depth += line.count("{") - line.count("}")
-        if loops and depth <= loops[-1]:
-            loops.pop()
-        found += bool(loops) and REARRANGED.search(line) is not None
+        is_loop = "scf.for" in line or "scf.while" in line
+        if line.startswith("}"):
+            is_loop |= regions.pop()
+        if line.endswith("{"):  # "} do {" and "} else {" too
+            regions.append(is_loop)
+        found += any(regions) and REARRANGED.search(line) is not None
     return found
 
 
